@@ -1,0 +1,198 @@
+"""The public op: validate → select a backend → call it.
+
+Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
+Heads come last but one, as the qkv projection leaves them: no transposes around the op.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from inline_attention.ops import dispatch, reference, validation
+from inline_attention.ops.call import AttentionCall, Normalization
+from inline_attention.ops.feature_maps import FeatureMap
+
+WeightKind = Literal["inline", "linear", "magnitude", "softmax"]
+_NORMALIZATION_OF_KIND: dict[str, Normalization] = {
+    "inline": "subtract",
+    "linear": "divide",
+    "magnitude": "magnitude",
+}
+
+
+def inline_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str | FeatureMap = "identity",
+    normalization: Normalization = "subtract",
+    key_padding_mask: torch.Tensor | None = None,
+    local_weight: torch.Tensor | None = None,
+    grid_size: tuple[int, int] | None = None,
+    num_prefix_tokens: int = 0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Injective linear attention, in time and memory linear in the number of tokens.
+
+    The weight of key j for query i is `(s_ij - mean_j s_ij + 1) / M` with `s_ij = scale · phi(q_i)·phi(k_j)`: it sums
+    to one by subtraction, where linear attention divides. With `local_weight`, a dynamic 3×3 correlation of the value
+    grid is added. Under autocast the inputs are cast to the autocast dtype, as in PyTorch's own attention.
+
+    Args:
+        q: Queries `[B, N, H, D]`.
+        k: Keys `[B, M, H, D]`.
+        v: Values `[B, M, H, Dv]`.
+        scale: Factor on the inner products; `D ** -0.5` by default.
+        feature_map: phi: "identity", "relu", "leaky_relu", "exp", "elu_plus_one", or a callable on `[B, N, H, D]`
+            that keeps all but the last dimension. Callables see float32 (float64) whatever the input's dtype.
+        normalization: "subtract" (InLine), "divide" (vanilla linear attention) or "magnitude" (MALA).
+        key_padding_mask: `[B, M]` bool, True for a real key. Padded keys and values count nowhere: not in the sums,
+            not in M, not in the local term. Every row needs a real key.
+        local_weight: `[B, H, Dv, 3, 3]`, a 3×3 kernel per sample and channel (cross-correlation, zero padding).
+        grid_size: `(h, w)` of the token grid; needed with `local_weight`, where N = M = num_prefix_tokens + h·w.
+        num_prefix_tokens: Class or register tokens before the grid; the local term neither reads nor changes them.
+        backend: "auto", "eager", or "reference" (explicit weights, quadratic memory).
+
+    Returns:
+        `[B, N, H, Dv]`, in the dtype of the inputs.
+
+    Raises:
+        ValueError: Arguments that do not fit together; the message says what to do.
+    """
+    q, k, v, local_weight = _autocast(q, k, v, local_weight)
+    return _attend(
+        q, k, v, None, scale, feature_map, normalization,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
+    )  # fmt: skip
+
+
+def inline_attention_qkvpacked(
+    qkv: torch.Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str | FeatureMap = "identity",
+    normalization: Normalization = "subtract",
+    key_padding_mask: torch.Tensor | None = None,
+    local_weight: torch.Tensor | None = None,
+    grid_size: tuple[int, int] | None = None,
+    num_prefix_tokens: int = 0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`inline_attention` on the output of a fused projection, read in place; its gradient comes back packed.
+
+    Args:
+        qkv: `[B, N, 3, H, D]`.
+        scale: As in `inline_attention`, like all that follow.
+        feature_map: See there.
+        normalization: See there.
+        key_padding_mask: See there.
+        local_weight: See there.
+        grid_size: See there.
+        num_prefix_tokens: See there.
+        backend: See there.
+
+    Returns:
+        `[B, N, H, D]`.
+    """
+    qkv, local_weight = _autocast(qkv, local_weight)
+    validation.check_packed(qkv)
+    q, k, v = qkv.unbind(2)
+    return _attend(
+        q, k, v, qkv, scale, feature_map, normalization,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
+    )  # fmt: skip
+
+
+def attention_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    kind: WeightKind = "inline",
+    scale: float | None = None,
+    feature_map: str | FeatureMap = "identity",
+    key_padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weights of every query for every key, written out: for analysis and teaching, quadratic memory.
+
+    Args:
+        q: Queries `[B, N, H, D]`.
+        k: Keys `[B, M, H, D]`.
+        kind: "inline", "linear", "magnitude" (MALA) or "softmax".
+        scale: Factor on the inner products; `D ** -0.5` by default.
+        feature_map: As in `inline_attention`; softmax takes only "identity".
+        key_padding_mask: `[B, M]` bool, True for a real key; padded keys get weight zero.
+
+    Returns:
+        `[B, H, N, M]`, computed in float64 and returned in the dtype of q. Rows sum to one.
+    """
+    validation.check_queries_and_keys(q, k)
+    validation.check_feature_map(feature_map)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    validation.check_scale(scale)
+    if key_padding_mask is not None:
+        validation.check_mask(key_padding_mask, k)
+    if kind == "softmax":
+        if feature_map != "identity":
+            raise ValueError(f"softmax has no feature map, got {feature_map!r}; apply it to q and k yourself")
+        weights = reference.softmax_weights(q, k, scale, key_padding_mask)
+    elif kind in _NORMALIZATION_OF_KIND:
+        normalization = _NORMALIZATION_OF_KIND[kind]
+        weights = reference.kernel_weights(q, k, scale, feature_map, normalization, key_padding_mask)
+    else:
+        raise validation.unknown_name("kind", kind, [*_NORMALIZATION_OF_KIND, "softmax"])
+    return weights.to(q.dtype)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qkv: torch.Tensor | None,
+    scale: float | None,
+    feature_map: str | FeatureMap,
+    normalization: Normalization,
+    key_padding_mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    grid_size: tuple[int, int] | None,
+    num_prefix_tokens: int,
+    backend: str,
+) -> torch.Tensor:
+    validation.check_queries_and_keys(q, k)
+    validation.check_values(q, k, v)
+    validation.check_feature_map(feature_map)
+    validation.check_normalization(normalization)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    validation.check_scale(scale)
+    if key_padding_mask is not None:
+        validation.check_mask(key_padding_mask, k)
+    if local_weight is not None:
+        grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, q, v)
+    call = AttentionCall(
+        q, k, v, qkv, scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens
+    )
+    selected = dispatch.select(backend, call)
+    if torch.is_autocast_enabled(q.device.type):
+        # Inputs are cast already; left on, autocast would also round the float32 sums inside.
+        with torch.autocast(q.device.type, enabled=False):
+            return selected.run(call)
+    return selected.run(call)
+
+
+def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Cast to the autocast dtype where autocast is on; float64 and non-tensors (validated later) stay as they are."""
+
+    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in validation.FLOATING_DTYPES:
+            return tensor
+        device_type = tensor.device.type
+        if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+            return tensor
+        return tensor.to(torch.get_autocast_dtype(device_type))
+
+    return tuple(cast(tensor) for tensor in tensors)  # type: ignore[return-value]

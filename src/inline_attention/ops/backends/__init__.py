@@ -1,0 +1,1 @@
+"""Implementations of the op. They know neither each other nor the reference."""

@@ -1,0 +1,78 @@
+"""Linear-time InLine attention in plain PyTorch: any device, any floating dtype, every transform.
+
+Two ways to the same numbers. `composed` is a chain of differentiable operations, for accelerators, compilers and
+functional transforms. `blocked` is the same arithmetic with hand-written derivatives in cache-sized blocks, for plain
+eager calls on a CPU. Sums are taken in float32 at least, whatever the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from inline_attention.ops.backends.eager import blocked, composed
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.feature_maps import apply_feature_map
+from inline_attention.ops.tracing import is_plain_eager_tensor
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why this backend cannot run the call: never, it runs everywhere."""
+    del call
+    return None
+
+
+def run(call: AttentionCall) -> torch.Tensor:
+    """The call's output `[B, N, H, Dv]` in the dtype of v."""
+    compute_dtype = torch.promote_types(call.q.dtype, torch.float32)
+    if not _can_block(call):
+        return _run_composed(call, compute_dtype).to(call.v.dtype)
+    out = _run_blocked(call, compute_dtype)
+    if compute_dtype != torch.float64 and not out.detach().sum().isfinite():
+        # Products of three huge float32 numbers overflow and inf - inf is NaN: finite inputs deserve better.
+        out = _run_composed(call, torch.float64)
+    return out.to(call.v.dtype)
+
+
+def _can_block(call: AttentionCall) -> bool:
+    """Whether this is a plain call on CPU tensors: nothing traces, transforms or batches it."""
+    tensors = [tensor for tensor in (call.q, call.k, call.v, call.local_weight) if tensor is not None]
+    return all(
+        is_plain_eager_tensor(tensor)
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and forward_ad.unpack_dual(tensor).tangent is None
+        for tensor in tensors
+    )
+
+
+def _run_composed(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tensor:
+    q, k, v, local_weight = _prepare(call, compute_dtype)
+    return composed.attend_with_local_term(
+        q, k, v, call.key_padding_mask, local_weight,
+        call.scale, call.normalization, call.grid_size, call.num_prefix_tokens,
+    )  # fmt: skip
+
+
+def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tensor:
+    settings = blocked.Settings(call.scale, call.normalization, call.grid_size, call.num_prefix_tokens)
+    if call.qkv is not None and call.feature_map == "identity" and call.key_padding_mask is None:
+        local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
+        return blocked.attend_packed(call.qkv.to(compute_dtype), None, local_weight, settings)
+    q, k, v, local_weight = _prepare(call, compute_dtype)
+    return blocked.attend(q, k, v, call.key_padding_mask, local_weight, settings)
+
+
+def _prepare(
+    call: AttentionCall, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Mapped queries and keys, values, and local weights, in the compute dtype; padded keys and values are zero."""
+    q = apply_feature_map(call.feature_map, call.q.to(compute_dtype))
+    k = apply_feature_map(call.feature_map, call.k.to(compute_dtype))
+    v = call.v.to(compute_dtype)
+    if call.key_padding_mask is not None:
+        # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.
+        padded = ~call.key_padding_mask[:, :, None, None]
+        k, v = k.masked_fill(padded, 0), v.masked_fill(padded, 0)
+    local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
+    return q, k, v, local_weight

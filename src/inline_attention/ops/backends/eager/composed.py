@@ -1,0 +1,112 @@
+"""InLine attention composed from differentiable PyTorch operations, in linear time.
+
+Any device, any dtype, any transform: autograd to any order, `torch.func`, `torch.compile`, `torch.export`. Nothing
+here branches on a size, so one compiled graph serves every shape, and every 3×3 tap is a shifted view, which a
+compiler fuses into one loop (a convolution with B·C groups it cannot, and ONNX cannot express).
+
+All three normalisations have weights that sum to one, so all three are
+
+    out = vbar + a(z) · phi(q) C,    C = scale · Cov(phi(k), v),    z = scale · phi(q) · kbar
+
+with a = 1 (subtract), 1/z (divide) or 1 + 1/z (magnitude). Keys and values are centred before they are multiplied:
+nothing large is ever subtracted from something large.
+
+Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from inline_attention.ops.call import SMALLEST_MEAN_SCORE, Normalization
+
+
+def attend_with_local_term(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    scale: float,
+    normalization: Normalization,
+    grid_size: tuple[int, int] | None,
+    num_prefix_tokens: int,
+) -> torch.Tensor:
+    """Output `[B, N, H, Dv]`. Arguments as in `attend` and `local_term`; N = M when there is a local term."""
+    out = attend(q, k, v, key_padding_mask, scale, normalization)
+    if local_weight is None or grid_size is None:
+        return out
+    local = local_term(v[:, num_prefix_tokens:], local_weight, grid_size)
+    if num_prefix_tokens == 0:
+        return out + local
+    return torch.cat([out[:, :num_prefix_tokens], out[:, num_prefix_tokens:] + local], dim=1)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    scale: float,
+    normalization: Normalization,
+) -> torch.Tensor:
+    """Output `[B, N, H, Dv]` of the global term.
+
+    Args:
+        q: Mapped queries `[B, N, H, D]`.
+        k: Mapped keys `[B, M, H, D]`; zero where padded.
+        v: Values `[B, M, H, Dv]`; zero where padded.
+        key_padding_mask: `[B, M]` bool, True for a real key, or None.
+        scale: Factor on the inner products.
+        normalization: Chooses a(z).
+    """
+    if key_padding_mask is None:
+        inverse_count = 1 / k.shape[1]
+        key_mean = k.mean(1, keepdim=True)
+        value_mean = v.mean(1, keepdim=True)
+        centred_key = k - key_mean
+        centred_value = v - value_mean
+    else:
+        real = key_padding_mask[:, :, None, None].to(k.dtype)
+        inverse_count = 1 / real.sum(1, keepdim=True).clamp(min=1)
+        key_mean = k.sum(1, keepdim=True) * inverse_count
+        value_mean = v.sum(1, keepdim=True) * inverse_count
+        centred_key = (k - key_mean) * real
+        centred_value = v - value_mean
+
+    covariance = torch.matmul(centred_key.permute(0, 2, 3, 1), centred_value.permute(0, 2, 1, 3))
+    covariance = covariance * (inverse_count * scale)
+    deviation = torch.matmul(q.permute(0, 2, 1, 3), covariance).permute(0, 2, 1, 3)
+    if normalization != "subtract":
+        mean_score = scale * (q * key_mean).sum(-1, keepdim=True)
+        deviation = deviation * amplification(mean_score, normalization)
+    return value_mean + deviation
+
+
+def amplification(mean_score: torch.Tensor, normalization: Normalization) -> torch.Tensor:
+    """The factor a(z) of `divide` or `magnitude`, with 1/z replaced by 0 where z is too small to divide by."""
+    divisible = mean_score.abs() > SMALLEST_MEAN_SCORE
+    # Two wheres: the inner one keeps the branch not taken finite, so that its zero gradient is not 0 · inf.
+    inverse = torch.where(divisible, torch.where(divisible, mean_score, 1).reciprocal(), 0)
+    return inverse if normalization == "divide" else 1 + inverse
+
+
+def local_term(v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Dynamic 3×3 cross-correlation with zero padding.
+
+    Args:
+        v: Values of the grid tokens `[B, h·w, H, Dv]`.
+        local_weight: `[B, H, Dv, 3, 3]`.
+        grid_size: `(h, w)`.
+
+    Returns:
+        `[B, h·w, H, Dv]`.
+    """
+    height, width = grid_size
+    padded = F.pad(v.unflatten(1, (height, width)), (0, 0, 0, 0, 1, 1, 1, 1))
+    out = torch.zeros_like(padded[:, :height, :width])
+    for i in range(3):
+        for j in range(3):
+            out = torch.addcmul(out, padded[:, i : i + height, j : j + width], local_weight[:, None, None, :, :, i, j])
+    return out.flatten(1, 2)

@@ -1,0 +1,49 @@
+"""Which backend runs a call: an ordered table, each entry able to say why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from inline_attention.ops import reference
+from inline_attention.ops.backends import eager
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.validation import unknown_name
+
+
+class Backend(NamedTuple):
+    """One implementation of the op."""
+
+    name: str
+    unsupported_reason: Callable[[AttentionCall], str | None]
+    run: Callable[[AttentionCall], torch.Tensor]
+
+
+# Fastest first. "auto" takes the first that can run the call; GPU kernels go above eager.
+AUTO_BACKENDS: tuple[Backend, ...] = (Backend("eager", eager.unsupported_reason, eager.run),)
+# Reachable by name only: quadratic memory.
+NAMED_BACKENDS: tuple[Backend, ...] = (Backend("reference", reference.unsupported_reason, reference.run),)
+
+BACKEND_NAMES: tuple[str, ...] = ("auto", *(backend.name for backend in (*AUTO_BACKENDS, *NAMED_BACKENDS)))
+
+
+def select(name: str, call: AttentionCall) -> Backend:
+    """The backend that runs `call`.
+
+    Raises:
+        ValueError: An unknown name, or a named backend that cannot run the call (with its reason).
+    """
+    if name == "auto":
+        for backend in AUTO_BACKENDS:
+            if backend.unsupported_reason(call) is None:
+                return backend
+        raise AssertionError("the last automatic backend must accept every valid call")
+    for backend in (*AUTO_BACKENDS, *NAMED_BACKENDS):
+        if backend.name == name:
+            reason = backend.unsupported_reason(call)
+            if reason is not None:
+                raise ValueError(f"backend {name!r} cannot run this call: {reason}; backend='auto' picks one that can")
+            return backend
+    raise unknown_name("backend", name, BACKEND_NAMES)

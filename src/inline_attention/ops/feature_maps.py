@@ -1,0 +1,62 @@
+"""Feature maps: the functions phi applied to queries and keys before their inner product.
+
+Shapes: `[..., D]` in, `[..., D]` out for the built-in maps. A callable may change `D`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+FeatureMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+LEAKY_RELU_SLOPE = 0.01
+EXP_RATE = 0.2
+# exp(32) squared, times a value of 1e6, times a head dim of 128 still fits float32; inputs beyond 160 saturate.
+EXP_LARGEST_EXPONENT = 32.0
+
+
+def identity(x: torch.Tensor) -> torch.Tensor:
+    """phi(x) = x, the paper's default."""
+    return x
+
+
+def leaky_relu(x: torch.Tensor) -> torch.Tensor:
+    """phi(x) = x for x > 0, 0.01 x otherwise."""
+    return F.leaky_relu(x, LEAKY_RELU_SLOPE)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """phi(x) = exp(0.2 x), saturating at x = 160 so that no finite input overflows."""
+    return torch.exp((EXP_RATE * x).clamp(max=EXP_LARGEST_EXPONENT))
+
+
+def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
+    """phi(x) = elu(x) + 1: positive everywhere, as MALA and classic linear attention want it."""
+    # Not elu(x) + 1: that subtracts one and adds it again, and loses exp(x) to rounding below x = -16.
+    return torch.exp(x.clamp(max=0)) + torch.relu(x)
+
+
+FEATURE_MAPS: dict[str, FeatureMap] = {
+    "identity": identity,
+    "relu": torch.relu,
+    "leaky_relu": leaky_relu,
+    "exp": exp,
+    "elu_plus_one": elu_plus_one,
+}
+
+
+def apply_feature_map(feature_map: str | FeatureMap, x: torch.Tensor) -> torch.Tensor:
+    """Apply a built-in map by name, or a callable, to `x` `[B, N, H, D]`."""
+    if isinstance(feature_map, str):
+        return FEATURE_MAPS[feature_map](x)
+    mapped = feature_map(x)
+    if mapped.shape[:-1] != x.shape[:-1] or mapped.dtype != x.dtype:
+        raise ValueError(
+            "a callable feature_map must keep every dimension but the last, and the dtype; "
+            f"it turned {tuple(x.shape)} {x.dtype} into {tuple(mapped.shape)} {mapped.dtype}"
+        )
+    return mapped

@@ -1,0 +1,198 @@
+"""Checks on the arguments of the op. Every error says what was expected, what came, and what to do.
+
+Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+
+from inline_attention.ops.call import Normalization
+from inline_attention.ops.feature_maps import FEATURE_MAPS
+from inline_attention.ops.tracing import is_plain_eager_tensor
+
+NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
+FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def unknown_name(argument: str, value: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not among `known`, with the nearest one suggested."""
+    known = list(known)
+    nearest = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+
+
+def check_packed(qkv: Any) -> None:
+    """Check that `qkv` is `[B, N, 3, H, D]`."""
+    _check_tensor("qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(
+            f"qkv must be [B, N, 3, H, D], got shape {_shape(qkv)}; "
+            "from a Linear's output [B, N, 3·H·D] use .unflatten(-1, (3, H, D))"
+        )
+
+
+def check_queries_and_keys(q: Any, k: Any) -> None:
+    """Check `q` `[B, N, H, D]` against `k` `[B, M, H, D]`."""
+    for name, tensor in (("q", q), ("k", k)):
+        _check_tensor(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, tokens, heads, head dim], got shape {_shape(tensor)}; "
+                "from [B, N, H·D] use .unflatten(-1, (H, D)), from [B, H, N, D] use .transpose(1, 2)"
+            )
+    _check_same("dtype", {"q": q.dtype, "k": k.dtype}, "cast them to one dtype, for example k.to(q.dtype)")
+    _check_same("device", {"q": q.device, "k": k.device}, "move them to one device, for example k.to(q.device)")
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q [B, N, H, D] and k [B, M, H, D] must agree in B, H and D, got {_shape(q)} and {_shape(k)}; "
+            "heads come after tokens: transpose(1, 2) if yours come before"
+        )
+    _check_not_empty("q", q)
+    _check_not_empty("k", k)
+
+
+def check_values(q: torch.Tensor, k: torch.Tensor, v: Any) -> None:
+    """Check `v` `[B, M, H, Dv]` against checked `q` and `k`."""
+    _check_tensor("v", v)
+    if v.dim() != 4 or v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs one value per head"
+        )
+    _check_same("dtype", {"q": q.dtype, "v": v.dtype}, "cast them to one dtype, for example v.to(q.dtype)")
+    _check_same("device", {"q": q.device, "v": v.device}, "move them to one device, for example v.to(q.device)")
+    _check_not_empty("v", v)
+
+
+def check_mask(key_padding_mask: Any, k: torch.Tensor) -> None:
+    """Check `[B, M]` bool with a real key in every row."""
+    if not isinstance(key_padding_mask, torch.Tensor) or key_padding_mask.dtype != torch.bool:
+        got = key_padding_mask.dtype if isinstance(key_padding_mask, torch.Tensor) else type(key_padding_mask).__name__
+        raise ValueError(
+            f"key_padding_mask must be a bool tensor, True for a real key, got {got}; "
+            "use mask.bool(), and ~mask if yours marks padding (as nn.MultiheadAttention's does)"
+        )
+    if (
+        key_padding_mask.dim() != 2
+        or key_padding_mask.shape[0] != k.shape[0]
+        or key_padding_mask.shape[1] != k.shape[1]
+    ):
+        raise ValueError(
+            f"key_padding_mask must be [B, M] = {(k.shape[0], k.shape[1])}, got {_shape(key_padding_mask)}; "
+            "one mark per key, shared by all heads"
+        )
+    _check_same(
+        "device", {"k": k.device, "key_padding_mask": key_padding_mask.device}, "use key_padding_mask.to(k.device)"
+    )
+    _check_every_row_has_a_key(key_padding_mask)
+
+
+def check_local(
+    local_weight: Any, grid_size: Any, num_prefix_tokens: Any, q: torch.Tensor, v: torch.Tensor
+) -> tuple[int, int]:
+    """Check `local_weight` `[B, H, Dv, 3, 3]` and that prefix + h·w = N = M; return the grid."""
+    _check_tensor("local_weight", local_weight)
+    batch, tokens, heads, value_dim = v.shape
+    expected = (batch, heads, value_dim, 3, 3)
+    if local_weight.dim() != 5 or any(local_weight.shape[i] != expected[i] for i in range(5)):
+        raise ValueError(
+            f"local_weight must be [B, H, Dv, 3, 3] = {expected}, got {_shape(local_weight)}; "
+            "one 3×3 kernel per sample and channel"
+        )
+    _check_same("dtype", {"v": v.dtype, "local_weight": local_weight.dtype}, "use local_weight.to(v.dtype)")
+    _check_same("device", {"v": v.device, "local_weight": local_weight.device}, "use local_weight.to(v.device)")
+    if q.shape[1] != tokens:
+        raise ValueError(
+            f"local_weight needs self-attention: as many queries as keys, got N = {q.shape[1]} and M = {tokens}; "
+            "leave local_weight out for cross-attention"
+        )
+    if not isinstance(num_prefix_tokens, int) or isinstance(num_prefix_tokens, bool) or num_prefix_tokens < 0:
+        raise ValueError(f"num_prefix_tokens must be an integer ≥ 0, got {num_prefix_tokens!r}")
+    if grid_size is None:
+        raise ValueError(f"local_weight needs grid_size=(h, w); {_grid_hint(tokens - num_prefix_tokens)}")
+    if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"grid_size must be a pair (h, w), got {grid_size!r}")
+    height, width = grid_size  # pyright: ignore[reportUnknownVariableType]
+    for extent in (height, width):  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(extent, (int, torch.SymInt)) or isinstance(extent, bool) or extent < 1:
+            raise ValueError(f"grid_size must be two integers ≥ 1, got {grid_size!r}")
+    if num_prefix_tokens + height * width != tokens:
+        raise ValueError(
+            f"num_prefix_tokens + h·w must equal the number of tokens, got {num_prefix_tokens} + {height}·{width} "
+            f"= {num_prefix_tokens + height * width} ≠ {tokens}; {_grid_hint(tokens - num_prefix_tokens)}"
+        )
+    return height, width  # pyright: ignore[reportUnknownVariableType]
+
+
+def check_feature_map(feature_map: Any) -> None:
+    """Check that `feature_map` is a known name or a callable."""
+    if not callable(feature_map) and feature_map not in FEATURE_MAPS:
+        raise unknown_name("feature_map", feature_map, FEATURE_MAPS)
+
+
+def check_normalization(normalization: Any) -> None:
+    """Check that `normalization` is a known name."""
+    if normalization not in NORMALIZATIONS:
+        raise unknown_name("normalization", normalization, NORMALIZATIONS)
+
+
+def check_scale(scale: Any) -> None:
+    """Check that `scale` is a finite number."""
+    if not isinstance(scale, (int, float, torch.SymFloat)) or (isinstance(scale, float) and not math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, or None for D ** -0.5, got {scale!r}")
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor")
+    if tensor.dtype not in FLOATING_DTYPES:
+        raise ValueError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}; use {name}.float()"
+        )
+
+
+def _check_same(what: str, values: dict[str, object], remedy: str) -> None:
+    (first, a), (second, b) = values.items()
+    if a != b:
+        raise ValueError(f"{first} and {second} must share one {what}, got {a} and {b}; {remedy}")
+
+
+def _check_not_empty(name: str, tensor: torch.Tensor) -> None:
+    for extent, what in zip(tensor.shape[1:], ("tokens", "heads", "head dim"), strict=True):
+        if extent == 0:
+            raise ValueError(
+                f"{name} needs at least one of each of tokens, heads and head dim, got {what} = 0 in {_shape(tensor)}; "
+                "the mean over no keys is undefined, so skip the call"
+            )
+
+
+def _check_every_row_has_a_key(key_padding_mask: torch.Tensor) -> None:
+    if not is_plain_eager_tensor(key_padding_mask):
+        return  # values cannot be read here; backends treat an all-padding row as one zero key, never as a NaN
+    if key_padding_mask.device.type != "cpu":
+        # A device-side assertion: reading the mask would stall the queue once per layer.
+        torch._assert_async(key_padding_mask.any(1).all(), "key_padding_mask has a row without any real key")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        return
+    empty_rows = (~key_padding_mask.any(1)).nonzero().flatten().tolist()
+    if empty_rows:
+        raise ValueError(
+            f"key_padding_mask has no real key (True) in row(s) {empty_rows[:8]}; attention over no keys is undefined: "
+            "drop those samples, or invert the mask if it marks padding"
+        )
+
+
+def _grid_hint(tokens: int) -> str:
+    if isinstance(tokens, int) and tokens > 0 and math.isqrt(tokens) ** 2 == tokens:
+        side = math.isqrt(tokens)
+        return f"{tokens} tokens after the prefix make grid_size=({side}, {side}) if they are a square"
+    return "pass the (height, width) in tokens of the feature map, and num_prefix_tokens for class tokens"
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
