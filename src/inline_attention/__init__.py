@@ -1,7 +1,18 @@
 """Injective linear attention (InLine) for vision."""
 
-from inline_attention.ops import attention_weights, inline_attention, inline_attention_qkvpacked
+from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
+from inline_attention.ops import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "attention_weights", "inline_attention", "inline_attention_qkvpacked"]
+__all__ = [
+    "InLineAttention",
+    "LinearAttention",
+    "SoftmaxAttention",
+    "__version__",
+    "attention_weights",
+    "convert_attention",
+    "inline_attention",
+    "inline_attention_qkvpacked",
+    "local_residual",
+]

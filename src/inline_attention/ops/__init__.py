@@ -1,5 +1,5 @@
 """The attention op: tensors in, tensors out, no modules."""
 
-from inline_attention.ops.api import attention_weights, inline_attention, inline_attention_qkvpacked
+from inline_attention.ops.api import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
 
-__all__ = ["attention_weights", "inline_attention", "inline_attention_qkvpacked"]
+__all__ = ["attention_weights", "inline_attention", "inline_attention_qkvpacked", "local_residual"]

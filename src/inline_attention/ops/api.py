@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from inline_attention.ops import dispatch, reference, validation
+from inline_attention.ops.backends import eager
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap
 
@@ -107,6 +108,37 @@ def inline_attention_qkvpacked(
     )  # fmt: skip
 
 
+def local_residual(
+    v: torch.Tensor,
+    local_weight: torch.Tensor,
+    *,
+    grid_size: tuple[int, int],
+    num_prefix_tokens: int = 0,
+    key_padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The local term on its own: a dynamic 3×3 cross-correlation of the value grid, to add to another attention.
+
+    `inline_attention(..., local_weight=...)` computes it together with the rest, which is faster.
+
+    Args:
+        v: Values `[B, N, H, Dv]`.
+        local_weight: `[B, H, Dv, 3, 3]`.
+        grid_size: `(h, w)`, N = num_prefix_tokens + h·w.
+        num_prefix_tokens: Tokens before the grid; their result is zero.
+        key_padding_mask: `[B, N]` bool, True for a real token; padded values count as zero.
+
+    Returns:
+        `[B, N, H, Dv]`.
+    """
+    v, local_weight = _autocast(v, local_weight)
+    validation.check_value_tensor(v)
+    grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
+    if key_padding_mask is not None:
+        validation.check_mask(key_padding_mask, v)
+        v = v.masked_fill(~key_padding_mask[:, :, None, None], 0)
+    return eager.run_local_term(v, local_weight, grid_size, num_prefix_tokens)
+
+
 def attention_weights(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -131,9 +163,7 @@ def attention_weights(
     """
     validation.check_queries_and_keys(q, k)
     validation.check_feature_map(feature_map)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    validation.check_scale(scale)
+    scale = validation.resolve_scale(scale, q.shape[3])
     if key_padding_mask is not None:
         validation.check_mask(key_padding_mask, k)
     if kind == "softmax":
@@ -166,18 +196,17 @@ def _attend(
     validation.check_values(q, k, v)
     validation.check_feature_map(feature_map)
     validation.check_normalization(normalization)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    validation.check_scale(scale)
+    scale = validation.resolve_scale(scale, q.shape[3])
     if key_padding_mask is not None:
         validation.check_mask(key_padding_mask, k)
     if local_weight is not None:
-        grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, q, v)
+        validation.check_self_attention(q, k)
+        grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
     call = AttentionCall(
         q, k, v, qkv, scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens
     )
     selected = dispatch.select(backend, call)
-    if torch.is_autocast_enabled(q.device.type):
+    if _autocast_enabled(q):
         # Inputs are cast already; left on, autocast would also round the float32 sums inside.
         with torch.autocast(q.device.type, enabled=False):
             return selected.run(call)
@@ -185,14 +214,18 @@ def _attend(
 
 
 def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Cast to the autocast dtype where autocast is on; float64 and non-tensors (validated later) stay as they are."""
+    """Cast to the autocast dtype where autocast is on; float64 and what is no tensor (validated later) stay."""
 
     def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in validation.FLOATING_DTYPES:
             return tensor
-        device_type = tensor.device.type
-        if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        if tensor.dtype == torch.float64 or not _autocast_enabled(tensor):
             return tensor
-        return tensor.to(torch.get_autocast_dtype(device_type))
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
     return tuple(cast(tensor) for tensor in tensors)  # type: ignore[return-value]
+
+
+def _autocast_enabled(tensor: torch.Tensor) -> bool:
+    device_type = tensor.device.type
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # asking about meta tensors raises

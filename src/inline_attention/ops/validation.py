@@ -58,16 +58,26 @@ def check_queries_and_keys(q: Any, k: Any) -> None:
     _check_not_empty("k", k)
 
 
+def check_value_tensor(v: Any) -> None:
+    """Check `v` `[B, M, H, Dv]` on its own."""
+    _check_tensor("v", v)
+    if v.dim() != 4:
+        raise ValueError(
+            f"v must have 4 dimensions [batch, tokens, heads, head dim], got shape {_shape(v)}; "
+            "from [B, M, H·Dv] use .unflatten(-1, (H, Dv))"
+        )
+    _check_not_empty("v", v)
+
+
 def check_values(q: torch.Tensor, k: torch.Tensor, v: Any) -> None:
     """Check `v` `[B, M, H, Dv]` against checked `q` and `k`."""
-    _check_tensor("v", v)
-    if v.dim() != 4 or v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+    check_value_tensor(v)
+    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
         raise ValueError(
-            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs one value per head"
+            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs a value"
         )
     _check_same("dtype", {"q": q.dtype, "v": v.dtype}, "cast them to one dtype, for example v.to(q.dtype)")
     _check_same("device", {"q": q.device, "v": v.device}, "move them to one device, for example v.to(q.device)")
-    _check_not_empty("v", v)
 
 
 def check_mask(key_padding_mask: Any, k: torch.Tensor) -> None:
@@ -93,10 +103,17 @@ def check_mask(key_padding_mask: Any, k: torch.Tensor) -> None:
     _check_every_row_has_a_key(key_padding_mask)
 
 
-def check_local(
-    local_weight: Any, grid_size: Any, num_prefix_tokens: Any, q: torch.Tensor, v: torch.Tensor
-) -> tuple[int, int]:
-    """Check `local_weight` `[B, H, Dv, 3, 3]` and that prefix + h·w = N = M; return the grid."""
+def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Check N = M, which the local term needs."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"local_weight needs self-attention: as many queries as keys, got N = {q.shape[1]} and M = {k.shape[1]}; "
+            "leave local_weight out for cross-attention"
+        )
+
+
+def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: torch.Tensor) -> tuple[int, int]:
+    """Check `local_weight` `[B, H, Dv, 3, 3]` and that prefix + h·w = M; return the grid."""
     _check_tensor("local_weight", local_weight)
     batch, tokens, heads, value_dim = v.shape
     expected = (batch, heads, value_dim, 3, 3)
@@ -107,11 +124,6 @@ def check_local(
         )
     _check_same("dtype", {"v": v.dtype, "local_weight": local_weight.dtype}, "use local_weight.to(v.dtype)")
     _check_same("device", {"v": v.device, "local_weight": local_weight.device}, "use local_weight.to(v.device)")
-    if q.shape[1] != tokens:
-        raise ValueError(
-            f"local_weight needs self-attention: as many queries as keys, got N = {q.shape[1]} and M = {tokens}; "
-            "leave local_weight out for cross-attention"
-        )
     if not isinstance(num_prefix_tokens, int) or isinstance(num_prefix_tokens, bool) or num_prefix_tokens < 0:
         raise ValueError(f"num_prefix_tokens must be an integer ≥ 0, got {num_prefix_tokens!r}")
     if grid_size is None:
@@ -142,10 +154,13 @@ def check_normalization(normalization: Any) -> None:
         raise unknown_name("normalization", normalization, NORMALIZATIONS)
 
 
-def check_scale(scale: Any) -> None:
-    """Check that `scale` is a finite number."""
-    if not isinstance(scale, (int, float, torch.SymFloat)) or (isinstance(scale, float) and not math.isfinite(scale)):
+def resolve_scale(scale: Any, head_dim: int) -> float:
+    """`scale` if it is a finite number, `head_dim ** -0.5` for None."""
+    if scale is None:
+        return head_dim**-0.5
+    if not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:  # a comparison can be compiled
         raise ValueError(f"scale must be a finite number, or None for D ** -0.5, got {scale!r}")
+    return scale
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
@@ -177,10 +192,11 @@ def _check_every_row_has_a_key(key_padding_mask: torch.Tensor) -> None:
         return  # values cannot be read here; backends treat an all-padding row as one zero key, never as a NaN
     if key_padding_mask.device.type != "cpu":
         # A device-side assertion: reading the mask would stall the queue once per layer.
-        torch._assert_async(key_padding_mask.any(1).all(), "key_padding_mask has a row without any real key")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        torch._assert_async(key_padding_mask.any(1).all(), "key_padding_mask has a row without any real key")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return
-    empty_rows = (~key_padding_mask.any(1)).nonzero().flatten().tolist()
-    if empty_rows:
+    has_key = key_padding_mask.any(1)
+    if not has_key.all():
+        empty_rows = [row for row, found in enumerate(has_key) if not found]
         raise ValueError(
             f"key_padding_mask has no real key (True) in row(s) {empty_rows[:8]}; attention over no keys is undefined: "
             "drop those samples, or invert the mask if it marks padding"
@@ -188,7 +204,7 @@ def _check_every_row_has_a_key(key_padding_mask: torch.Tensor) -> None:
 
 
 def _grid_hint(tokens: int) -> str:
-    if isinstance(tokens, int) and tokens > 0 and math.isqrt(tokens) ** 2 == tokens:
+    if tokens > 0 and math.isqrt(tokens) ** 2 == tokens:
         side = math.isqrt(tokens)
         return f"{tokens} tokens after the prefix make grid_size=({side}, {side}) if they are a square"
     return "pass the (height, width) in tokens of the feature map, and num_prefix_tokens for class tokens"

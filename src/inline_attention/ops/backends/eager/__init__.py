@@ -34,6 +34,16 @@ def run(call: AttentionCall) -> torch.Tensor:
     return out.to(call.v.dtype)
 
 
+def run_local_term(
+    v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int, int], num_prefix_tokens: int
+) -> torch.Tensor:
+    """The local term alone, `[B, N, H, Dv]`; zero on prefix tokens."""
+    compute_dtype = torch.promote_types(v.dtype, torch.float32)
+    grid = v[:, num_prefix_tokens:].to(compute_dtype)
+    local = composed.local_term(grid, local_weight.to(compute_dtype), grid_size).to(v.dtype)
+    return torch.cat([torch.zeros_like(v[:, :num_prefix_tokens]), local], dim=1)
+
+
 def _can_block(call: AttentionCall) -> bool:
     """Whether this is a plain call on CPU tensors: nothing traces, transforms or batches it."""
     tensors = [tensor for tensor in (call.q, call.k, call.v, call.local_weight) if tensor is not None]
@@ -41,7 +51,7 @@ def _can_block(call: AttentionCall) -> bool:
         is_plain_eager_tensor(tensor)
         and tensor.device.type == "cpu"
         and tensor.numel() > 0
-        and forward_ad.unpack_dual(tensor).tangent is None
+        and forward_ad.unpack_dual(tensor).tangent is None  # pyright: ignore[reportUnknownMemberType]
         for tensor in tensors
     )
 
@@ -58,9 +68,9 @@ def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tenso
     settings = blocked.Settings(call.scale, call.normalization, call.grid_size, call.num_prefix_tokens)
     if call.qkv is not None and call.feature_map == "identity" and call.key_padding_mask is None:
         local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
-        return blocked.attend_packed(call.qkv.to(compute_dtype), None, local_weight, settings)
+        return blocked.attend([call.qkv.to(compute_dtype)], None, local_weight, settings)
     q, k, v, local_weight = _prepare(call, compute_dtype)
-    return blocked.attend(q, k, v, call.key_padding_mask, local_weight, settings)
+    return blocked.attend([q, k, v], call.key_padding_mask, local_weight, settings)
 
 
 def _prepare(

@@ -12,7 +12,7 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ import torch
 from inline_attention.ops.backends.eager import composed
 from inline_attention.ops.call import Normalization
 
-# Elements of one block. Smaller blocks starve the threads (PyTorch splits work in pieces of 32 Ki elements), larger ones
-# leave the cache: 2 MiB of float32 was the best of 2^15 … 2^20 elements on two cores, N = 196 … 16384.
+# Elements of one block. Smaller blocks starve the threads (PyTorch splits work in pieces of 32 Ki elements), larger
+# ones leave the cache: 2 MiB of float32 was the best of 2^15 … 2^20 elements on two cores, N = 196 … 16384.
 BLOCK_ELEMENTS = 1 << 19
 
 
@@ -43,22 +43,20 @@ class State(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
     settings: Settings,
 ) -> torch.Tensor:
-    """Output `[B, N, H, Dv]`, local term included. Arguments as in `composed`, q, k, v in one compute dtype."""
-    return _Separate.apply(q, k, v, key_padding_mask, local_weight, settings)  # type: ignore[no-any-return]
+    """Output `[B, N, H, Dv]`, local term included.
 
-
-def attend_packed(
-    qkv: torch.Tensor, key_padding_mask: torch.Tensor | None, local_weight: torch.Tensor | None, settings: Settings
-) -> torch.Tensor:
-    """`attend` on `[B, N, 3, H, D]`, whose gradient is written packed."""
-    return _Packed.apply(qkv, key_padding_mask, local_weight, settings)  # type: ignore[no-any-return]
+    Args:
+        tensors: Mapped q and k, and v, padded keys and values zero; or one packed qkv `[B, N, 3, H, D]`.
+        key_padding_mask: `[B, M]` bool, True for a real key, or None.
+        local_weight: `[B, H, Dv, 3, 3]` or None.
+        settings: The rest.
+    """
+    return _BlockedAttention.apply(settings, key_padding_mask, local_weight, *tensors)  # type: ignore[no-any-return]
 
 
 def _forward(
@@ -128,6 +126,7 @@ def _backward(
         for tokens in _token_blocks(batch, N, H * max(D, Dv)):
             query = scratch.copied(0, q[batch, tokens])
             grad = scratch.copied(1, grad_out[batch, tokens])
+            grad_mean_score = None
             if divides:
                 factor, slope = _amplification_and_slope(query, key_mean, settings)
                 deviation = scratch.product(2, query, covariance)
@@ -136,7 +135,7 @@ def _backward(
                 grad_key_mean.add_((query * grad_mean_score).sum(2, keepdim=True))
             _accumulate_product(grad_covariance, query, grad)
             grad_query = scratch.product(2, grad, covariance.transpose(-1, -2))
-            if divides:
+            if grad_mean_score is not None:
                 grad_query.addcmul_(grad_mean_score, _heads_first(key_mean))
             _heads_first(grad_q[batch, tokens]).copy_(grad_query)
 
@@ -240,7 +239,7 @@ def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
 
 def _grid(tokens: torch.Tensor, settings: Settings) -> torch.Tensor:
     assert settings.grid_size is not None
-    return tokens[:, settings.num_prefix_tokens :].unflatten(1, settings.grid_size)
+    return torch.unflatten(tokens[:, settings.num_prefix_tokens :], 1, settings.grid_size)
 
 
 def _inverse_count(k: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:
@@ -276,65 +275,48 @@ def _overlap(target: slice, offset: int, extent: int) -> tuple[slice, slice]:
     return slice(start, stop), slice(start + offset, stop + offset)
 
 
-class _Separate(torch.autograd.Function):
-    """The blocked passes on separate q, k and v."""
+class _BlockedAttention(torch.autograd.Function):
+    """The blocked passes on (q, k, v), or on one packed tensor, whose gradient is then written packed."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, local_weight: Any, settings: Settings) -> torch.Tensor:
+    def forward(ctx: Any, settings: Settings, mask: Any, local_weight: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v = _separate(tensors)
         out, state = _forward(q, k, v, mask, local_weight, settings)
-        ctx.save_for_backward(q, k, v, mask, local_weight, *state)
+        ctx.save_for_backward(mask, local_weight, *state, *tensors)
         ctx.settings = settings
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        q, k, v, mask, local_weight, *state = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        mask, local_weight, key_mean, value_mean, covariance, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(grad_out, (q, k, v), mask, local_weight, ctx.settings)
-            return *grads[:3], None, grads[3], None
-        grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
+            return None, None, *_differentiable_backward(grad_outputs[0], tensors, mask, local_weight, ctx.settings)
+        grads = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        state = State(key_mean, value_mean, covariance)
         grad_local = _backward(
-            grad_out, q, k, v, mask, local_weight, ctx.settings, State(*state), grad_q, grad_k, grad_v
+            grad_outputs[0], *_separate(tensors), mask, local_weight, ctx.settings, state, *_separate(grads)
         )
-        return grad_q, grad_k, grad_v, None, grad_local, None
-
-
-class _Packed(torch.autograd.Function):
-    """The blocked passes on packed qkv; the gradient is written packed, without a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Any, mask: Any, local_weight: Any, settings: Settings) -> torch.Tensor:
-        out, state = _forward(*qkv.unbind(2), mask, local_weight, settings)
-        ctx.save_for_backward(qkv, mask, local_weight, *state)
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        qkv, mask, local_weight, *state = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            grads = _differentiable_backward(grad_out, qkv.unbind(2), mask, local_weight, ctx.settings)
-            return torch.stack(grads[:3], dim=2), None, grads[3], None
-        grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        grad_local = _backward(
-            grad_out, *qkv.unbind(2), mask, local_weight, ctx.settings, State(*state), *grad_qkv.unbind(2)
-        )
-        return grad_qkv, None, grad_local, None
+        return None, None, grad_local, *grads
 
 
 def _differentiable_backward(
     grad_out: torch.Tensor,
-    qkv: tuple[torch.Tensor, ...],
+    tensors: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
     settings: Settings,
 ) -> list[torch.Tensor | None]:
-    """Gradients of q, k, v, local_weight as differentiable functions, for `create_graph=True`."""
+    """Gradients of local_weight and of `tensors` as differentiable functions, for `create_graph=True`."""
     # Views, so that a tensor passed twice (q is k) counts as two inputs.
-    inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in (*qkv, local_weight)]
+    tensors = [tensor.view_as(tensor) for tensor in tensors]
+    out = composed.attend_with_local_term(*_separate(tensors), mask, local_weight, *settings)
+    inputs = [local_weight, *tensors]
     wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    q, k, v, weight = inputs
-    assert q is not None and k is not None and v is not None
-    out = composed.attend_with_local_term(q, k, v, mask, weight, *settings)
     grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
     return [next(grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+
+
+def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q, k, v) from (q, k, v), or as views of one packed `[B, N, 3, H, D]`."""
+    q, k, v = tensors[0].unbind(2) if len(tensors) == 1 else tensors
+    return q, k, v

@@ -104,7 +104,7 @@ def local_term(v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int
         `[B, h·w, H, Dv]`.
     """
     height, width = grid_size
-    padded = F.pad(v.unflatten(1, (height, width)), (0, 0, 0, 0, 1, 1, 1, 1))
+    padded = F.pad(torch.unflatten(v, 1, (height, width)), (0, 0, 0, 0, 1, 1, 1, 1))
     out = torch.zeros_like(padded[:, :height, :width])
     for i in range(3):
         for j in range(3):

@@ -1,0 +1,45 @@
+# Every target sets up what it needs: a clone, Python ≥ 3.11 and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "inline-attention needs Python >= 3.11, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## See why the method works and what it costs: pictures and tables in out/demo
+	$(BIN)/inline demo --output out/demo
+
+test: $(READY)  ## Lint, type check, and all tests that need no GPU and little time
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest --numprocesses $(WORKERS)
+
+test-all: $(READY)  ## All tests this machine can run (GPU tests where there is one)
+	$(BIN)/pytest --numprocesses $(WORKERS) -m 'slow or not slow'
+
+lint: $(READY)  ## Lint and type check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)  ## Fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## Measure attention on this CPU; results in benchmarks/results
+	$(BIN)/python benchmarks/cpu_attention.py
+
+clean:  ## Remove the environment and everything generated
+	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,422 @@
+"""The attention layer, and its two baselines, on one skeleton.
+
+One `InLineAttention` serves all model families; what differs between them is an argument. `LinearAttention` and
+`SoftmaxAttention` take the same arguments, so that a comparison changes one word.
+
+Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` = C / H. Tokens are `num_prefix_tokens` class or register
+tokens followed by an h×w grid in row-major order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inline_attention.layers.local_weights import LocalWeightPredictor
+from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
+from inline_attention.ops.call import Normalization
+from inline_attention.ops.feature_maps import FeatureMap
+from inline_attention.ops.validation import check_feature_map, check_normalization
+
+
+class TokenAttention(nn.Module, ABC):
+    """Projections, local residual and bookkeeping around a mixing of tokens that subclasses supply."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        fused_qkv: bool = True,
+        feature_map: str | FeatureMap = "identity",
+        normalization: Normalization = "subtract",
+        scale: float | None = None,
+        local_residual: bool = True,
+        static_local: bool = False,
+        num_prefix_tokens: int = 0,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Build the layer.
+
+        Args:
+            dim: Channels C.
+            num_heads: Heads H; must divide `dim`.
+            qkv_bias: Whether the query, key and value projections have a bias.
+            proj_bias: Whether the output projection has one.
+            fused_qkv: One `qkv` projection; False for a `q` and a `kv` projection (keys before values).
+            feature_map: phi, as in `inline_attention`.
+            normalization: As in `inline_attention`.
+            scale: Factor on the inner products; `D ** -0.5` by default.
+            local_residual: Add the dynamic 3×3 term, predicted from the mean token.
+            static_local: Add a learned depthwise 3×3 convolution of the values (with bias), the same for all samples.
+            num_prefix_tokens: Class or register tokens before the grid.
+            attn_drop: Dropout rate on the attention. Linear-time attention never forms its weights, so there the
+                attention's output is dropped; `SoftmaxAttention` drops weights.
+            proj_drop: Dropout rate on the projected output.
+            backend: Backend of the op.
+            device: Where to create the parameters.
+            dtype: Their dtype.
+        """
+        super().__init__()
+        if dim % num_heads != 0:
+            raise ValueError(
+                f"dim must be divisible by num_heads, got {dim=}, {num_heads=}; "
+                f"try num_heads={math.gcd(dim, num_heads)}"
+            )
+        check_feature_map(feature_map)
+        check_normalization(normalization)
+        self.dim = dim
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.feature_map = feature_map
+        self.normalization: Normalization = normalization
+        self.num_prefix_tokens = num_prefix_tokens
+        self.backend = backend
+        self.default_grid_size: tuple[int, int] | None = None
+
+        def linear(out_features: int, bias: bool) -> nn.Linear:
+            return nn.Linear(dim, out_features, bias=bias, device=device, dtype=dtype)
+
+        self.qkv = linear(3 * dim, qkv_bias) if fused_qkv else None
+        self.q = None if fused_qkv else linear(dim, qkv_bias)
+        self.kv = None if fused_qkv else linear(2 * dim, qkv_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        self.residual = LocalWeightPredictor(dim, num_heads, device=device, dtype=dtype) if local_residual else None
+        # Never called as a convolution: its weights join the predicted ones, and both cost one pass.
+        self.static_local = (
+            nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype) if static_local else None
+        )
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = linear(dim, proj_bias)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    @classmethod
+    def from_softmax(
+        cls,
+        attention: nn.Module,
+        *,
+        num_prefix_tokens: int = 0,
+        grid_size: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build this attention around the projections of a softmax attention such as timm's `Attention`.
+
+        The `qkv` and `proj` modules (and q/k norms) are the given ones, not copies. A local residual starts at zero:
+        the first forward pass is pure InLine attention with the old projections.
+
+        Args:
+            attention: A module with `qkv`, `proj` and `num_heads`.
+            num_prefix_tokens: Class or register tokens before the grid (1 for DeiT).
+            grid_size: Grid assumed when `forward` is given none and it fits; a square otherwise.
+            **options: Arguments of the constructor, such as `local_residual` or `feature_map`.
+
+        Raises:
+            ValueError: A module with learned parts that this layer has no place for.
+        """
+        qkv, proj = getattr(attention, "qkv", None), getattr(attention, "proj", None)
+        num_heads = getattr(attention, "num_heads", None)
+        name = type(attention).__name__
+        if not isinstance(qkv, nn.Linear) or not isinstance(proj, nn.Linear) or not isinstance(num_heads, int):
+            raise ValueError(
+                f"cannot convert {name}: expected a module with `qkv` and `proj` linear layers and `num_heads`, "
+                "as timm's Attention; build InLineAttention(dim, num_heads) and copy the weights yourself"
+            )
+        dim = qkv.in_features
+        if qkv.out_features != 3 * dim or proj.in_features != dim or proj.out_features != dim:
+            raise ValueError(
+                f"cannot convert {name}: expected qkv {dim}→{3 * dim} and proj {dim}→{dim}, got qkv {dim}→"
+                f"{qkv.out_features} and proj {proj.in_features}→{proj.out_features}; heads of another width than "
+                "dim / num_heads are not supported"
+            )
+        known = ("qkv.", "proj.", "q_norm.", "k_norm.")
+        foreign = [key for key in attention.state_dict() if not key.startswith(known)]
+        if foreign:
+            raise ValueError(
+                f"cannot convert {name}: it also learns {', '.join(foreign)}, which InLine attention has no place for"
+            )
+        inherited: dict[str, Any] = {
+            "attn_drop": _drop_rate(attention, "attn_drop"),
+            "proj_drop": _drop_rate(attention, "proj_drop"),
+            "scale": getattr(attention, "scale", None),
+            "device": qkv.weight.device,
+            "dtype": qkv.weight.dtype,
+        }
+        new = cls(dim, num_heads, num_prefix_tokens=num_prefix_tokens, **(inherited | options))
+        new.qkv, new.proj = qkv, proj
+        new.q_norm, new.k_norm = _learned_norm(attention, "q_norm"), _learned_norm(attention, "k_norm")
+        new.default_grid_size = grid_size
+        if new.residual is not None:
+            new.residual.predict_nothing()
+        return new.train(attention.training)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        grid_size: tuple[int, int] | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        *,
+        local_input: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Mix the tokens.
+
+        Args:
+            x: `[B, N, C]`, normalised.
+            grid_size: `(h, w)` with N = num_prefix_tokens + h·w; inferred when the grid is square.
+            key_padding_mask: `[B, N]` bool, True for a real token.
+            local_input: `[B, N, C]` tokens whose mean predicts the local weights; x by default. CSWin's blocks pass
+                their un-normalised input.
+            attn_mask: What timm's blocks pass: None, or a key padding mask as `[B, 1, 1, N]` bool.
+            is_causal: What timm's blocks pass; only False is possible.
+
+        Returns:
+            `[B, N, C]`.
+        """
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(
+                f"x must be [B, N, {self.dim}], got shape {tuple(x.shape)}; "
+                "flatten a feature map [B, C, h, w] with .flatten(2).transpose(1, 2) and pass grid_size=(h, w)"
+            )
+        if is_causal:
+            raise ValueError("is_causal=True is not possible: InLine attention is for grids, which have no order")
+        if attn_mask is not None:
+            key_padding_mask = _as_key_padding_mask(attn_mask, x)
+        local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
+        grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size)
+        if self.qkv is not None and self.q_norm is None and self.k_norm is None:
+            qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
+            out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
+        else:
+            out = self.mix(*self._project(x), key_padding_mask, local_weight, grid_size)
+        out = out.flatten(2)
+        if self.static_local is not None and self.static_local.bias is not None:
+            prefix = self.num_prefix_tokens
+            grid = out[:, prefix:] + self.static_local.bias
+            out = grid if prefix == 0 else torch.cat([out[:, :prefix], grid], dim=1)
+        return self.proj_drop(self.proj(out))
+
+    @abstractmethod
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> torch.Tensor:
+        """Mix values `[B, N, H, D]`, local term included."""
+
+    def mix_packed(
+        self,
+        qkv: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> torch.Tensor:
+        """`mix` on packed `[B, N, 3, H, D]`."""
+        q, k, v = qkv.unbind(2)
+        return self.mix(q, k, v, key_padding_mask, local_weight, grid_size)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.qkv is not None:
+            q, k, v = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim)).unbind(2)
+        else:
+            assert self.q is not None
+            assert self.kv is not None
+            q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
+            k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
+        if self.q_norm is not None:
+            q = self.q_norm(q).to(v.dtype)
+        if self.k_norm is not None:
+            k = self.k_norm(k).to(v.dtype)
+        return q, k, v
+
+    def _local_weight(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
+        weight = None
+        if self.residual is not None:
+            weight = self.residual(mean_token(tokens, key_padding_mask))
+        if self.static_local is not None:
+            static = self.static_local.weight.view(1, self.num_heads, self.head_dim, 3, 3)
+            if weight is None:
+                return static.expand(tokens.shape[0], -1, -1, -1, -1).to(tokens.dtype)
+            weight = weight + static.to(weight.dtype)
+        return weight
+
+    def _resolve_grid(self, num_tokens: int, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+        if grid_size is not None:
+            return grid_size
+        tokens = num_tokens - self.num_prefix_tokens
+        if self.default_grid_size is not None and self.default_grid_size[0] * self.default_grid_size[1] == tokens:
+            return self.default_grid_size
+        side = round(tokens**0.5)
+        if side * side != tokens:
+            raise ValueError(
+                f"{num_tokens} tokens with num_prefix_tokens={self.num_prefix_tokens} leave {tokens}, not a square "
+                "grid; pass grid_size=(h, w), or set num_prefix_tokens if there are class or register tokens"
+            )
+        return side, side
+
+
+class KernelAttention(TokenAttention):
+    """Attention whose weights are inner products of mapped queries and keys: everything the op computes."""
+
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> torch.Tensor:
+        """Mix values `[B, N, H, D]` by `inline_attention`."""
+        return self.attn_drop(inline_attention(q, k, v, **self._op_options(key_padding_mask, local_weight, grid_size)))
+
+    def mix_packed(
+        self,
+        qkv: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> torch.Tensor:
+        """Mix packed `[B, N, 3, H, D]` by `inline_attention_qkvpacked`."""
+        options = self._op_options(key_padding_mask, local_weight, grid_size)
+        return self.attn_drop(inline_attention_qkvpacked(qkv, **options))
+
+    def _op_options(
+        self,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "feature_map": self.feature_map,
+            "normalization": self.normalization,
+            "key_padding_mask": key_padding_mask,
+            "local_weight": local_weight,
+            "grid_size": grid_size,
+            "num_prefix_tokens": self.num_prefix_tokens,
+            "backend": self.backend,
+        }
+
+
+class InLineAttention(KernelAttention):
+    """Injective linear attention with a local residual, in linear time. Arguments: see `TokenAttention`."""
+
+
+class LinearAttention(KernelAttention):
+    """Vanilla linear attention, the baseline: phi = ReLU, weights normalised by division, no local residual."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        feature_map: str | FeatureMap = "relu",
+        normalization: Normalization = "divide",
+        local_residual: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            dim,
+            num_heads,
+            feature_map=feature_map,
+            normalization=normalization,
+            local_residual=local_residual,
+            **options,
+        )
+
+
+class SoftmaxAttention(TokenAttention):
+    """Softmax attention through PyTorch's fused kernels, the baseline: quadratic in N, no local residual by default.
+
+    `feature_map` and `normalization` exist for the common constructor and must keep their defaults.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, *, local_residual: bool = False, **options: Any) -> None:
+        super().__init__(dim, num_heads, local_residual=local_residual, **options)
+        if self.feature_map != "identity" or self.normalization != "subtract":
+            raise ValueError(
+                f"softmax attention has no feature_map or normalization, got {self.feature_map!r} and "
+                f"{self.normalization!r}; leave both out, or use InLineAttention or LinearAttention"
+            )
+
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> torch.Tensor:
+        """Mix values `[B, N, H, D]` by scaled dot-product attention."""
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=None if key_padding_mask is None else key_padding_mask[:, None, None, :],
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            scale=self.scale,
+        ).transpose(1, 2)
+        if local_weight is None or grid_size is None:
+            return out
+        return out + local_residual(
+            v,
+            local_weight,
+            grid_size=grid_size,
+            num_prefix_tokens=self.num_prefix_tokens,
+            key_padding_mask=key_padding_mask,
+        )
+
+
+def mean_token(tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:
+    """Mean over the real tokens, `[B, N, C]` → `[B, C]`, summed in float32 at least."""
+    if key_padding_mask is None:
+        return tokens.mean(1)
+    sum_dtype = torch.promote_types(tokens.dtype, torch.float32)
+    total = tokens.masked_fill(~key_padding_mask[:, :, None], 0).sum(1, dtype=sum_dtype)
+    count = key_padding_mask.sum(1, keepdim=True).clamp(min=1)
+    return (total / count).to(tokens.dtype)
+
+
+def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`[B, 1, 1, N]` bool, as timm's variable-size models pass it, as `[B, N]`."""
+    batch, tokens, _ = x.shape
+    if attn_mask.dtype != torch.bool or attn_mask.shape != (batch, 1, 1, tokens):
+        raise ValueError(
+            f"attn_mask must be a bool key padding mask [B, 1, 1, N] = {(batch, 1, 1, tokens)}, got {attn_mask.dtype} "
+            f"{tuple(attn_mask.shape)}; linear-time attention cannot mask single query-key pairs"
+        )
+    return attn_mask[:, 0, 0]
+
+
+def _drop_rate(attention: nn.Module, name: str) -> float:
+    drop = getattr(attention, name, None)
+    return drop.p if isinstance(drop, nn.Dropout) else 0.0
+
+
+def _learned_norm(attention: nn.Module, name: str) -> nn.Module | None:
+    norm = getattr(attention, name, None)
+    return None if isinstance(norm, nn.Identity) else norm

@@ -1,0 +1,67 @@
+"""Putting InLine attention into models that people already have."""
+
+import pytest
+import torch
+from torch import nn
+
+from inline_attention import InLineAttention, LinearAttention, convert_attention
+
+timm = pytest.importorskip("timm")
+
+
+def test_from_softmax_reuses_the_projections():
+    attention = timm.layers.Attention(24, num_heads=3, qkv_bias=True, proj_drop=0.1).eval()
+    converted = InLineAttention.from_softmax(attention, num_prefix_tokens=1)
+    assert converted.qkv is attention.qkv
+    assert converted.proj is attention.proj
+    assert converted.proj_drop.p == 0.1
+    assert not converted.training
+    x = torch.randn(2, 10, 24)
+    plain = InLineAttention(24, 3, local_residual=False)
+    plain.qkv, plain.proj = attention.qkv, attention.proj
+    torch.testing.assert_close(converted(x), plain.eval()(x))  # the local residual starts at zero
+    converted(x).sum().backward()
+    assert converted.residual[2].bias.grad.abs().sum() > 0  # and learns
+
+
+def test_from_softmax_keeps_query_and_key_norms_device_and_dtype():
+    attention = timm.layers.Attention(24, num_heads=3, qk_norm=True, norm_layer=nn.LayerNorm).double()
+    converted = InLineAttention.from_softmax(attention)
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    out = converted(x)
+    assert out.dtype == torch.float64
+    nn.init.constant_(attention.q_norm.weight, 3.0)
+    assert not torch.allclose(out, converted(x))
+
+
+@pytest.mark.parametrize("size", [(64, 64), (64, 96)])
+def test_convert_a_vision_transformer_in_place(size):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=size, num_classes=5)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = convert_attention(model)
+    assert len(names) == len(model.blocks)
+    assert all(isinstance(block.attn, InLineAttention) for block in model.blocks)
+    for name, tensor in state.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    model(torch.randn(2, 3, *size)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_convert_to_another_layer_with_options():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64)
+    convert_attention(model, attention=LinearAttention, feature_map="exp")
+    assert model.blocks[0].attn.feature_map == "exp"
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 1000)
+
+
+def test_converting_twice_or_what_cannot_be_converted_explains_itself():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64)
+    convert_attention(model)
+    with pytest.raises(ValueError, match="found no attention to convert in VisionTransformer"):
+        convert_attention(model)
+    with pytest.raises(ValueError, match="relative_position_bias_table"):
+        convert_attention(timm.create_model("swin_tiny_patch4_window7_224"))
+    with pytest.raises(ValueError, match="`qkv` and `proj` linear layers"):
+        InLineAttention.from_softmax(nn.MultiheadAttention(8, 2))
+    with pytest.raises(ValueError, match="heads of another width"):
+        InLineAttention.from_softmax(timm.layers.Attention(24, num_heads=3, attn_head_dim=16))
