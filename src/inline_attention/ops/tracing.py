@@ -1,17 +1,17 @@
-"""Whether a tensor is a plain value that may be looked at, or a stand-in that a transform is tracing."""
+"""Whether tensors are plain values that may be looked at, or stand-ins that a transform is tracing."""
 
 from __future__ import annotations
 
 import torch
 
 
-def is_plain_eager_tensor(tensor: torch.Tensor) -> bool:
-    """True when `tensor` holds data that Python may branch on: no compiler, exporter, tracer or `torch.func` above."""
+def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
+    """True when the tensors hold data that Python may branch on: nothing compiles, exports, traces or transforms."""
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         # Inside vmap, grad or jvp a tensor's values cannot be read; torch has no public name for the question.
         and not torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)  # fake and meta tensors are subclasses or have no data
-        and tensor.device.type != "meta"
+        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
+        and all(tensor.device.type != "meta" for tensor in tensors)
     )

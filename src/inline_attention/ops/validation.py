@@ -14,7 +14,7 @@ import torch
 
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.feature_maps import FEATURE_MAPS
-from inline_attention.ops.tracing import is_plain_eager_tensor
+from inline_attention.ops.tracing import are_plain_eager_tensors
 
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -188,7 +188,7 @@ def _check_not_empty(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_every_row_has_a_key(key_padding_mask: torch.Tensor) -> None:
-    if not is_plain_eager_tensor(key_padding_mask):
+    if not are_plain_eager_tensors(key_padding_mask):
         return  # values cannot be read here; backends treat an all-padding row as one zero key, never as a NaN
     if key_padding_mask.device.type != "cpu":
         # A device-side assertion: reading the mask would stall the queue once per layer.

@@ -7,13 +7,15 @@ eager calls on a CPU. Sums are taken in float32 at least, whatever the dtype of 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.autograd import forward_ad
 
 from inline_attention.ops.backends.eager import blocked, composed
 from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.feature_maps import apply_feature_map
-from inline_attention.ops.tracing import is_plain_eager_tensor
+from inline_attention.ops.tracing import are_plain_eager_tensors
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -28,7 +30,7 @@ def run(call: AttentionCall) -> torch.Tensor:
     if not _can_block(call):
         return _run_composed(call, compute_dtype).to(call.v.dtype)
     out = _run_blocked(call, compute_dtype)
-    if compute_dtype != torch.float64 and not out.detach().sum().isfinite():
+    if compute_dtype != torch.float64 and not math.isfinite(out.detach().sum().item()):
         # Products of three huge float32 numbers overflow and inf - inf is NaN: finite inputs deserve better.
         out = _run_composed(call, torch.float64)
     return out.to(call.v.dtype)
@@ -47,11 +49,8 @@ def run_local_term(
 def _can_block(call: AttentionCall) -> bool:
     """Whether this is a plain call on CPU tensors: nothing traces, transforms or batches it."""
     tensors = [tensor for tensor in (call.q, call.k, call.v, call.local_weight) if tensor is not None]
-    return all(
-        is_plain_eager_tensor(tensor)
-        and tensor.device.type == "cpu"
-        and tensor.numel() > 0
-        and forward_ad.unpack_dual(tensor).tangent is None  # pyright: ignore[reportUnknownMemberType]
+    return are_plain_eager_tensors(*tensors) and all(
+        tensor.device.type == "cpu" and tensor.numel() > 0 and forward_ad.unpack_dual(tensor).tangent is None  # pyright: ignore[reportUnknownMemberType]
         for tensor in tensors
     )
 

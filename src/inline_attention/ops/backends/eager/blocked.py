@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -56,6 +56,9 @@ def attend(
         local_weight: `[B, H, Dv, 3, 3]` or None.
         settings: The rest.
     """
+    inputs = tensors if local_weight is None else (*tensors, local_weight)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+        return _forward(*_separate(tensors), key_padding_mask, local_weight, settings)[0]
     return _BlockedAttention.apply(settings, key_padding_mask, local_weight, *tensors)  # type: ignore[no-any-return]
 
 
@@ -177,26 +180,17 @@ def _add_local_term(out: torch.Tensor, grid: torch.Tensor, local_weight: torch.T
     """Add to `out` `[b, h, w, H, Dv]` the 3×3 cross-correlation of `grid` with `local_weight` `[b, H, Dv, 3, 3]`."""
     # One tap's weights for all channels side by side: the innermost loop runs over channels, with vector loads.
     taps = local_weight.permute(3, 4, 0, 1, 2).contiguous()[:, :, :, None, None]
-    for rows in _row_blocks(grid):
-        for i in range(3):
-            target_rows, source_rows = _overlap(rows, i - 1, grid.shape[1])
-            for j in range(3):
-                target_columns, source_columns = _overlap(slice(0, grid.shape[2]), j - 1, grid.shape[2])
-                out[:, target_rows, target_columns].addcmul_(grid[:, source_rows, source_columns], taps[i, j])
+    for i, j, target, source in _taps(grid):
+        out[target].addcmul_(grid[source], taps[i, j])
 
 
 def _correlate(grad_local: torch.Tensor, grad_grid: torch.Tensor, grid: torch.Tensor, scratch: _Scratch) -> None:
     """Write into `grad_local` `[b, H, Dv, 3, 3]` the sums over the grid of gradient times shifted value."""
     grad_local.zero_()
-    for rows in _row_blocks(grid):
-        for i in range(3):
-            target_rows, source_rows = _overlap(rows, i - 1, grid.shape[1])
-            for j in range(3):
-                target_columns, source_columns = _overlap(slice(0, grid.shape[2]), j - 1, grid.shape[2])
-                target = grad_grid[:, target_rows, target_columns]
-                product = scratch.empty(0, target.shape)
-                torch.mul(target, grid[:, source_rows, source_columns], out=product)
-                grad_local[..., i, j] += product.flatten(1, 2).sum(1)
+    for i, j, target, source in _taps(grid):
+        grad = grad_grid[target]
+        product = torch.mul(grad, grid[source], out=scratch.empty(0, grad.shape))
+        grad_local[..., i, j] += product.flatten(1, 2).sum(1)
 
 
 class _Scratch:
@@ -259,8 +253,20 @@ def _token_blocks(batch: slice, tokens: int, width: int) -> Iterator[slice]:
     return _slices(tokens, BLOCK_ELEMENTS // (width * (batch.stop - batch.start)))
 
 
-def _row_blocks(grid: torch.Tensor) -> Iterator[slice]:
-    return _slices(grid.shape[1], BLOCK_ELEMENTS // (grid.shape[0] * grid.shape[2] * grid.shape[3] * grid.shape[4]))
+_Index: TypeAlias = tuple[slice, slice, slice]
+
+
+def _taps(grid: torch.Tensor) -> Iterator[tuple[int, int, _Index, _Index]]:
+    """For every block of rows and every tap (i, j): the positions that have that neighbour, and the neighbours."""
+    b, height, width, H, D = grid.shape
+    everything = slice(None)
+    for rows in _slices(height, BLOCK_ELEMENTS // (b * width * H * D)):
+        for i in range(3):
+            target_rows, source_rows = _overlap(rows, i - 1, height)
+            for j in range(3):
+                target_columns, source_columns = _overlap(slice(0, width), j - 1, width)
+                target = (everything, target_rows, target_columns)
+                yield i, j, target, (everything, source_rows, source_columns)
 
 
 def _slices(extent: int, step: int) -> Iterator[slice]:
