@@ -172,3 +172,39 @@ def test_no_tensor_is_larger_than_a_small_multiple_of_the_input(normalization):
             grid_size=(side, side),
         ).sum().backward()
     assert 0 < largest.elements <= 2 * qkv.numel() < tokens * tokens
+
+
+class LearnedMap(torch.nn.Module):
+    """A feature map with float32 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 6)
+
+    def forward(self, x):
+        return torch.nn.functional.softplus(self.linear(x))
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e20])
+def test_a_feature_map_with_parameters_runs_everywhere(magnitude):
+    feature_map = LearnedMap()
+    q, k, v = torch.randn(3, 1, 9, 2, 4) * magnitude  # the larger one takes the way through float64
+    out = inline_attention(q, k, v, feature_map=feature_map)
+    assert not out.isnan().any()
+    exact = inline_attention(q, k, v, feature_map=feature_map, backend="reference")
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
+    attention_weights(q, k, feature_map=feature_map)
+    out.sum().backward()
+    assert feature_map.linear.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_an_all_padding_row_that_nobody_checks_is_zero_and_not_nan(backend):
+    mask = torch.tensor([[True] * 5, [False] * 5])
+
+    def loss(q):
+        return inline_attention(q, q, q, key_padding_mask=mask, backend=backend).square().sum()
+
+    grad = torch.func.grad(loss)(torch.randn(2, 5, 1, 3))
+    assert grad.isfinite().all()
+    assert (grad[1] == 0).all()

@@ -13,8 +13,9 @@ from inline_attention.ops.feature_maps import FeatureMap
 
 Normalization: TypeAlias = Literal["subtract", "divide", "magnitude"]
 
-# Queries whose mean score is this close to zero have nothing to divide by. They attend uniformly and receive no
-# gradient through the division; the alternative is an infinity times a zero, that is, a NaN.
+# Queries whose mean score is this close to zero have nothing to divide by: 1/z counts as zero for them, without a
+# gradient, so that "divide" makes them attend uniformly and "magnitude" as InLine does. The alternative is an infinity
+# times a zero, that is, a NaN.
 SMALLEST_MEAN_SCORE = 1e-12
 
 

@@ -114,8 +114,8 @@ def _backward(
     """Fill `grad_q`, `grad_k`, `grad_v` (any strides); return the gradient of `local_weight`.
 
     With G = grad_out, y = phi(q) C and A = (scale/M) sum_i phi(q_i)^T a_i G_i, the gradients are
-    `k: (v - vbar) A^T`, `v: (k - kbar) A + mean(G)`, `q: a G C^T`, and, because a depends on z, `scale · dz · kbar`
-    more for q and `scale · mean(dz · phi(q))` more for k, where `dz = a'(z) (G · y)`.
+    `k: (v - vbar) A^T`, `v: (k - kbar) A + sum_i G_i / M`, `q: a G C^T`, and, because a depends on z,
+    `scale · dz · kbar` more for q and `scale · sum_i dz_i phi(q_i) / M` more for k, where `dz = a'(z) (G · y)`.
     """
     (B, N, H, D), Dv = q.shape, v.shape[3]
     divides = settings.normalization != "subtract"
@@ -224,7 +224,9 @@ class _Scratch:
 
 def _accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total `[b, H, D, Dv]` += leftᵀ right, over blocks `[b, H, n, D]` and `[b, H, n, Dv]`."""
-    total.flatten(0, 1).baddbmm_(left.flatten(0, 1).transpose(1, 2), right.flatten(0, 1))
+    flat = total.flatten(0, 1)
+    # Not baddbmm_: torch's flop counter overlooks that one.
+    torch.baddbmm(flat, left.flatten(0, 1).transpose(1, 2), right.flatten(0, 1), out=flat)
 
 
 def _heads_first(tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,80 @@
+"""From images to tokens, and from a finer grid of tokens to a coarser one.
+
+Every module takes a map `[B, C, H, W]` and its grid and returns tokens `[B, N, C']` and theirs, which is
+ceil(H / stride) × ceil(W / stride): an incomplete last row or column is completed with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inline_attention.layers.grids import Grid, pad_to_multiple, positions_for, resample_positions
+
+
+class ConvEmbedding(nn.Module):
+    """A strided convolution, optionally followed by a norm and a learned position embedding."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        dim: int,
+        *,
+        kernel_size: int,
+        stride: int,
+        padding: int = 0,
+        norm_eps: float | None = None,
+        position_grid: tuple[int, int] | None = None,
+    ) -> None:
+        """Build the embedding.
+
+        Args:
+            in_channels: Channels of the map.
+            dim: Channels of the tokens.
+            kernel_size: Side of the convolution's kernel.
+            stride: Its stride.
+            padding: Its zero padding.
+            norm_eps: Epsilon of a LayerNorm; None for no norm.
+            position_grid: Native grid of a learned position embedding; None for none.
+        """
+        super().__init__()
+        self.stride = stride
+        self.proj = nn.Conv2d(in_channels, dim, kernel_size, stride=stride, padding=padding)
+        self.norm = nn.Identity() if norm_eps is None else nn.LayerNorm(dim, eps=norm_eps)
+        self.position_grid = position_grid
+        self.positions = None
+        if position_grid is not None:
+            self.positions = nn.Parameter(torch.empty(1, position_grid[0] * position_grid[1], dim))
+            nn.init.trunc_normal_(self.positions, std=0.02)
+
+    def forward(self, x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, Grid]:
+        """`[B, C, H, W]` → tokens `[B, N, dim]`."""
+        x = pad_to_multiple(x, (self.stride, self.stride), dims=(2, 3))
+        tokens = self.norm(self.proj(x).flatten(2).transpose(1, 2))
+        grid = grid.coarser(self.stride)
+        if self.positions is not None and self.position_grid is not None:
+            tokens = tokens + positions_for(self.positions, self.position_grid, grid).to(tokens.dtype)
+        return tokens, grid
+
+    def set_position_grid(self, grid_size: tuple[int, int]) -> None:
+        """Make another grid the native one, resampling the position embedding."""
+        if self.positions is not None and self.position_grid is not None:
+            resampled = resample_positions(self.positions.detach(), self.position_grid, grid_size)
+            self.positions = nn.Parameter(resampled.contiguous())
+            self.position_grid = grid_size
+
+
+class PatchMerging(nn.Module):
+    """Swin's merging: 2×2 neighbours side by side, a norm, and a linear map from 4C to 2C."""
+
+    def __init__(self, dim: int, *, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim, eps=norm_eps)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, Grid]:
+        """`[B, C, H, W]` → tokens `[B, N, 2C]`."""
+        x = pad_to_multiple(x.permute(0, 2, 3, 1), (2, 2), dims=(1, 2))
+        # Down the first column, then down the second: the order of the published weights.
+        x = torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], dim=-1)
+        return self.reduction(self.norm(x)).flatten(1, 2), grid.coarser(2)

@@ -1,0 +1,7 @@
+"""The model zoo: importing it registers every model with timm."""
+
+from inline_attention.models import cswin, deit, pvt, swin
+from inline_attention.models.checkpoints import load_checkpoint
+from inline_attention.models.registry import create_model, list_models
+
+__all__ = ["create_model", "cswin", "deit", "list_models", "load_checkpoint", "pvt", "swin"]

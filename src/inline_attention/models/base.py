@@ -1,0 +1,324 @@
+"""What all models share: images of any size, batches of unequal images, and timm's contract.
+
+Shapes: `B` batch, `N` tokens, `C` channels, `h`×`w` token grid. Where a batch holds images of unequal size, each image
+occupies the top left corner of its canvas; `image_sizes` or `pixel_mask` say how much of it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.layers import Format
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import nn
+
+from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention, mean_token
+from inline_attention.layers.block import Block
+from inline_attention.layers.grids import Grid, tokens_to_map
+from inline_attention.layers.local_weights import BlockDiagonalLinear
+from inline_attention.models.registry import AttentionKind
+
+ImageSizes = Sequence[tuple[int, int]] | torch.Tensor
+
+
+class VisionModel(nn.Module):
+    """Base of the four families. A subclass says how an image becomes tokens and tokens become features."""
+
+    num_prefix_tokens = 0
+    largest_stride: int
+    global_pools: tuple[str, ...] = ("avg", "")
+
+    def __init__(self, num_features: int, num_classes: int, in_chans: int, global_pool: str, drop_rate: float) -> None:
+        super().__init__()
+        self.num_features = self.head_hidden_size = self.embed_dim = num_features
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.grad_checkpointing = False
+        self.global_pool = self._checked_pool(global_pool)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.feature_info: list[dict[str, Any]] = []
+        self.register_load_state_dict_pre_hook(_convert_before_loading)
+
+    @abstractmethod
+    def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
+        """Tokens `[B, N, C]` and their grid after each level 0 … last (a block of a ViT, a stage of a pyramid).
+
+        Args:
+            x: Images `[B, in_chans, H, W]`, zero outside each image.
+            grid: The pixels, as a grid.
+            last: Index of the last level wanted.
+        """
+
+    @abstractmethod
+    def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What stands between the last level and the head."""
+
+    @abstractmethod
+    def prune_levels(self, last: int) -> None:
+        """Drop the levels after `last`."""
+
+    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Rename the authors' keys to ours, and resample what depends on the image size to this model's."""
+        return dict(state_dict)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        image_sizes: ImageSizes | None = None,
+        pixel_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Classify images.
+
+        Args:
+            x: `[B, in_chans, H, W]`, any H and W.
+            image_sizes: Height and width in pixels of each image of a padded batch, `B` pairs or `[B, 2]`.
+            pixel_mask: The same as a mask: `[B, H, W]`, true in a rectangle at the top left.
+
+        Returns:
+            Logits `[B, num_classes]`.
+        """
+        tokens, grid = self._encode(x, image_sizes, pixel_mask)
+        return self._head(tokens, self._token_mask(tokens, grid), pre_logits=False)
+
+    def forward_features(
+        self,
+        x: torch.Tensor,
+        image_sizes: ImageSizes | None = None,
+        pixel_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Unpooled features: `[B, N, C]` of a ViT, `[B, h, w, C]` of a pyramid. Arguments as in `forward`."""
+        tokens, grid = self._encode(x, image_sizes, pixel_mask)
+        return self._shape_features(tokens, grid)
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        """Pool what `forward_features` returned and classify it."""
+        tokens = x.flatten(1, 2) if x.dim() == 4 else x
+        return self._head(tokens, None, pre_logits)
+
+    def forward_intermediates(
+        self,
+        x: torch.Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        *,
+        image_sizes: ImageSizes | None = None,
+        pixel_mask: torch.Tensor | None = None,
+    ) -> Any:
+        """Features after several levels, as timm's models return them.
+
+        Args:
+            x: Images.
+            indices: Levels to take: a list, the last n, or all.
+            norm: Apply the final norm to what it fits.
+            stop_early: Do not run beyond the last level taken.
+            output_fmt: "NCHW", "NHWC" or "NLC" (without prefix tokens).
+            intermediates_only: Return the list alone, not (final features, list).
+            image_sizes: As in `forward`.
+            pixel_mask: As in `forward`.
+        """
+        format_ = Format(output_fmt)
+        if format_ not in (Format.NCHW, Format.NHWC, Format.NLC):
+            raise ValueError(f"output_fmt must be 'NCHW', 'NHWC' or 'NLC', got {output_fmt!r}")
+        take, last = feature_take_indices(len(self.feature_info), indices)
+        x, grid = self._prepare(x, image_sizes, pixel_mask)
+        intermediates: list[torch.Tensor] = []
+        tokens = x
+        for index, (tokens, grid) in enumerate(self.levels(x, grid, last if stop_early else len(self.feature_info) - 1)):
+            if index in take:
+                level = self.final_norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
+                image = tokens_to_map(level[:, self.num_prefix_tokens :], grid)
+                if format_ == Format.NHWC:
+                    image = image.permute(0, 2, 3, 1)
+                elif format_ == Format.NLC:
+                    image = image.flatten(2).transpose(1, 2)
+                intermediates.append(image)
+        if intermediates_only:
+            return intermediates
+        return self._shape_features(self.final_norm(tokens), grid), intermediates
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what the given levels do not need; returns their absolute indices."""
+        take, last = feature_take_indices(len(self.feature_info), indices)
+        self.prune_levels(last)
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return list(take)
+
+    def get_classifier(self) -> nn.Module:
+        """The last layer."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Put in a new classifier (none for 0), and another pooling if given."""
+        if global_pool is not None:
+            self.global_pool = self._checked_pool(global_pool)
+        self.num_classes = num_classes
+        reference = next(self.parameters())
+        self.head = (
+            nn.Linear(self.num_features, num_classes, device=reference.device, dtype=reference.dtype)
+            if num_classes > 0
+            else nn.Identity()
+        )
+        self.head.apply(initialize)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade time for memory in training: recompute each block in the backward pass."""
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that an optimiser should not decay."""
+        return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
+
+    def run_blocks(self, blocks: Iterable[nn.Module], tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Run blocks on tokens `[B, N, C]`, checkpointed if that is on."""
+        mask = self._token_mask(tokens, grid)
+        for block in blocks:
+            if self.grad_checkpointing:
+                tokens = checkpoint(block, tokens, grid.size, mask)
+            else:
+                tokens = block(tokens, grid.size, mask)
+        return tokens
+
+    def _encode(
+        self, x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Grid]:
+        x, grid = self._prepare(x, image_sizes, pixel_mask)
+        tokens = x
+        for tokens, grid in self.levels(x, grid, len(self.feature_info) - 1):  # noqa: B007: the last one counts
+            pass
+        return self.final_norm(tokens), grid
+
+    def _shape_features(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return tokens_to_map(tokens, grid).permute(0, 2, 3, 1)
+
+    def _token_mask(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor | None:
+        """`[B, N]` with the prefix tokens, which are always real."""
+        mask = grid.mask()
+        if mask is None or self.num_prefix_tokens == 0:
+            return mask
+        prefix = mask.new_ones(tokens.shape[0], self.num_prefix_tokens)
+        return torch.cat([prefix, mask], dim=1)
+
+    def _head(self, tokens: torch.Tensor, mask: torch.Tensor | None, pre_logits: bool) -> torch.Tensor:
+        if self.global_pool == "avg":
+            start = self.num_prefix_tokens
+            tokens = mean_token(tokens[:, start:], None if mask is None else mask[:, start:])
+        elif self.global_pool == "token":
+            tokens = tokens[:, 0]
+        tokens = self.head_drop(tokens)
+        return tokens if pre_logits else self.head(tokens)
+
+    def _checked_pool(self, global_pool: str) -> str:
+        if global_pool not in self.global_pools:
+            known = ", ".join(map(repr, self.global_pools))
+            raise ValueError(f"global_pool of {type(self).__name__} must be one of {known}, got {global_pool!r}")
+        return global_pool
+
+    def _prepare(
+        self, x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Grid]:
+        """Check the images and clear what lies outside of each."""
+        if x.dim() != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(
+                f"images must be [B, {self.in_chans}, H, W], got shape {tuple(x.shape)}; "
+                "add a batch dimension with x[None], or create the model with in_chans=..."
+            )
+        height, width = x.shape[2], x.shape[3]
+        extents = _extents(x, image_sizes, pixel_mask)
+        shortest = min(height, width) if extents is None else int(extents.min())
+        if not torch.compiler.is_exporting() and shortest < self.largest_stride:
+            raise ValueError(
+                f"images must be at least {self.largest_stride} pixels high and wide, got "
+                f"{height}×{width if extents is None else f'{width} with image sizes down to {shortest}'}; "
+                "enlarge them, or pad them and pass image_sizes"
+            )
+        grid = Grid(height, width, extents)
+        mask = grid.mask()
+        if mask is not None:
+            x = x.masked_fill(~mask.unflatten(1, grid.size)[:, None], 0)
+        return x, grid
+
+
+def global_attention(
+    kind: AttentionKind, dim: int, num_heads: int, options: Mapping[str, Any] | None, **arguments: Any
+) -> TokenAttention:
+    """The attention over the whole map of an `I` block: InLine, or vanilla linear in the linear twin."""
+    layer = LinearAttention if kind == "linear" else InLineAttention
+    return layer(dim, num_heads, **(arguments | dict(options or {})))
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """Rates of stochastic depth, from 0 at the first block to `rate` at the last."""
+    return [rate * index / max(depth - 1, 1) for index in range(depth)]
+
+
+def initialize(module: nn.Module) -> None:
+    """Initial weights of linear layers and norms; convolutions keep PyTorch's."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, BlockDiagonalLinear):
+        module.reset_parameters()
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """All transformer blocks of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def _convert_before_loading(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
+) -> None:
+    """Let `load_state_dict` take the authors' names too. In place, as PyTorch's hooks must."""
+    del unused
+    if not isinstance(model, VisionModel):
+        return
+    own = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+    for key, value in model.convert_state_dict(own).items():
+        state_dict[prefix + key] = value
+
+
+def _extents(
+    x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Height and width of each image `[B, 2]`, or None where every image fills its canvas."""
+    batch, _, height, width = x.shape
+    if image_sizes is not None and pixel_mask is not None:
+        raise ValueError("give image_sizes or pixel_mask, not both")
+    if pixel_mask is not None:
+        if pixel_mask.shape != (batch, height, width):
+            raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, height, width)}, got {tuple(pixel_mask.shape)}")
+        pixel_mask = pixel_mask.to(x.device, torch.bool)
+        extents = torch.stack([pixel_mask.any(2).sum(1), pixel_mask.any(1).sum(1)], dim=1)
+        if not torch.equal(Grid(height, width, extents).mask(), pixel_mask.flatten(1)):  # pyright: ignore[reportArgumentType]
+            raise ValueError("pixel_mask must be true in one rectangle at the top left of each image, and only there")
+    elif image_sizes is not None:
+        extents = torch.as_tensor(image_sizes, device=x.device)
+        if extents.shape != (batch, 2) or extents.is_floating_point():
+            raise ValueError(
+                f"image_sizes must be {batch} pairs (height, width) of integers, got shape {tuple(extents.shape)} "
+                f"{extents.dtype}"
+            )
+        if (extents > extents.new_tensor([height, width])).any():
+            raise ValueError(f"image_sizes must fit into the canvas {height}×{width}, got {extents.tolist()}")
+    else:
+        return None
+    if (extents == extents.new_tensor([height, width])).all():
+        return None
+    return extents

@@ -1,0 +1,191 @@
+"""InLine-DeiT: a plain vision transformer with InLine attention in every block.
+
+"Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "Training
+data-efficient image transformers & distillation through attention", ICML 2021, arXiv 2012.12877.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inline_attention.layers.attention import SoftmaxAttention
+from inline_attention.layers.block import Block
+from inline_attention.layers.embeddings import ConvEmbedding
+from inline_attention.layers.grids import Grid, positions_for, resample_positions
+from inline_attention.models.base import VisionModel, drop_path_rates, global_attention, initialize
+from inline_attention.models.registry import (
+    AttentionKind,
+    build,
+    pretrained_config,
+    register_with_twins,
+    with_twins,
+)
+
+NORM_EPS = 1e-6
+
+
+class InLineDeiT(VisionModel):
+    """Class token, learned positions, `depth` blocks over all tokens, head on the class token."""
+
+    num_prefix_tokens = 1
+    global_pools = ("token", "avg", "")
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        attention: AttentionKind = "inline",
+        attention_options: Mapping[str, Any] | None = None,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        depth: int = 12,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "token",
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.1,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            embed_dim: Channels C.
+            num_heads: Heads H.
+            attention: "inline", or a twin: "softmax", "linear".
+            attention_options: Further arguments of the InLine or linear attention layer.
+            img_size: Native image size, for which positions are learned; any other works too.
+            patch_size: Side of a patch in pixels.
+            depth: Number of blocks.
+            mlp_ratio: Hidden width of the MLPs in multiples of C.
+            num_classes: Outputs of the head; 0 for none.
+            in_chans: Channels of the images.
+            global_pool: "token", "avg" (over the grid), or "" for no pooling.
+            drop_rate: Dropout rate before the head.
+            proj_drop_rate: Dropout rate after projections.
+            attn_drop_rate: Dropout rate of the attention.
+            drop_path_rate: Rate of stochastic depth at the last block.
+        """
+        super().__init__(embed_dim, num_classes, in_chans, global_pool, drop_rate)
+        self.largest_stride = patch_size
+        self.patch_embed = ConvEmbedding(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.position_grid = Grid(height, width).coarser(patch_size).size
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + self.position_grid[0] * self.position_grid[1], embed_dim))
+        arguments = {"num_prefix_tokens": 1, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+        self.blocks = nn.ModuleList(
+            Block(
+                embed_dim,
+                SoftmaxAttention(embed_dim, num_heads, **arguments)
+                if attention == "softmax"
+                else global_attention(attention, embed_dim, num_heads, attention_options, **arguments),
+                mlp_ratio=mlp_ratio,
+                norm_eps=NORM_EPS,
+                drop=proj_drop_rate,
+                drop_path=rate,
+            )
+            for rate in drop_path_rates(drop_path_rate, depth)
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        self.feature_info = [
+            {"num_chs": embed_dim, "reduction": patch_size, "module": f"blocks.{index}"} for index in range(depth)
+        ]
+        self.apply(initialize)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+
+    def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
+        """Tokens and grid after each block."""
+        tokens, grid = self.patch_embed(x, grid)
+        tokens = tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid)
+        class_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
+        tokens = torch.cat([class_token, tokens], dim=1)
+        for block in self.blocks[: last + 1]:
+            tokens = self.run_blocks([block], tokens, grid)
+            yield tokens, grid
+
+    def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Norm of all tokens."""
+        return self.norm(tokens)
+
+    def prune_levels(self, last: int) -> None:
+        """Drop the blocks after `last`."""
+        self.blocks = self.blocks[: last + 1]
+        self.feature_info = self.feature_info[: last + 1]
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Make another image size the native one, resampling the positions."""
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        grid_size = Grid(height, width).coarser(self.largest_stride).size
+        self.pos_embed = nn.Parameter(_resample(self.pos_embed.detach(), self.position_grid, grid_size))
+        self.position_grid = grid_size
+
+    def no_weight_decay(self) -> set[str]:
+        """Positions and class token."""
+        return {"pos_embed", "cls_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameter groups for layer-wise learning rates."""
+        del coarse
+        return {
+            "stem": r"^cls_token|pos_embed|patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The authors' names are ours; positions of another image size are resampled."""
+        converted = dict(state_dict)
+        positions = converted.get("pos_embed")
+        if positions is not None and positions.dim() == 3 and positions.shape[1] != self.pos_embed.shape[1]:
+            side = round((positions.shape[1] - 1) ** 0.5)
+            if side * side == positions.shape[1] - 1:
+                converted["pos_embed"] = _resample(positions, (side, side), self.position_grid)
+        return converted
+
+    def _shape_features(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+        mask = self._token_mask(tokens, grid)
+        return tokens if mask is None else tokens.masked_fill(~mask[:, :, None], 0)
+
+
+def _resample(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
+    return torch.cat([positions[:, :1], resample_positions(positions[:, 1:], old, new)], dim=1)
+
+
+default_cfgs = with_twins(
+    {
+        "inline_deit_tiny": pretrained_config(224, first_conv="patch_embed.proj"),
+        "inline_deit_small": pretrained_config(288, first_conv="patch_embed.proj"),
+        "inline_deit_base": pretrained_config(448, first_conv="patch_embed.proj"),
+    }
+)
+
+
+def _deit(variant: str, pretrained: bool, **arguments: Any) -> nn.Module:
+    return build(InLineDeiT, variant, pretrained, **({"out_indices": (2, 5, 8, 11)} | arguments))
+
+
+@register_with_twins
+def inline_deit_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-DeiT-T, 6.5 M parameters, 224²."""
+    return _deit("inline_deit_tiny", pretrained, **({"embed_dim": 192, "num_heads": 6} | arguments))
+
+
+@register_with_twins
+def inline_deit_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-DeiT-S, 16.7 M parameters, 288²."""
+    defaults = {"embed_dim": 320, "num_heads": 10, "img_size": 288}
+    return _deit("inline_deit_small", pretrained, **(defaults | arguments))
+
+
+@register_with_twins
+def inline_deit_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-DeiT-B, 23.8 M parameters, 448²."""
+    defaults = {"embed_dim": 384, "num_heads": 12, "img_size": 448}
+    return _deit("inline_deit_base", pretrained, **(defaults | arguments))

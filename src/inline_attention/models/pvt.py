@@ -1,0 +1,168 @@
+"""InLine-PVT: a pyramid with InLine attention over the whole map in every stage, without spatial reduction.
+
+"Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "Pyramid
+Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions", ICCV 2021, arXiv 2102.12122.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inline_attention.layers.attention import SoftmaxAttention
+from inline_attention.layers.block import Block
+from inline_attention.layers.embeddings import ConvEmbedding
+from inline_attention.layers.grids import Grid, resample_positions
+from inline_attention.models.base import drop_path_rates, global_attention
+from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
+from inline_attention.models.registry import (
+    AttentionKind,
+    build,
+    pretrained_config,
+    register_with_twins,
+    with_twins,
+)
+
+DIMS = (64, 128, 320, 512)
+HEADS = (2, 4, 10, 16)
+MLP_RATIOS = (8, 8, 4, 4)
+
+
+class InLinePVT(PyramidModel):
+    """Four stages of strided convolution, learned positions and blocks; mean of the tokens, no final norm."""
+
+    def __init__(
+        self,
+        depths: tuple[int, int, int, int],
+        *,
+        attention: AttentionKind = "inline",
+        attention_options: Mapping[str, Any] | None = None,
+        img_size: int | tuple[int, int] = 224,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.1,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            depths: Blocks of each stage.
+            attention: "inline", or a twin: "softmax" (over the whole map), "linear".
+            attention_options: Further arguments of the InLine or linear attention layer.
+            img_size: Native image size, for which positions are learned; any other works too.
+            num_classes: Outputs of the head; 0 for none.
+            in_chans: Channels of the images.
+            global_pool: "avg", or "" for no pooling.
+            drop_rate: Dropout rate before the head.
+            proj_drop_rate: Dropout rate after projections.
+            attn_drop_rate: Dropout rate of the attention.
+            drop_path_rate: Rate of stochastic depth at the last block.
+        """
+        pixels = Grid(*((img_size, img_size) if isinstance(img_size, int) else img_size))
+        embeddings = [
+            ConvEmbedding(
+                in_chans if stage == 0 else DIMS[stage - 1],
+                dim,
+                kernel_size=4 if stage == 0 else 2,
+                stride=4 if stage == 0 else 2,
+                norm_eps=1e-5,
+                position_grid=pixels.coarser(stride).size,
+            )
+            for stage, (dim, stride) in enumerate(zip(DIMS, STRIDES, strict=True))
+        ]
+        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
+        arguments = {"fused_qkv": False, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+
+        def block(dim: int, num_heads: int, mlp_ratio: float) -> Block:
+            if attention == "softmax":
+                layer = SoftmaxAttention(dim, num_heads, **arguments)
+            else:
+                layer = global_attention(attention, dim, num_heads, attention_options, **arguments)
+            return Block(
+                dim, layer, mlp_ratio=mlp_ratio, norm_eps=1e-6, drop=proj_drop_rate, drop_path=next(rates)
+            )
+
+        stages = [
+            [block(*sizes) for _ in range(depth)]
+            for depth, *sizes in zip(depths, DIMS, HEADS, MLP_RATIOS, strict=True)
+        ]
+        super().__init__(
+            embeddings,
+            stages,
+            DIMS,
+            nn.Identity(),
+            num_classes=num_classes,
+            in_chans=in_chans,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+        )
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Make another image size the native one, resampling the positions of every stage."""
+        pixels = Grid(*((img_size, img_size) if isinstance(img_size, int) else img_size))
+        for embedding, stride in zip(self.embeddings, STRIDES, strict=False):
+            assert isinstance(embedding, ConvEmbedding)
+            embedding.set_position_grid(pixels.coarser(stride).size)
+
+    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The authors' names to ours; positions of another image size are resampled."""
+        table = [
+            entry
+            for stage in range(4)
+            for entry in (
+                (rf"patch_embed{stage + 1}\.", f"embeddings.{stage}."),
+                (rf"pos_embed{stage + 1}$", f"embeddings.{stage}.positions"),
+                (rf"block{stage + 1}\.", f"stages.{stage}."),
+            )
+        ]
+        converted = rename(state_dict, table)
+        for stage, embedding in enumerate(self.embeddings):
+            positions = converted.get(f"embeddings.{stage}.positions")
+            assert isinstance(embedding, ConvEmbedding)
+            if positions is None or embedding.positions is None or positions.shape == embedding.positions.shape:
+                continue
+            side = round(positions.shape[1] ** 0.5)
+            if side * side == positions.shape[1] and embedding.position_grid is not None:
+                resampled = resample_positions(positions, (side, side), embedding.position_grid)
+                converted[f"embeddings.{stage}.positions"] = resampled
+        return converted
+
+
+default_cfgs = with_twins(
+    {
+        f"inline_pvt_{size}": pretrained_config(first_conv="embeddings.0.proj", pool_size=(7, 7))
+        for size in ("tiny", "small", "medium", "large")
+    }
+)
+
+
+@register_with_twins
+def inline_pvt_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-PVT-T, 12.0 M parameters."""
+    return build(InLinePVT, "inline_pvt_tiny", pretrained, **({"depths": (2, 2, 2, 2)} | arguments))
+
+
+@register_with_twins
+def inline_pvt_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-PVT-S, 21.6 M parameters."""
+    return build(InLinePVT, "inline_pvt_small", pretrained, **({"depths": (3, 4, 6, 3)} | arguments))
+
+
+@register_with_twins
+def inline_pvt_medium(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-PVT-M, 37.6 M parameters."""
+    defaults = {"depths": (3, 4, 18, 3), "drop_path_rate": 0.3}
+    return build(InLinePVT, "inline_pvt_medium", pretrained, **(defaults | arguments))
+
+
+@register_with_twins
+def inline_pvt_large(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-PVT-L, 51.2 M parameters."""
+    defaults = {"depths": (3, 8, 27, 3), "drop_path_rate": 0.3}
+    return build(InLinePVT, "inline_pvt_large", pretrained, **(defaults | arguments))

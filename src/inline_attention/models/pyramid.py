@@ -1,0 +1,95 @@
+"""What PVT, Swin and CSWin share: four stages, each an embedding and its blocks, at strides 4, 8, 16 and 32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from inline_attention.layers.block import Block
+from inline_attention.layers.grids import Grid, tokens_to_map
+from inline_attention.models.base import VisionModel, initialize
+
+STRIDES = (4, 8, 16, 32)
+
+
+class PyramidModel(VisionModel):
+    """Stages of embedding and blocks, a final norm, mean pooling and a linear head."""
+
+    largest_stride = STRIDES[-1]
+    output_fmt = "NHWC"
+
+    def __init__(
+        self,
+        embeddings: Sequence[nn.Module],
+        stages: Sequence[Sequence[Block]],
+        dims: Sequence[int],
+        norm: nn.Module,
+        *,
+        num_classes: int,
+        in_chans: int,
+        global_pool: str,
+        drop_rate: float,
+    ) -> None:
+        """Assemble the model.
+
+        Args:
+            embeddings: One per stage; the first takes images.
+            stages: The blocks of each stage.
+            dims: Channels of each stage.
+            norm: What follows the last stage.
+            num_classes: Outputs of the head; 0 for none.
+            in_chans: Channels of the images.
+            global_pool: "avg", or "" for no pooling.
+            drop_rate: Dropout rate before the head.
+        """
+        super().__init__(dims[-1], num_classes, in_chans, global_pool, drop_rate)
+        self.embeddings = nn.ModuleList(embeddings)
+        self.stages = nn.ModuleList(nn.ModuleList(blocks) for blocks in stages)
+        self.norm = norm
+        self.feature_info = [
+            {"num_chs": dim, "reduction": stride, "module": f"stages.{index}"}
+            for index, (dim, stride) in enumerate(zip(dims, STRIDES, strict=True))
+        ]
+        self.apply(initialize)
+
+    def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
+        """Tokens and grid after each stage."""
+        for index, (embedding, blocks) in enumerate(zip(self.embeddings, self.stages, strict=True)):
+            if index > last:
+                return
+            tokens, grid = embedding(x, grid)
+            tokens = self.run_blocks(blocks, tokens, grid)  # pyright: ignore[reportArgumentType]
+            yield tokens, grid
+            x = tokens_to_map(tokens, grid)
+
+    def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Norm of the last stage's tokens."""
+        return self.norm(tokens)
+
+    def prune_levels(self, last: int) -> None:
+        """Drop the stages after `last`."""
+        self.embeddings = self.embeddings[: last + 1]
+        self.stages = self.stages[: last + 1]
+        self.feature_info = self.feature_info[: last + 1]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameter groups for layer-wise learning rates: by stage if `coarse`, else by block."""
+        blocks = r"^(?:stages|embeddings)\.(\d+)"
+        fine = [(r"^embeddings\.(\d+)", (0,)), (r"^stages\.(\d+)\.(\d+)", None), (r"^norm", (99999,))]
+        return {"stem": r"^embeddings\.0\.", "blocks": blocks if coarse else fine}
+
+
+def rename(state_dict: Mapping[str, torch.Tensor], table: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    """Rename keys by the first pattern that matches from the start; other keys stay."""
+
+    def renamed(key: str) -> str:
+        for pattern, replacement in table:
+            if match := re.match(pattern, key):
+                return match.expand(replacement) + key[match.end() :]
+        return key
+
+    return {renamed(key): value for key, value in state_dict.items()}

@@ -1,0 +1,138 @@
+"""Names: registering a model together with its twins, creating and listing models."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import timm
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, register_model
+from torch import nn
+
+from inline_attention.models.checkpoints import read_checkpoint
+
+AttentionKind: TypeAlias = Literal["inline", "softmax", "linear"]
+TWINS: tuple[AttentionKind, ...] = ("softmax", "linear")
+FAMILIES = ("deit", "pvt", "swin", "cswin")
+EntryPoint: TypeAlias = Callable[..., nn.Module]
+
+
+class NoPretrainedWeightsError(RuntimeError):
+    """`pretrained=True` for a model whose weights nobody hosts."""
+
+
+def pretrained_config(size: int = 224, *, first_conv: str, crop_pct: float = 0.875, **entries: Any) -> dict[str, Any]:
+    """timm's description of how a model was trained: what its images looked like, where its first and last layers are.
+
+    `crop_pct` 0.875 is the paper's evaluation: resize to 256/224 of the size, crop the centre.
+    """
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, size, size),
+        "pool_size": None,
+        "crop_pct": crop_pct,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv,
+        "classifier": "head",
+        "fixed_input_size": False,
+        "paper_ids": "arXiv:2412.06590",
+        "paper_name": "Bridging the Divide: Reconsidering Softmax and Linear Attention",
+        **entries,
+    }
+
+
+def with_twins(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Configurations by name, with those of the twins added."""
+    return configs | {
+        name.replace("inline_", f"{twin}_", 1): config for name, config in configs.items() for twin in TWINS
+    }
+
+
+def register_with_twins(entry_point: EntryPoint) -> EntryPoint:
+    """Register `inline_NAME`, and `softmax_NAME` and `linear_NAME`: the same model, another attention.
+
+    The entry point takes `pretrained`, `attention` and the model's arguments.
+    """
+    register_model(entry_point)
+    module = sys.modules[entry_point.__module__]
+    for twin in TWINS:
+
+        def create(pretrained: bool = False, *, _twin: AttentionKind = twin, **arguments: Any) -> nn.Module:
+            return entry_point(pretrained, attention=_twin, **arguments)
+
+        create.__name__ = create.__qualname__ = entry_point.__name__.replace("inline_", f"{twin}_", 1)
+        create.__module__ = entry_point.__module__
+        create.__doc__ = f"The {twin} twin of {entry_point.__name__}."
+        setattr(module, create.__name__, register_model(create))
+    return entry_point
+
+
+def build(
+    model_class: type[nn.Module],
+    variant: str,
+    pretrained: bool,
+    *,
+    attention: AttentionKind = "inline",
+    out_indices: tuple[int, ...] = (0, 1, 2, 3),
+    **arguments: Any,
+) -> nn.Module:
+    """Build `variant` (named `inline_…`) with its own or a twin's attention, through timm's builder.
+
+    Raises:
+        NoPretrainedWeightsError: `pretrained=True` without a file to take the weights from.
+        ValueError: An unknown attention.
+    """
+    if attention not in ("inline", *TWINS):
+        raise ValueError(f"attention must be 'inline', 'softmax' or 'linear', got {attention!r}")
+    name = variant.replace("inline_", f"{attention}_", 1)
+    overlay = dict(arguments.pop("pretrained_cfg_overlay", None) or {})
+    if pretrained:
+        config = arguments.get("pretrained_cfg")
+        described = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        source = {**described, **overlay}
+        if source.get("file") and not source.get("state_dict"):
+            # timm would unpickle the authors' files, which hold a yacs config; ours reads weights and nothing else.
+            overlay["state_dict"] = read_checkpoint(source["file"])
+        elif not any(source.get(key) for key in ("state_dict", "url", "hf_hub_id")):
+            raise NoPretrainedWeightsError(
+                f"no weights of {name} are hosted. docs/checkpoints.md says where the authors describe theirs; "
+                f"download one, run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
+                f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
+            )
+    return build_model_with_cfg(
+        functools.partial(model_class, attention=attention),
+        name,
+        pretrained,
+        pretrained_cfg_overlay=overlay,
+        pretrained_filter_fn=lambda state_dict, model: model.convert_state_dict(state_dict),
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **arguments,
+    )
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names of this library's models that match a glob pattern."""
+    names = [name for family in FAMILIES for kind in ("inline", *TWINS) for name in timm.list_models(f"{kind}_{family}_*")]
+    return [name for name in names if name in timm.list_models(pattern)]
+
+
+def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """Create a model by name, as `timm.create_model` does; an unknown name gets a suggestion.
+
+    Args:
+        name: Such as "inline_deit_tiny"; see `list_models`.
+        pretrained: Load weights; needs `pretrained_cfg_overlay=dict(file=...)`, since none are hosted.
+        **arguments: The model's, such as `num_classes`, `in_chans`, `features_only`, `drop_path_rate`.
+    """
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, list_models(), n=3)
+        hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; `inline models` lists them"
+        raise ValueError(f"there is no model {name!r}{hint}")
+    return timm.create_model(name, pretrained=pretrained, **arguments)

@@ -1,0 +1,177 @@
+"""InLine-Swin: a pyramid with InLine attention over the whole map in the fine stages and shifted windows in the coarse.
+
+"Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "Swin
+Transformer: Hierarchical Vision Transformer using Shifted Windows", ICCV 2021, arXiv 2103.14030.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inline_attention.layers.block import Block
+from inline_attention.layers.embeddings import ConvEmbedding, PatchMerging
+from inline_attention.layers.window_attention import WindowAttention, resample_relative_positions
+from inline_attention.models.base import blocks_of, drop_path_rates, global_attention
+from inline_attention.models.pyramid import PyramidModel, rename
+from inline_attention.models.registry import (
+    AttentionKind,
+    build,
+    pretrained_config,
+    register_with_twins,
+    with_twins,
+)
+
+NORM_EPS = 1e-5
+
+
+class InLineSwin(PyramidModel):
+    """4×4 patches, four stages with patch merging between them, final norm, mean of the tokens."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        depths: tuple[int, int, int, int],
+        num_heads: tuple[int, int, int, int],
+        global_blocks: tuple[int, int, int, int],
+        *,
+        attention: AttentionKind = "inline",
+        attention_options: Mapping[str, Any] | None = None,
+        img_size: int | tuple[int, int] = 224,
+        window_size: int = 7,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.2,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            embed_dim: Channels of the first stage; each next one has twice as many.
+            depths: Blocks of each stage.
+            num_heads: Heads of each stage.
+            global_blocks: How many blocks of each stage, from its first, attend to the whole map; the rest do in
+                windows. The softmax twin has none.
+            attention: "inline", or a twin: "softmax" (windows throughout), "linear".
+            attention_options: Further arguments of the InLine or linear attention layer.
+            img_size: Native image size. Nothing depends on it; accepted for timm's sake.
+            window_size: Side of a window in tokens.
+            mlp_ratio: Hidden width of the MLPs in multiples of the channels.
+            num_classes: Outputs of the head; 0 for none.
+            in_chans: Channels of the images.
+            global_pool: "avg", or "" for no pooling.
+            drop_rate: Dropout rate before the head.
+            proj_drop_rate: Dropout rate after projections.
+            attn_drop_rate: Dropout rate of the attention.
+            drop_path_rate: Rate of stochastic depth at the last block.
+        """
+        del img_size
+        dims = [embed_dim * 2**stage for stage in range(4)]
+        stem = ConvEmbedding(in_chans, embed_dim, kernel_size=4, stride=4, norm_eps=NORM_EPS)
+        merging = [PatchMerging(dim, norm_eps=NORM_EPS) for dim in dims[:-1]]
+        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
+        drops = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+
+        def block(stage: int, index: int) -> Block:
+            dim, heads = dims[stage], num_heads[stage]
+            if attention != "softmax" and index < global_blocks[stage]:
+                layer = global_attention(attention, dim, heads, attention_options, **drops)
+            else:
+                layer = WindowAttention(dim, heads, window_size=window_size, shifted=index % 2 == 1, **drops)
+            return Block(
+                dim, layer, mlp_ratio=mlp_ratio, norm_eps=NORM_EPS, drop=proj_drop_rate, drop_path=next(rates)
+            )
+
+        super().__init__(
+            [stem, *merging],
+            [[block(stage, index) for index in range(depth)] for stage, depth in enumerate(depths)],
+            dims,
+            nn.LayerNorm(dims[-1], eps=NORM_EPS),
+            num_classes=num_classes,
+            in_chans=in_chans,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+        )
+
+    def set_input_size(self, img_size: int | tuple[int, int] | None = None, window_size: int | None = None) -> None:
+        """Change the window, resampling the relative position biases; any image size works as it is."""
+        del img_size
+        for block in blocks_of(self):
+            if window_size is not None and isinstance(block.attn, WindowAttention):
+                block.attn.set_window_size(window_size)
+
+    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The authors' names to ours, without their constant buffers; biases of another window are resampled."""
+        table = [
+            (r"patch_embed\.", "embeddings.0."),
+            *((rf"layers\.{stage}\.downsample\.", f"embeddings.{stage + 1}.") for stage in range(3)),
+            (r"layers\.(\d+)\.blocks\.", r"stages.\1."),
+        ]
+        constants = ("attn_mask", "relative_position_index")
+        converted = {
+            key: value for key, value in rename(state_dict, table).items() if not key.endswith(constants)
+        }
+        for key, parameter in self.named_parameters():
+            if key.endswith("relative_position_bias_table") and key in converted:
+                side = (round(parameter.shape[0] ** 0.5) + 1) // 2
+                converted[key] = resample_relative_positions(converted[key], side)
+        return converted
+
+
+_NATIVE = pretrained_config(first_conv="embeddings.0.proj", pool_size=(7, 7))
+_LARGE = pretrained_config(384, first_conv="embeddings.0.proj", pool_size=(12, 12), crop_pct=1.0)
+default_cfgs = with_twins(
+    {
+        "inline_swin_tiny": _NATIVE,
+        "inline_swin_small": _NATIVE,
+        "inline_swin_base": _NATIVE,
+        "inline_swin_base_384": _LARGE,
+    }
+)
+_BASE = {
+    "embed_dim": 128,
+    "depths": (2, 2, 18, 2),
+    "num_heads": (4, 8, 16, 32),
+    "global_blocks": (2, 2, 2, 0),
+    "drop_path_rate": 0.5,
+}
+
+
+@register_with_twins
+def inline_swin_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-Swin-T, 29.2 M parameters: InLine in the first three stages."""
+    defaults = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24), "global_blocks": (2, 2, 6, 0)}
+    return build(InLineSwin, "inline_swin_tiny", pretrained, **(defaults | arguments))
+
+
+@register_with_twins
+def inline_swin_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-Swin-S, 49.8 M parameters: InLine in the first two stages."""
+    defaults = {
+        "embed_dim": 96,
+        "depths": (2, 2, 18, 2),
+        "num_heads": (3, 6, 12, 24),
+        "global_blocks": (2, 2, 0, 0),
+        "drop_path_rate": 0.3,
+    }
+    return build(InLineSwin, "inline_swin_small", pretrained, **(defaults | arguments))
+
+
+@register_with_twins
+def inline_swin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-Swin-B, 88.4 M parameters: InLine in the first two stages and the first two blocks of the third."""
+    return build(InLineSwin, "inline_swin_base", pretrained, **(_BASE | arguments))
+
+
+@register_with_twins
+def inline_swin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """InLine-Swin-B at 384², in windows of 12×12."""
+    defaults = _BASE | {"img_size": 384, "window_size": 12}
+    return build(InLineSwin, "inline_swin_base_384", pretrained, **(defaults | arguments))
