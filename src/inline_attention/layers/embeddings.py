@@ -49,7 +49,7 @@ class ConvEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, Grid]:
         """`[B, C, H, W]` → tokens `[B, N, dim]`."""
-        x = pad_to_multiple(x, (self.stride, self.stride), dims=(2, 3))
+        x = pad_to_multiple(x, self.stride)
         tokens = self.norm(self.proj(x).flatten(2).transpose(1, 2))
         grid = grid.coarser(self.stride)
         if self.positions is not None and self.position_grid is not None:
@@ -74,7 +74,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, Grid]:
         """`[B, C, H, W]` → tokens `[B, N, 2C]`."""
-        x = pad_to_multiple(x.permute(0, 2, 3, 1), (2, 2), dims=(1, 2))
+        x = pad_to_multiple(x, 2).permute(0, 2, 3, 1)
         # Down the first column, then down the second: the order of the published weights.
         x = torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], dim=-1)
         return self.reduction(self.norm(x)).flatten(1, 2), grid.coarser(2)

@@ -40,8 +40,9 @@ class Grid(NamedTuple):
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
-        extents = None if self.extents is None else -(-self.extents // stride)
-        return Grid(-(-self.height // stride), -(-self.width // stride), extents)
+        # Not -(-size // stride): ONNX rounds quotients towards zero.
+        extents = None if self.extents is None else (self.extents + stride - 1) // stride
+        return Grid((self.height + stride - 1) // stride, (self.width + stride - 1) // stride, extents)
 
 
 def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -52,29 +53,176 @@ def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
     return torch.unflatten(tokens, 1, grid.size).permute(0, 3, 1, 2)
 
 
-def pad_to_multiple(x: torch.Tensor, multiple: tuple[int, int], dims: tuple[int, int]) -> torch.Tensor:
-    """Append zeros along two adjacent dimensions until each is a multiple."""
-    missing = tuple(-x.shape[dim] % size for dim, size in zip(dims, multiple, strict=True))
+def pad_to_multiple(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Append rows and columns of zeros to `[B, C, H, W]` until both are multiples."""
+    height, width = x.shape[2], x.shape[3]
+    missing = (
+        (height + multiple - 1) // multiple * multiple - height,
+        (width + multiple - 1) // multiple * multiple - width,
+    )
     if not torch.compiler.is_exporting() and missing == (0, 0):  # a graph for every size must not ask
         return x
-    trailing = [0, 0] * (x.dim() - 1 - max(dims))
-    return F.pad(x, [*trailing, 0, missing[1], 0, missing[0]])
+    return F.pad(x, (0, missing[1], 0, missing[0]))
 
 
-def to_windows(x: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
-    """`[B, h, w, ...]` → `[B, windows, L, ...]`; h and w are multiples of the window."""
-    batch, height, width, *rest = x.shape
-    rows, columns = height // window[0], width // window[1]
-    x = x.reshape(batch, rows, window[0], columns, window[1], *rest).transpose(2, 3)
-    return x.reshape(batch, rows * columns, window[0] * window[1], *rest)
+class Windows(NamedTuple):
+    """A division of an h×w grid into windows that may reach over its lower and right edge.
+
+    With a shift, the grid (padded to whole windows) is rolled up and to the left before it is divided.
+
+    Attributes:
+        grid: (h, w).
+        window: Height and width of a window; L is their product.
+        counts: Windows down and across; W is their product.
+    """
+
+    grid: tuple[int, int]
+    window: tuple[int, int]
+    counts: tuple[int, int]
+
+    @classmethod
+    def cover(cls, grid: tuple[int, int], window: tuple[int | None, int | None]) -> Windows:
+        """Divide a grid; None in `window` stands for the whole height or width."""
+        # In an exported graph that must serve every size, one window or several are different cases: always several.
+        extra = 1 if torch.compiler.is_exporting() else 0
+        sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]
+        counts = [
+            1 if size is None else (extent + size - 1) // size + extra
+            for extent, size in zip(grid, window, strict=True)
+        ]
+        return cls(grid, (sizes[0], sizes[1]), (counts[0], counts[1]))
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Height and width of all windows together."""
+        return self.counts[0] * self.window[0], self.counts[1] * self.window[1]
+
+    def is_exact(self) -> bool:
+        """Whether the windows cover the grid and nothing else; an exported graph cannot tell."""
+        return not torch.compiler.is_exporting() and self.padded == self.grid
+
+    def split(self, x: torch.Tensor, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        """Tokens `[B, h·w, ...]` → windows `[B · W, height, width, ...]`.
+
+        Places beyond the edge hold zeros; in an exported graph they hold some token.
+        """
+        if torch.compiler.is_exporting():
+            # By index: that a dimension of any length divides into windows is more than an exporter can prove.
+            sample = torch.arange(x.shape[0], device=x.device)[:, None] * (self.grid[0] * self.grid[1])
+            sample = (sample + torch.zeros_like(self._window_numbers(x.device))).flatten()
+            return x.flatten(0, 1)[sample[:, None, None] + self.repeat(self._tokens(shift, x.device)[None], x.shape[0])]
+        (rows, columns), (height, width) = self.counts, self.window
+        rest = x.shape[2:]
+        x = torch.unflatten(x, 1, self.grid)
+        if not self.is_exact():
+            trailing = [0, 0] * len(rest)
+            x = F.pad(x, [*trailing, 0, self.padded[1] - self.grid[1], 0, self.padded[0] - self.grid[0]])
+        if shift != (0, 0):
+            x = torch.roll(x, (-shift[0], -shift[1]), dims=(1, 2))
+        x = x.reshape(x.shape[0], rows, height, columns, width, *rest).transpose(2, 3)
+        return x.reshape(-1, height, width, *rest)
+
+    def join(self, x: torch.Tensor, batch: int, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        """Windows `[B · W, height, width, C]` → tokens `[B, h·w, C]`: the inverse of `split`."""
+        (rows, columns), (height, width) = self.counts, self.window
+        if torch.compiler.is_exporting():
+            row, column = (
+                _unroll(torch.arange(extent, device=x.device), step, total)
+                for extent, step, total in zip(self.grid, shift, self.padded, strict=True)
+            )
+            down, inner_row = _divide(row[:, None], height, rows)
+            across, inner_column = _divide(column[None, :], width, columns)
+            sample = torch.arange(batch, device=x.device)[:, None, None]
+            window = sample * (rows * columns) + down * columns + across
+            return x[window, inner_row[None], inner_column[None]].flatten(1, 2)
+        x = x.reshape(batch, rows, columns, height, width, x.shape[3]).transpose(2, 3)
+        x = x.reshape(batch, *self.padded, x.shape[5])
+        if shift != (0, 0):
+            x = torch.roll(x, shift, dims=(1, 2))
+        return x[:, : self.grid[0], : self.grid[1]].flatten(1, 2)
+
+    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B · W, height, width, ...]` → `[B · W, L, ...]`, in an order that only `unflatten` needs to know."""
+        height, width = self.window
+        if not torch.compiler.is_exporting():
+            return x.flatten(1, 2)
+        # Side by side: whether a dimension of any length may be merged is also more than an exporter can prove.
+        if isinstance(height, int):
+            return torch.cat([x[:, row] for row in range(height)], dim=1)
+        return torch.cat([x[:, :, column] for column in range(width)], dim=1)
+
+    def unflatten(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B · W, L, ...]` → `[B · W, height, width, ...]`: the inverse of `flatten`."""
+        height, width = self.window
+        if not torch.compiler.is_exporting():
+            return torch.unflatten(x, 1, self.window)
+        if isinstance(height, int):
+            return torch.stack([x[:, row * width : (row + 1) * width] for row in range(height)], dim=1)
+        return torch.stack([x[:, column * height : (column + 1) * height] for column in range(width)], dim=2)
+
+    def repeat(self, x: torch.Tensor, batch: int) -> torch.Tensor:
+        """What belongs to windows, `[1 or B, W, ...]`, for every sample: `[B · W, ...]`."""
+        if torch.compiler.is_exporting():  # one grid serves the batch
+            numbers = self._window_numbers(x.device) + torch.zeros(batch, 1, dtype=torch.long, device=x.device)
+            return x[0][numbers.flatten()]
+        return x.expand(batch, *x.shape[1:]).flatten(0, 1)
+
+    def inside(
+        self, key_padding_mask: torch.Tensor | None, shift: tuple[int, int], device: torch.device
+    ) -> torch.Tensor:
+        """`[1 or B, W, height, width]` bool: which places of the windows hold a token, and a real one."""
+        row, column = self._coordinates(shift, device)
+        inside = ((row < self.grid[0]) & (column < self.grid[1]))[None]
+        if key_padding_mask is None:
+            return inside
+        return inside & key_padding_mask[:, self._tokens(shift, device)]
+
+    def regions(self, shift: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """`[W, height, width]` integers that differ where the roll brought together what are no neighbours."""
+        row, column = self._coordinates(shift, device)
+        return 2 * (row < shift[0]).long() + (column < shift[1]).long()
+
+    def _window_numbers(self, device: torch.device) -> torch.Tensor:
+        return torch.arange(self.counts[0] * self.counts[1], device=device)
+
+    def _coordinates(self, shift: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column in the padded grid of every place of the windows, `[W, height, width]` each."""
+        (rows, columns), (height, width) = self.counts, self.window
+        row = torch.arange(rows, device=device)[:, None, None, None] * height
+        row = row + torch.arange(height, device=device)[None, None, :, None]
+        column = torch.arange(columns, device=device)[None, :, None, None] * width
+        column = column + torch.arange(width, device=device)[None, None, None, :]
+        row = _roll(row, shift[0], self.padded[0]) + torch.zeros_like(column)
+        column = _roll(column, shift[1], self.padded[1]) + torch.zeros_like(row)
+        if isinstance(rows, int) and rows == 1:
+            return row[0], column[0]
+        if isinstance(columns, int) and columns == 1:
+            return row[:, 0], column[:, 0]
+        return row.flatten(0, 1), column.flatten(0, 1)
+
+    def _tokens(self, shift: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """Index of the token at every place, `[W, height, width]`; some token where there is none."""
+        row, column = self._coordinates(shift, device)
+        return row.clamp(max=self.grid[0] - 1) * self.grid[1] + column.clamp(max=self.grid[1] - 1)
 
 
-def from_windows(x: torch.Tensor, window: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """`[B, windows, L, ...]` → `[B, h, w, ...]`; the inverse of `to_windows`."""
-    batch, _, _, *rest = x.shape
-    rows, columns = size[0] // window[0], size[1] // window[1]
-    x = x.reshape(batch, rows, columns, window[0], window[1], *rest).transpose(2, 3)
-    return x.reshape(batch, size[0], size[1], *rest)
+def _roll(index: torch.Tensor, step: int, total: int) -> torch.Tensor:
+    """(index + step) modulo total; spelled out because ONNX export knows no remainder by a size."""
+    index = index + step
+    return torch.where(index >= total, index - total, index)
+
+
+def _unroll(index: torch.Tensor, step: int, total: int) -> torch.Tensor:
+    """(index - step) modulo total."""
+    index = index - step
+    return torch.where(index < 0, index + total, index)
+
+
+def _divide(index: torch.Tensor, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which window an index falls into, and where in it."""
+    if isinstance(count, int) and count == 1:
+        return torch.zeros_like(index), index
+    return index // size, index % size
 
 
 def resample_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:

@@ -8,11 +8,13 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inline_attention.layers.grids import from_windows, pad_to_multiple, to_windows
+from inline_attention.layers.grids import Windows
 
 
 class WindowAttention(nn.Module):
@@ -55,9 +57,9 @@ class WindowAttention(nn.Module):
         self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Mix `[B, N, C]` within windows; `key_padding_mask` `[B, N]` is True inside each image's rectangle."""
-        qkv = torch.unflatten(self.qkv(x), 1, grid_size)  # [B, h, w, 3C]
+        qkv = self.qkv(x)
         if key_padding_mask is None:
-            out = self._attend(qkv, None, self._shift(*grid_size))
+            out = self._attend(qkv, grid_size, None, self._shift(*grid_size))
         else:
             # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
             inside = torch.unflatten(key_padding_mask, 1, grid_size)
@@ -65,10 +67,10 @@ class WindowAttention(nn.Module):
             groups: dict[tuple[int, int], list[int]] = {}
             for index, (height, width) in enumerate(extents):
                 groups.setdefault(self._shift(height, width), []).append(index)
-            out = qkv.new_empty(*qkv.shape[:3], qkv.shape[3] // 3)
+            out = torch.empty_like(x)
             for shift, members in groups.items():
-                out[members] = self._attend(qkv[members], inside[members], shift)
-        return self.proj_drop(self.proj(out.flatten(1, 2)))
+                out[members] = self._attend(qkv[members], grid_size, key_padding_mask[members], shift).to(out.dtype)
+        return self.proj_drop(self.proj(out))
 
     def set_window_size(self, window_size: int) -> None:
         """Change the window, resampling the relative position bias."""
@@ -89,46 +91,34 @@ class WindowAttention(nn.Module):
             )
         return (half if height > self.window_size else 0), (half if width > self.window_size else 0)
 
-    def _attend(self, qkv: torch.Tensor, inside: torch.Tensor | None, shift: tuple[int, int]) -> torch.Tensor:
-        """Attention `[B, h, w, 3C]` → `[B, h, w, C]`; `inside` is `[B, h, w]` bool or None."""
-        batch, height, width, channels = qkv.shape
-        window = (self.window_size, self.window_size)
-        padded = pad_to_multiple(qkv, window, dims=(1, 2))
-        size = (padded.shape[1], padded.shape[2])
-        complete = inside is None and size == (height, width)
-        if inside is None:
-            inside = torch.ones(1, height, width, dtype=torch.bool, device=qkv.device)
-        inside = pad_to_multiple(inside, window, dims=(1, 2))
-        # After the roll, rows and columns that came round the edge share windows with others they are no part of.
-        rows = torch.arange(size[0], device=qkv.device) >= size[0] - shift[0]
-        columns = torch.arange(size[1], device=qkv.device) >= size[1] - shift[1]
-        region = (2 * rows.long()[:, None] + columns.long()[None, :])[None]
-        rolled = self.shifted if torch.compiler.is_exporting() else shift != (0, 0)
-        if rolled:
-            padded = torch.roll(padded, (-shift[0], -shift[1]), dims=(1, 2))
-            inside = torch.roll(inside, (-shift[0], -shift[1]), dims=(1, 2))
-
-        tokens = to_windows(padded, window).unflatten(-1, (3, self.num_heads, -1))  # [B, windows, L, 3, H, D]
-        if torch.compiler.is_exporting() or rolled or not complete:
-            mask = _pair_mask(to_windows(inside, window), to_windows(region, window))
-            bias = torch.where(mask[:, :, None], self._bias(qkv.dtype), -torch.inf)  # [1 or B, windows, H, L, L]
-            # Windows join the heads, so that one bias serves the whole batch.
-            q, k, v = tokens.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
-            out = self._softmax(q, k, v, bias.flatten(1, 2))
-            out = out.unflatten(1, (-1, self.num_heads))
-        else:
-            q, k, v = tokens.permute(3, 0, 1, 4, 2, 5).flatten(1, 2)
-            out = self._softmax(q, k, v, self._bias(qkv.dtype)[None])
-            out = out.unflatten(0, (batch, -1))
-        out = out.transpose(2, 3).flatten(3)  # [B, windows, L, C]
-        out = from_windows(out, window, size)
-        if rolled:
-            out = torch.roll(out, shift, dims=(1, 2))
-        return out[:, :height, :width]
-
-    def _softmax(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        grid_size: tuple[int, int],
+        key_padding_mask: torch.Tensor | None,
+        shift: tuple[int, int],
+    ) -> torch.Tensor:
+        """Attention within windows, `[B, N, 3C]` → `[B, N, C]`."""
+        batch = qkv.shape[0]
+        windows = Windows.cover(grid_size, (self.window_size, self.window_size))
+        tokens = torch.unflatten(windows.flatten(windows.split(qkv, shift)), -1, (3, self.num_heads, -1))
+        q, k, v = tokens.permute(2, 0, 3, 1, 4)  # [B · W, H, L, D]
+        bias = self._bias(qkv.dtype)
         drop = self.attn_drop_rate if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=drop)
+        if key_padding_mask is None and windows.is_exact() and shift == (0, 0):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
+        else:
+            inside = windows.inside(key_padding_mask, shift, qkv.device).flatten(2)
+            region = windows.regions(shift, qkv.device).flatten(1)
+            allowed = inside[:, :, None, :] & (region[:, :, None] == region[:, None, :])
+            itself = torch.eye(allowed.shape[-1], dtype=torch.bool, device=qkv.device)
+            allowed = allowed | itself  # padding too: a softmax needs something to look at
+            bias = torch.where(allowed[:, :, None], bias, -torch.inf)  # [1 or B, W, H, L, L]
+            if torch.compiler.is_exporting():
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=windows.repeat(bias, batch), dropout_p=drop)
+            else:
+                out = _attend_with_bias_per_window(q, k, v, bias, batch, drop)
+        return windows.join(windows.unflatten(out.transpose(1, 2).flatten(2)), batch, shift)
 
     def _bias(self, dtype: torch.dtype) -> torch.Tensor:
         """Relative position bias `[H, L, L]`."""
@@ -183,49 +173,58 @@ class StripeAttention(nn.Module):
         self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Mix `[B, N, C]` within stripes; `key_padding_mask` `[B, N]` is True inside each image's rectangle."""
-        height, width = grid_size
         qkv = torch.unflatten(self.qkv(x), 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
-        if key_padding_mask is not None:
-            qkv = qkv.masked_fill(~key_padding_mask[:, :, None, None, None], 0)
         stripe = self.stripe_width
-        windows = [grid_size] if stripe is None else [(height, stripe), (stripe, width)]
-        branches = [
-            self._attend(branch, convolution, grid_size, window, key_padding_mask)
-            for branch, convolution, window in zip(qkv.unbind(3), self.static_local, windows, strict=True)
-        ]
+        if stripe is None:
+            convolution = cast(nn.Conv2d, self.static_local[0])
+            real = None if key_padding_mask is None else torch.unflatten(key_padding_mask, 1, grid_size)
+            out = self._attend(torch.unflatten(qkv[:, :, :, 0], 1, grid_size), convolution, None, real)
+            return self.proj_drop(self.proj(out.flatten(1, 2)))
+        branches: list[torch.Tensor] = []
+        for branch, convolution, shape in zip(
+            qkv.unbind(3), self.static_local, ((None, stripe), (stripe, None)), strict=True
+        ):
+            windows = Windows.cover(grid_size, shape)
+            real = None
+            if key_padding_mask is not None or not windows.is_exact():
+                real = windows.repeat(windows.inside(key_padding_mask, (0, 0), qkv.device), x.shape[0])
+            out = self._attend(windows.split(branch), cast(nn.Conv2d, convolution), windows, real)
+            branches.append(windows.join(out, x.shape[0]))
         return self.proj_drop(self.proj(torch.cat(branches, dim=-1)))
 
     def _attend(
-        self,
-        qkv: torch.Tensor,
-        convolution: nn.Module,
-        grid_size: tuple[int, int],
-        window: tuple[int, int],
-        key_padding_mask: torch.Tensor | None,
+        self, tokens: torch.Tensor, convolution: nn.Conv2d, windows: Windows | None, real: torch.Tensor | None
     ) -> torch.Tensor:
-        """One branch, `[B, N, 3, c]` → `[B, N, c]`."""
-        height, width = grid_size
-        batch = qkv.shape[0]
-        heads = self.num_heads // len(self.static_local)
-        padded = pad_to_multiple(torch.unflatten(qkv, 1, grid_size), window, dims=(1, 2))
-        size = (padded.shape[1], padded.shape[2])
-        tokens = to_windows(padded, window)  # [B, windows, L, 3, c]
-        mask = None
-        if key_padding_mask is not None or size != grid_size or torch.compiler.is_exporting():
-            if key_padding_mask is None:
-                key_padding_mask = torch.ones(1, height * width, dtype=torch.bool, device=qkv.device)
-            inside = pad_to_multiple(torch.unflatten(key_padding_mask, 1, grid_size), window, dims=(1, 2))
-            inside = to_windows(inside, window)  # [1 or B, windows, L]
-            inside = inside | ~inside.any(-1, keepdim=True)  # a stripe of padding only: any weights, but no NaN
-            mask = inside.expand(batch, -1, -1).flatten(0, 1)[:, None, None, :]
+        """Attention and 3×3 within maps, `[maps, height, width, 3, c]` → `[maps, height, width, c]`.
 
-        q, k, v = tokens.flatten(0, 1).unflatten(-1, (heads, -1)).permute(2, 0, 3, 1, 4)  # [B · windows, H, L, D]
+        Args:
+            tokens: The maps: stripes, or whole images where `windows` is None.
+            convolution: The branch's depthwise 3×3.
+            windows: Where stripes came from.
+            real: `[maps, height, width]` bool: which tokens are; None when all are.
+        """
+        flatten = windows.flatten if windows is not None else lambda x: x.flatten(1, 2)
+        unflatten = windows.unflatten if windows is not None else lambda x: torch.unflatten(x, 1, tokens.shape[1:3])
+        mask = None
+        if real is not None:
+            tokens = tokens.masked_fill(~real[..., None, None], 0)  # for the convolution
+            flat = flatten(real)
+            mask = (flat | ~flat.any(-1, keepdim=True))[:, None, None, :]  # padding only: any weights, but no NaN
+        heads = self.num_heads // len(self.static_local)
+        q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4)  # [maps, H, L, D]
         drop = self.attn_drop_rate if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop).transpose(1, 2).flatten(2)
-        values = tokens[:, :, :, 2].flatten(0, 1).unflatten(1, window).permute(0, 3, 1, 2)
-        out = out + convolution(values).flatten(2).transpose(1, 2)
-        out = from_windows(out.unflatten(0, (batch, -1)), window, size)
-        return out[:, :height, :width].flatten(1, 2)
+        return unflatten(out) + convolution(tokens[:, :, :, 2].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+def _attend_with_bias_per_window(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, batch: int, drop: float
+) -> torch.Tensor:
+    """Softmax attention of `[B · W, H, L, D]` with a bias `[1 or B, W, H, L, L]`."""
+    # Windows join the heads, so that one bias serves the whole batch.
+    q, k, v = (torch.unflatten(tensor, 0, (batch, -1)).flatten(1, 2) for tensor in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(1, 2), dropout_p=drop)
+    return torch.unflatten(out, 1, tuple(bias.shape[1:3])).flatten(0, 1)
 
 
 def relative_position_index(side: int, device: torch.device) -> torch.Tensor:
@@ -247,10 +246,3 @@ def resample_relative_positions(table: torch.Tensor, window_size: int) -> torch.
     # Offset zero stays in the middle: both grids are odd, and their corners are made to coincide.
     resampled = F.interpolate(image, size=(new, new), mode="bicubic", align_corners=True)
     return resampled[0].flatten(1).T.contiguous().to(table.dtype)
-
-
-def _pair_mask(inside: torch.Tensor, region: torch.Tensor) -> torch.Tensor:
-    """Which token of a window may look at which, `[1 or B, windows, L, L]`: real ones of its own region, and itself."""
-    allowed = inside[:, :, None, :] & (region[:, :, :, None] == region[:, :, None, :])
-    itself = torch.eye(inside.shape[-1], dtype=torch.bool, device=inside.device)  # padding too: a softmax needs one
-    return allowed | itself
