@@ -160,7 +160,9 @@ def evaluate(
 
 
 def _largest_score(tensors: dict[str, torch.Tensor], keywords: dict[str, Any]) -> float:
-    q, k = (apply_feature_map(keywords.get("feature_map", "identity"), tensors[name]) for name in ("q", "k"))
+    q, k = (
+        apply_feature_map(keywords.get("feature_map", "identity"), tensors[name], torch.float64) for name in ("q", "k")
+    )
     return keywords.get("scale", tensors["q"].shape[-1] ** -0.5) * _largest(torch.einsum("bnhd,bmhd->bhnm", q, k))
 
 

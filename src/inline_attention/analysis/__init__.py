@@ -1,13 +1,16 @@
-"""Measurements of attention (plain tables) and pictures of them; only `analysis.plots` needs matplotlib."""
+"""Measurements of attention and models (plain tables) and pictures of them; only `analysis.plots` needs matplotlib."""
 
 from inline_attention.analysis.cost import CostPoint, describe_machine, measure_attention_cost
 from inline_attention.analysis.injectivity import CollisionCase, InjectivityResult, measure_injectivity
+from inline_attention.analysis.model_size import ModelSize, measure_model_size
 
 __all__ = [
     "CollisionCase",
     "CostPoint",
     "InjectivityResult",
+    "ModelSize",
     "describe_machine",
     "measure_attention_cost",
     "measure_injectivity",
+    "measure_model_size",
 ]

@@ -7,12 +7,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from inline_attention.analysis.cost import (
@@ -23,6 +21,7 @@ from inline_attention.analysis.cost import (
     measure_attention_cost,
 )
 from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, InjectivityResult, measure_injectivity
+from inline_attention.cli.printing import fail, progress_bar
 
 
 def run_demo(output: Path, sizes: Sequence[int] | None = None) -> None:
@@ -40,7 +39,7 @@ def run_demo(output: Path, sizes: Sequence[int] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        _fail("the demo draws with matplotlib, which is not installed: pip install 'inline-attention[plots]'")
+        fail("the demo draws with matplotlib, which is not installed: pip install 'inline-attention[plots]'")
     with _writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
@@ -69,8 +68,7 @@ def run_demo(output: Path, sizes: Sequence[int] | None = None) -> None:
 
 
 def _measure_cost_with_progress(console: Console, sizes: Sequence[int]) -> list[CostPoint]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("measuring time and memory", total=len(sizes) * len(ATTENTIONS))
         return measure_attention_cost(sizes=sizes, on_progress=lambda _: progress.advance(task))
 
@@ -147,9 +145,4 @@ def _writing_to(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")
-
-
-def _fail(message: str) -> NoReturn:
-    typer.secho(f"error: {message}", fg="red", err=True)
-    raise typer.Exit(1)
+        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")

@@ -45,6 +45,78 @@ def demo(
     run_demo(output, token_counts)
 
 
+@app.command()
+def models(
+    pattern: Annotated[str | None, typer.Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
+    all_models: Annotated[bool, typer.Option("--all", help="List the softmax and linear twins too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models: parameters and multiply-adds as counted here, accuracy as published."""
+    from inline_attention.cli.models import run_models
+
+    run_models(pattern, with_twins=all_models, as_json=as_json)
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="The file of weights, such as the authors' .pth.", show_default=False)],
+    model: Annotated[str, typer.Option(help="The model that the weights are of.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.", show_default=False)],
+    use_ema: Annotated[
+        bool | None,
+        typer.Option("--use-ema/--no-ema", help="Demand averaged or raw weights.", show_default="averaged if there"),
+    ] = None,
+    num_classes: Annotated[
+        int | None, typer.Option(min=0, help="Classes of the head in the file.", show_default="the model's 1000")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
+) -> None:
+    """Convert weights to safetensors. Nothing in the file is run."""
+    from inline_attention.cli.convert import run_convert
+
+    run_convert(file, output, model_name=model, use_ema=use_ema, num_classes=num_classes, force=force)
+
+
+@app.command()
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="Pictures, and folders to search for them.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Option("--checkpoint", "-c", help="The file of weights.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option(help="The model that the weights are of.", show_default="as the file says")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many classes to print.")] = 5,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Pixels of the shorter side (1024), nothing being cropped, or height and width (800x1333).",
+            show_default="the model's, with its crop",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the picture with its classes drawn on it here; of several, a folder of them."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images to run at once.")] = 8,
+) -> None:
+    """Name what is in pictures."""
+    image_size = None if size is None else _parse_image_size(size)
+    from inline_attention.cli.predict import run_predict
+
+    run_predict(
+        images,
+        checkpoint=checkpoint,
+        model_name=model,
+        top=top,
+        size=image_size,
+        save=save,
+        as_json=as_json,
+        device=device,
+        batch_size=batch_size,
+    )
+
+
 def _parse_sizes(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -52,3 +124,13 @@ def _parse_sizes(text: str) -> list[int]:
             f"expected whole numbers ≥ 1 separated by commas, such as 64,256, got {text!r}", param_hint="--sizes"
         )
     return sorted({int(part) for part in parts})
+
+
+def _parse_image_size(text: str) -> int | tuple[int, int]:
+    numbers = [int(part) for part in text.lower().split("x") if part.isdecimal() and int(part) > 0]
+    if len(numbers) != text.lower().count("x") + 1 or len(numbers) > 2:
+        raise typer.BadParameter(
+            f"expected the shorter side, such as 1024, or height and width, such as 800x1333, got {text!r}",
+            param_hint="--size",
+        )
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -6,7 +6,8 @@ Shapes: `B` batch, `N` tokens, `C` channels.
 from __future__ import annotations
 
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers.drop import DropPath
+from timm.layers.mlp import Mlp
 from torch import nn
 
 

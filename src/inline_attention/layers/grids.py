@@ -45,6 +45,11 @@ class Grid(NamedTuple):
         return Grid((self.height + stride - 1) // stride, (self.width + stride - 1) // stride, extents)
 
 
+def extent_pairs(extents: torch.Tensor) -> list[tuple[int, int]]:
+    """`[B, 2]` as Python pairs."""
+    return [(int(height), int(width)) for height, width in extents.cpu()]
+
+
 def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
     """`[B, h·w, C]` → `[B, C, h, w]` (a view), zero where a token belongs to no image."""
     mask = grid.mask()
@@ -147,7 +152,7 @@ class Windows(NamedTuple):
         if not torch.compiler.is_exporting():
             return x.flatten(1, 2)
         # Side by side: whether a dimension of any length may be merged is also more than an exporter can prove.
-        if isinstance(height, int):
+        if _is_constant(height):
             return torch.cat([x[:, row] for row in range(height)], dim=1)
         return torch.cat([x[:, :, column] for column in range(width)], dim=1)
 
@@ -156,7 +161,7 @@ class Windows(NamedTuple):
         height, width = self.window
         if not torch.compiler.is_exporting():
             return torch.unflatten(x, 1, self.window)
-        if isinstance(height, int):
+        if _is_constant(height):
             return torch.stack([x[:, row * width : (row + 1) * width] for row in range(height)], dim=1)
         return torch.stack([x[:, column * height : (column + 1) * height] for column in range(width)], dim=2)
 
@@ -194,9 +199,9 @@ class Windows(NamedTuple):
         column = column + torch.arange(width, device=device)[None, None, None, :]
         row = _roll(row, shift[0], self.padded[0]) + torch.zeros_like(column)
         column = _roll(column, shift[1], self.padded[1]) + torch.zeros_like(row)
-        if isinstance(rows, int) and rows == 1:
+        if _is_constant(rows) and rows == 1:
             return row[0], column[0]
-        if isinstance(columns, int) and columns == 1:
+        if _is_constant(columns) and columns == 1:
             return row[:, 0], column[:, 0]
         return row.flatten(0, 1), column.flatten(0, 1)
 
@@ -204,6 +209,11 @@ class Windows(NamedTuple):
         """Index of the token at every place, `[W, height, width]`; some token where there is none."""
         row, column = self._coordinates(shift, device)
         return row.clamp(max=self.grid[0] - 1) * self.grid[1] + column.clamp(max=self.grid[1] - 1)
+
+
+def _is_constant(size: int | torch.SymInt) -> bool:
+    """False for a size that an exporter leaves open."""
+    return not isinstance(size, torch.SymInt)
 
 
 def _roll(index: torch.Tensor, step: int, total: int) -> torch.Tensor:
@@ -220,7 +230,7 @@ def _unroll(index: torch.Tensor, step: int, total: int) -> torch.Tensor:
 
 def _divide(index: torch.Tensor, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Which window an index falls into, and where in it."""
-    if isinstance(count, int) and count == 1:
+    if _is_constant(count) and count == 1:
         return torch.zeros_like(index), index
     return index // size, index % size
 
@@ -242,7 +252,7 @@ def positions_for(positions: torch.Tensor, native: tuple[int, int], grid: Grid) 
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
     canvas = positions.new_zeros(grid.extents.shape[0], grid.height, grid.width, positions.shape[2])
-    for index, (height, width) in enumerate(grid.extents.tolist()):
+    for index, (height, width) in enumerate(extent_pairs(grid.extents)):
         resampled = resample_positions(positions, native, (height, width))
         canvas[index, :height, :width] = torch.unflatten(resampled[0], 0, (height, width))
     return canvas.flatten(1, 2)

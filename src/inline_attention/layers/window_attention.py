@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inline_attention.layers.grids import Windows
+from inline_attention.layers.grids import Windows, extent_pairs
 
 
 class WindowAttention(nn.Module):
@@ -63,9 +63,9 @@ class WindowAttention(nn.Module):
         else:
             # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
             inside = torch.unflatten(key_padding_mask, 1, grid_size)
-            extents = zip(inside.any(2).sum(1).tolist(), inside.any(1).sum(1).tolist(), strict=True)
+            extents = torch.stack([inside.any(2).sum(1), inside.any(1).sum(1)], dim=1)
             groups: dict[tuple[int, int], list[int]] = {}
-            for index, (height, width) in enumerate(extents):
+            for index, (height, width) in enumerate(extent_pairs(extents)):
                 groups.setdefault(self._shift(height, width), []).append(index)
             out = torch.empty_like(x)
             for shift, members in groups.items():
@@ -125,7 +125,8 @@ class WindowAttention(nn.Module):
         side = self.window_size
         # Computed, not stored: a buffer would be rubbish after building on the meta device.
         index = relative_position_index(side, self.relative_position_bias_table.device)
-        bias = self.relative_position_bias_table[index.flatten()].unflatten(0, (side * side, side * side))
+        rows = self.relative_position_bias_table[index.flatten()]
+        bias = torch.unflatten(rows, 0, (side * side, side * side))
         return bias.permute(2, 0, 1).to(dtype)
 
 
@@ -203,8 +204,10 @@ class StripeAttention(nn.Module):
             windows: Where stripes came from.
             real: `[maps, height, width]` bool: which tokens are; None when all are.
         """
-        flatten = windows.flatten if windows is not None else lambda x: x.flatten(1, 2)
-        unflatten = windows.unflatten if windows is not None else lambda x: torch.unflatten(x, 1, tokens.shape[1:3])
+
+        def flatten(x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(1, 2) if windows is None else windows.flatten(x)
+
         mask = None
         if real is not None:
             tokens = tokens.masked_fill(~real[..., None, None], 0)  # for the convolution
@@ -214,7 +217,8 @@ class StripeAttention(nn.Module):
         q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4)  # [maps, H, L, D]
         drop = self.attn_drop_rate if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop).transpose(1, 2).flatten(2)
-        return unflatten(out) + convolution(tokens[:, :, :, 2].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
+        return out + convolution(tokens[:, :, :, 2].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def _attend_with_bias_per_window(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from timm.layers import Format
+from timm.layers.format import Format
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import nn
@@ -131,10 +131,12 @@ class VisionModel(nn.Module):
         x, grid = self._prepare(x, image_sizes, pixel_mask)
         intermediates: list[torch.Tensor] = []
         tokens = x
-        for index, (tokens, grid) in enumerate(self.levels(x, grid, last if stop_early else len(self.feature_info) - 1)):
+        last = last if stop_early else len(self.feature_info) - 1
+        for index, (level, level_grid) in enumerate(self.levels(x, grid, last)):
+            tokens, grid = level, level_grid
             if index in take:
-                level = self.final_norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
-                image = tokens_to_map(level[:, self.num_prefix_tokens :], grid)
+                normed = self.final_norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
+                image = tokens_to_map(normed[:, self.num_prefix_tokens :], grid)
                 if format_ == Format.NHWC:
                     image = image.permute(0, 2, 3, 1)
                 elif format_ == Format.NLC:
@@ -196,8 +198,8 @@ class VisionModel(nn.Module):
     ) -> tuple[torch.Tensor, Grid]:
         x, grid = self._prepare(x, image_sizes, pixel_mask)
         tokens = x
-        for tokens, grid in self.levels(x, grid, len(self.feature_info) - 1):  # noqa: B007: the last one counts
-            pass
+        for level, level_grid in self.levels(x, grid, len(self.feature_info) - 1):
+            tokens, grid = level, level_grid
         return self.final_norm(tokens), grid
 
     def _shape_features(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -282,9 +284,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
-def _convert_before_loading(
-    model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
-) -> None:
+def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Let `load_state_dict` take the authors' names too. In place, as PyTorch's hooks must."""
     del unused
     if not isinstance(model, VisionModel):
@@ -294,9 +294,7 @@ def _convert_before_loading(
         state_dict[prefix + key] = value
 
 
-def _extents(
-    x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
-) -> torch.Tensor | None:
+def _extents(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None) -> torch.Tensor | None:
     """Height and width of each image `[B, 2]`, or None where every image fills its canvas."""
     batch, _, height, width = x.shape
     if image_sizes is not None and pixel_mask is not None:

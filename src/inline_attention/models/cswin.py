@@ -1,4 +1,4 @@
-"""InLine-CSWin: a pyramid with InLine attention over the whole map in the fine stages and crossed stripes in the coarse.
+"""InLine-CSWin: a pyramid with InLine attention over the map in the fine stages and crossed stripes in the coarse.
 
 "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "CSWin
 Transformer: A General Vision Transformer Backbone with Cross-Shaped Windows", CVPR 2022, arXiv 2107.00652.
@@ -20,6 +20,7 @@ from inline_attention.models.pyramid import PyramidModel, rename
 from inline_attention.models.registry import (
     AttentionKind,
     build,
+    merged,
     pretrained_config,
     register_with_twins,
     with_twins,
@@ -79,7 +80,7 @@ class InLineCSWin(PyramidModel):
             ConvEmbedding(dim, 2 * dim, kernel_size=3, stride=2, padding=1, norm_eps=NORM_EPS) for dim in dims[:-1]
         ]
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
-        drops = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+        drops: dict[str, Any] = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
 
         def block(stage: int) -> Block:
             dim, heads = dims[stage], num_heads[stage]
@@ -152,31 +153,31 @@ default_cfgs = with_twins(
         "inline_cswin_base_384": _LARGE,
     }
 )
-_BASE = {"embed_dim": 96, "depths": (3, 6, 29, 2), "num_heads": (4, 8, 16, 32), "drop_path_rate": 0.5}
+_BASE: dict[str, Any] = {"embed_dim": 96, "depths": (3, 6, 29, 2), "num_heads": (4, 8, 16, 32), "drop_path_rate": 0.5}
 
 
 @register_with_twins
 def inline_cswin_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-CSWin-T, 20.6 M parameters."""
-    defaults = {"embed_dim": 64, "depths": (2, 4, 18, 1), "num_heads": (2, 4, 8, 16)}
-    return build(InLineCSWin, "inline_cswin_tiny", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, embed_dim=64, depths=(2, 4, 18, 1), num_heads=(2, 4, 8, 16))
+    return build(InLineCSWin, "inline_cswin_tiny", pretrained, **defaults)
 
 
 @register_with_twins
 def inline_cswin_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-CSWin-S, 33.0 M parameters."""
-    defaults = {"embed_dim": 64, "depths": (3, 6, 29, 2), "num_heads": (2, 4, 8, 16), "drop_path_rate": 0.4}
-    return build(InLineCSWin, "inline_cswin_small", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, embed_dim=64, depths=(3, 6, 29, 2), num_heads=(2, 4, 8, 16), drop_path_rate=0.4)
+    return build(InLineCSWin, "inline_cswin_small", pretrained, **defaults)
 
 
 @register_with_twins
 def inline_cswin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-CSWin-B, 73.4 M parameters."""
-    return build(InLineCSWin, "inline_cswin_base", pretrained, **(_BASE | arguments))
+    return build(InLineCSWin, "inline_cswin_base", pretrained, **merged(arguments, **_BASE))
 
 
 @register_with_twins
 def inline_cswin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-CSWin-B at 384², in stripes of 1, 2 and 12."""
-    defaults = _BASE | {"img_size": 384, "stripe_widths": (1, 2, 12), "drop_path_rate": 0.7}
-    return build(InLineCSWin, "inline_cswin_base_384", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, **(_BASE | {"img_size": 384, "stripe_widths": (1, 2, 12), "drop_path_rate": 0.7}))
+    return build(InLineCSWin, "inline_cswin_base_384", pretrained, **defaults)

@@ -20,6 +20,7 @@ from inline_attention.models.base import VisionModel, drop_path_rates, global_at
 from inline_attention.models.registry import (
     AttentionKind,
     build,
+    merged,
     pretrained_config,
     register_with_twins,
     with_twins,
@@ -79,7 +80,7 @@ class InLineDeiT(VisionModel):
         self.position_grid = Grid(height, width).coarser(patch_size).size
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + self.position_grid[0] * self.position_grid[1], embed_dim))
-        arguments = {"num_prefix_tokens": 1, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+        arguments: dict[str, Any] = {"num_prefix_tokens": 1, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,
@@ -168,24 +169,24 @@ default_cfgs = with_twins(
 
 
 def _deit(variant: str, pretrained: bool, **arguments: Any) -> nn.Module:
-    return build(InLineDeiT, variant, pretrained, **({"out_indices": (2, 5, 8, 11)} | arguments))
+    return build(InLineDeiT, variant, pretrained, **merged(arguments, out_indices=(2, 5, 8, 11)))
 
 
 @register_with_twins
 def inline_deit_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-DeiT-T, 6.5 M parameters, 224²."""
-    return _deit("inline_deit_tiny", pretrained, **({"embed_dim": 192, "num_heads": 6} | arguments))
+    return _deit("inline_deit_tiny", pretrained, **merged(arguments, embed_dim=192, num_heads=6))
 
 
 @register_with_twins
 def inline_deit_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-DeiT-S, 16.7 M parameters, 288²."""
-    defaults = {"embed_dim": 320, "num_heads": 10, "img_size": 288}
-    return _deit("inline_deit_small", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, embed_dim=320, num_heads=10, img_size=288)
+    return _deit("inline_deit_small", pretrained, **defaults)
 
 
 @register_with_twins
 def inline_deit_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-DeiT-B, 23.8 M parameters, 448²."""
-    defaults = {"embed_dim": 384, "num_heads": 12, "img_size": 448}
-    return _deit("inline_deit_base", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, embed_dim=384, num_heads=12, img_size=448)
+    return _deit("inline_deit_base", pretrained, **defaults)

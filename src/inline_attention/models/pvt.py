@@ -21,6 +21,7 @@ from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
 from inline_attention.models.registry import (
     AttentionKind,
     build,
+    merged,
     pretrained_config,
     register_with_twins,
     with_twins,
@@ -77,20 +78,17 @@ class InLinePVT(PyramidModel):
             for stage, (dim, stride) in enumerate(zip(DIMS, STRIDES, strict=True))
         ]
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
-        arguments = {"fused_qkv": False, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+        arguments: dict[str, Any] = {"fused_qkv": False, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
 
         def block(dim: int, num_heads: int, mlp_ratio: float) -> Block:
             if attention == "softmax":
                 layer = SoftmaxAttention(dim, num_heads, **arguments)
             else:
                 layer = global_attention(attention, dim, num_heads, attention_options, **arguments)
-            return Block(
-                dim, layer, mlp_ratio=mlp_ratio, norm_eps=1e-6, drop=proj_drop_rate, drop_path=next(rates)
-            )
+            return Block(dim, layer, mlp_ratio=mlp_ratio, norm_eps=1e-6, drop=proj_drop_rate, drop_path=next(rates))
 
         stages = [
-            [block(*sizes) for _ in range(depth)]
-            for depth, *sizes in zip(depths, DIMS, HEADS, MLP_RATIOS, strict=True)
+            [block(*sizes) for _ in range(depth)] for depth, *sizes in zip(depths, DIMS, HEADS, MLP_RATIOS, strict=True)
         ]
         super().__init__(
             embeddings,
@@ -145,24 +143,24 @@ default_cfgs = with_twins(
 @register_with_twins
 def inline_pvt_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-PVT-T, 12.0 M parameters."""
-    return build(InLinePVT, "inline_pvt_tiny", pretrained, **({"depths": (2, 2, 2, 2)} | arguments))
+    return build(InLinePVT, "inline_pvt_tiny", pretrained, **merged(arguments, depths=(2, 2, 2, 2)))
 
 
 @register_with_twins
 def inline_pvt_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-PVT-S, 21.6 M parameters."""
-    return build(InLinePVT, "inline_pvt_small", pretrained, **({"depths": (3, 4, 6, 3)} | arguments))
+    return build(InLinePVT, "inline_pvt_small", pretrained, **merged(arguments, depths=(3, 4, 6, 3)))
 
 
 @register_with_twins
 def inline_pvt_medium(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-PVT-M, 37.6 M parameters."""
-    defaults = {"depths": (3, 4, 18, 3), "drop_path_rate": 0.3}
-    return build(InLinePVT, "inline_pvt_medium", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, depths=(3, 4, 18, 3), drop_path_rate=0.3)
+    return build(InLinePVT, "inline_pvt_medium", pretrained, **defaults)
 
 
 @register_with_twins
 def inline_pvt_large(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-PVT-L, 51.2 M parameters."""
-    defaults = {"depths": (3, 8, 27, 3), "drop_path_rate": 0.3}
-    return build(InLinePVT, "inline_pvt_large", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, depths=(3, 8, 27, 3), drop_path_rate=0.3)
+    return build(InLinePVT, "inline_pvt_large", pretrained, **defaults)

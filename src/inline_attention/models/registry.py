@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import timm
@@ -74,6 +74,11 @@ def register_with_twins(entry_point: EntryPoint) -> EntryPoint:
     return entry_point
 
 
+def merged(arguments: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """A variant's defaults, overridden by the caller's arguments."""
+    return defaults | dict(arguments)
+
+
 def build(
     model_class: type[nn.Module],
     variant: str,
@@ -119,7 +124,9 @@ def build(
 
 def list_models(pattern: str = "*") -> list[str]:
     """Names of this library's models that match a glob pattern."""
-    names = [name for family in FAMILIES for kind in ("inline", *TWINS) for name in timm.list_models(f"{kind}_{family}_*")]
+    names = [
+        name for family in FAMILIES for kind in ("inline", *TWINS) for name in timm.list_models(f"{kind}_{family}_*")
+    ]
     return [name for name in names if name in timm.list_models(pattern)]
 
 

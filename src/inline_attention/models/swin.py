@@ -1,4 +1,4 @@
-"""InLine-Swin: a pyramid with InLine attention over the whole map in the fine stages and shifted windows in the coarse.
+"""InLine-Swin: a pyramid with InLine attention over the map in the fine stages and shifted windows in the coarse.
 
 "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "Swin
 Transformer: Hierarchical Vision Transformer using Shifted Windows", ICCV 2021, arXiv 2103.14030.
@@ -20,6 +20,7 @@ from inline_attention.models.pyramid import PyramidModel, rename
 from inline_attention.models.registry import (
     AttentionKind,
     build,
+    merged,
     pretrained_config,
     register_with_twins,
     with_twins,
@@ -77,7 +78,7 @@ class InLineSwin(PyramidModel):
         stem = ConvEmbedding(in_chans, embed_dim, kernel_size=4, stride=4, norm_eps=NORM_EPS)
         merging = [PatchMerging(dim, norm_eps=NORM_EPS) for dim in dims[:-1]]
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
-        drops = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+        drops: dict[str, Any] = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
 
         def block(stage: int, index: int) -> Block:
             dim, heads = dims[stage], num_heads[stage]
@@ -85,9 +86,7 @@ class InLineSwin(PyramidModel):
                 layer = global_attention(attention, dim, heads, attention_options, **drops)
             else:
                 layer = WindowAttention(dim, heads, window_size=window_size, shifted=index % 2 == 1, **drops)
-            return Block(
-                dim, layer, mlp_ratio=mlp_ratio, norm_eps=NORM_EPS, drop=proj_drop_rate, drop_path=next(rates)
-            )
+            return Block(dim, layer, mlp_ratio=mlp_ratio, norm_eps=NORM_EPS, drop=proj_drop_rate, drop_path=next(rates))
 
         super().__init__(
             [stem, *merging],
@@ -115,9 +114,7 @@ class InLineSwin(PyramidModel):
             (r"layers\.(\d+)\.blocks\.", r"stages.\1."),
         ]
         constants = ("attn_mask", "relative_position_index")
-        converted = {
-            key: value for key, value in rename(state_dict, table).items() if not key.endswith(constants)
-        }
+        converted = {key: value for key, value in rename(state_dict, table).items() if not key.endswith(constants)}
         for key, parameter in self.named_parameters():
             if key.endswith("relative_position_bias_table") and key in converted:
                 side = (round(parameter.shape[0] ** 0.5) + 1) // 2
@@ -135,7 +132,7 @@ default_cfgs = with_twins(
         "inline_swin_base_384": _LARGE,
     }
 )
-_BASE = {
+_BASE: dict[str, Any] = {
     "embed_dim": 128,
     "depths": (2, 2, 18, 2),
     "num_heads": (4, 8, 16, 32),
@@ -147,31 +144,34 @@ _BASE = {
 @register_with_twins
 def inline_swin_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-Swin-T, 29.2 M parameters: InLine in the first three stages."""
-    defaults = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24), "global_blocks": (2, 2, 6, 0)}
-    return build(InLineSwin, "inline_swin_tiny", pretrained, **(defaults | arguments))
+    defaults = merged(
+        arguments, embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), global_blocks=(2, 2, 6, 0)
+    )
+    return build(InLineSwin, "inline_swin_tiny", pretrained, **defaults)
 
 
 @register_with_twins
 def inline_swin_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-Swin-S, 49.8 M parameters: InLine in the first two stages."""
-    defaults = {
-        "embed_dim": 96,
-        "depths": (2, 2, 18, 2),
-        "num_heads": (3, 6, 12, 24),
-        "global_blocks": (2, 2, 0, 0),
-        "drop_path_rate": 0.3,
-    }
-    return build(InLineSwin, "inline_swin_small", pretrained, **(defaults | arguments))
+    defaults = merged(
+        arguments,
+        embed_dim=96,
+        depths=(2, 2, 18, 2),
+        num_heads=(3, 6, 12, 24),
+        global_blocks=(2, 2, 0, 0),
+        drop_path_rate=0.3,
+    )
+    return build(InLineSwin, "inline_swin_small", pretrained, **defaults)
 
 
 @register_with_twins
 def inline_swin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-Swin-B, 88.4 M parameters: InLine in the first two stages and the first two blocks of the third."""
-    return build(InLineSwin, "inline_swin_base", pretrained, **(_BASE | arguments))
+    return build(InLineSwin, "inline_swin_base", pretrained, **merged(arguments, **_BASE))
 
 
 @register_with_twins
 def inline_swin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
     """InLine-Swin-B at 384², in windows of 12×12."""
-    defaults = _BASE | {"img_size": 384, "window_size": 12}
-    return build(InLineSwin, "inline_swin_base_384", pretrained, **(defaults | arguments))
+    defaults = merged(arguments, **(_BASE | {"img_size": 384, "window_size": 12}))
+    return build(InLineSwin, "inline_swin_base_384", pretrained, **defaults)

@@ -49,14 +49,16 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 }
 
 
-def apply_feature_map(feature_map: str | FeatureMap, x: torch.Tensor) -> torch.Tensor:
-    """Apply a built-in map by name, or a callable, to `x` `[B, N, H, D]`."""
+def apply_feature_map(feature_map: str | FeatureMap, x: torch.Tensor, compute_dtype: torch.dtype) -> torch.Tensor:
+    """phi(x) of `[B, N, H, D]` in the compute dtype, which is at least as wide as float32 and the dtype of x."""
     if isinstance(feature_map, str):
-        return FEATURE_MAPS[feature_map](x)
+        return FEATURE_MAPS[feature_map](x.to(compute_dtype))
+    # A callable may have float32 parameters, so it sees float32 (float64 for float64) and its result is widened.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     mapped = feature_map(x)
     if mapped.shape[:-1] != x.shape[:-1] or mapped.dtype != x.dtype:
         raise ValueError(
             "a callable feature_map must keep every dimension but the last, and the dtype; "
             f"it turned {tuple(x.shape)} {x.dtype} into {tuple(mapped.shape)} {mapped.dtype}"
         )
-    return mapped
+    return mapped.to(compute_dtype)

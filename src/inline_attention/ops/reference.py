@@ -42,8 +42,8 @@ def kernel_weights(
     key_padding_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Weights `[B, H, N, M]` in float64 of linear, InLine or MALA attention; rows sum to one, padded keys get zero."""
-    query = _mapped(feature_map, q)
-    key = _mapped(feature_map, k)
+    query = apply_feature_map(feature_map, q, torch.float64)
+    key = apply_feature_map(feature_map, k, torch.float64)
     if key_padding_mask is None:
         key_padding_mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     real = key_padding_mask[:, None, None, :]
@@ -71,13 +71,6 @@ def softmax_weights(
     if key_padding_mask is not None:
         scores = scores.masked_fill(~key_padding_mask[:, None, None, :], -torch.inf)
     return scores.softmax(-1)
-
-
-def _mapped(feature_map: str | FeatureMap, x: torch.Tensor) -> torch.Tensor:
-    """phi(x) in float64. A callable may have float32 parameters, so it is applied before the cast."""
-    if isinstance(feature_map, str):
-        return apply_feature_map(feature_map, x.double())
-    return apply_feature_map(feature_map, x.to(torch.promote_types(x.dtype, torch.float32))).double()
 
 
 def _local_term(

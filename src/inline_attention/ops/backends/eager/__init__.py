@@ -76,10 +76,8 @@ def _prepare(
     call: AttentionCall, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Mapped queries and keys, values, and local weights, in the compute dtype; padded keys and values are zero."""
-    # Mapped before the cast to float64, if there is one: a callable may have float32 parameters.
-    map_dtype = torch.promote_types(call.q.dtype, torch.float32)
-    q = apply_feature_map(call.feature_map, call.q.to(map_dtype)).to(compute_dtype)
-    k = apply_feature_map(call.feature_map, call.k.to(map_dtype)).to(compute_dtype)
+    q = apply_feature_map(call.feature_map, call.q, compute_dtype)
+    k = apply_feature_map(call.feature_map, call.k, compute_dtype)
     v = call.v.to(compute_dtype)
     if call.key_padding_mask is not None:
         # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.

@@ -1,0 +1,71 @@
+"""How large a model is: its parameters, and the multiply-adds of one image, counted without computing anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from inline_attention.layers.attention import TokenAttention
+from inline_attention.models import create_model
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of one model.
+
+    Attributes:
+        parameters: Number of parameters.
+        macs: Multiply-adds of one image: matrix products, convolutions and the 3×3 local term.
+        input_size: Channels, height and width of that image.
+    """
+
+    parameters: int
+    macs: int
+    input_size: tuple[int, int, int]
+
+    @property
+    def param_count(self) -> float:
+        """Parameters in millions, under the name that timm's benchmarks give them."""
+        return self.parameters / 1e6
+
+    @property
+    def gmacs(self) -> float:
+        """Multiply-adds in billions."""
+        return self.macs / 1e9
+
+
+def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = None, **arguments: Any) -> ModelSize:
+    """Build a model on the meta device, run it there and count.
+
+    Args:
+        name: A registered name, such as "inline_deit_tiny".
+        input_size: Channels, height and width of the image; the model's native size by default.
+        **arguments: As for `create_model`, such as `num_classes`.
+    """
+    with torch.device("meta"):
+        model: Any = create_model(name, **arguments).eval()
+        channels, height, width = input_size or model.pretrained_cfg["input_size"]
+        image = torch.empty(1, channels, height, width)
+    local_macs = 0
+
+    def count_local_term(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # The counter sees products and convolutions; the 3×3 term is neither.
+        nonlocal local_macs
+        assert isinstance(attention, TokenAttention)
+        local_macs += 9 * (inputs[0].shape[1] - attention.num_prefix_tokens) * attention.dim
+
+    for module in model.modules():
+        if isinstance(module, TokenAttention) and (module.residual is not None or module.static_local is not None):
+            module.register_forward_pre_hook(count_local_term)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(image)
+    return ModelSize(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        macs=counter.get_total_flops() // 2 + local_macs,
+        input_size=(channels, height, width),
+    )

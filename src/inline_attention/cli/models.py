@@ -1,0 +1,93 @@
+"""`inline models`: what models there are, and how large they are."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from itertools import groupby
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from inline_attention.analysis.model_size import ModelSize, measure_model_size
+from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.models import list_models
+from inline_attention.models.published import PUBLISHED_TOP1
+
+
+def run_models(pattern: str | None, *, with_twins: bool, as_json: bool) -> None:
+    """Measure the models that match and print them, smallest first within each family.
+
+    Args:
+        pattern: A glob over all names, or None for the models of the paper.
+        with_twins: Without a pattern, list the twins too.
+        as_json: Print a JSON list instead of a table.
+
+    Raises:
+        typer.Exit: With code 1 where nothing matches; near names are printed.
+    """
+    names = list_models(pattern or ("*" if with_twins else "inline_*"))
+    if not names:
+        fail(f"no model matches {pattern!r}; {_suggestion(pattern or '')}")
+    sizes = _measure_with_progress(names)
+    families = [sorted(family, key=lambda name: sizes[name].macs) for _, family in groupby(names, _family)]
+    if as_json:
+        rows = [_as_json(name, sizes[name]) for family in families for name in family]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        Console().print(_table(families, sizes))
+
+
+def _family(name: str) -> str:
+    kind, family, *_ = name.split("_")
+    return f"{kind}_{family}"
+
+
+def _suggestion(pattern: str) -> str:
+    core = pattern.strip("*").lower()
+    if core and list_models(f"*{core}*"):
+        return f"try '*{core}*'"
+    nearest = difflib.get_close_matches(core, list_models(), n=3)
+    return f"did you mean {' or '.join(nearest)}?" if nearest else "`inline models --all` lists all names"
+
+
+def _measure_with_progress(names: list[str]) -> dict[str, ModelSize]:
+    sizes: dict[str, ModelSize] = {}
+    with progress_bar(Console(stderr=True)) as progress:
+        for name in progress.track(names, description="counting parameters and multiply-adds"):
+            sizes[name] = measure_model_size(name)
+    return sizes
+
+
+def _table(families: list[list[str]], sizes: dict[str, ModelSize]) -> Table:
+    caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
+    table = Table(caption=caption, box=box.SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for header in ("parameters\n(M)", "multiply-adds\n(GMACs)", "native\nsize", "top-1 (paper)"):
+        table.add_column(header, justify="right")
+    for family in families:
+        for name in family:
+            size = sizes[name]
+            _, height, width = size.input_size
+            top1 = PUBLISHED_TOP1.get(name)
+            table.add_row(
+                name,
+                f"{size.param_count:.2f}",
+                f"{size.gmacs:.2f}",
+                f"{height}×{width}",
+                "–" if top1 is None else f"{top1:.1f}",
+                end_section=name == family[-1],
+            )
+    return table
+
+
+def _as_json(name: str, size: ModelSize) -> dict[str, object]:
+    return {
+        "name": name,
+        "param_count": round(size.param_count, 3),
+        "gmacs": round(size.gmacs, 3),
+        "input_size": size.input_size,
+        "top1_paper": PUBLISHED_TOP1.get(name),
+    }

@@ -1,0 +1,21 @@
+"""What all commands print alike: errors and progress."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def fail(message: object) -> NoReturn:
+    """Print an error in red on stderr and exit with code 1."""
+    typer.secho(f"error: {message}", fg="red", err=True)
+    raise typer.Exit(1)
+
+
+def progress_bar(console: Console, **options: Any) -> Progress:
+    """A bar that counts, tells the time and goes away; on a console that is no terminal it is not shown."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, **options)

@@ -1,0 +1,222 @@
+"""Picture files in, named classes out: a model from a file of weights, with the images prepared as it expects them.
+
+Shapes: `B` batch, `K` classes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from PIL import Image
+from timm.data.config import resolve_data_config
+from timm.data.imagenet_info import ImageNetInfo
+from timm.data.transforms_factory import create_transform
+from torch import nn
+
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, load_image
+from inline_attention.models import create_model
+from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
+
+LARGEST_ASPECT = 8
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One class, with its probability from 0 to 1."""
+
+    index: int
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """What became of one file: the likeliest classes, or the reason why there are none."""
+
+    path: Path
+    predictions: tuple[Prediction, ...] = ()
+    error: str = ""
+
+
+class ImageClassifier:
+    """A model that takes picture files.
+
+    Attributes:
+        model: The model, in evaluation mode.
+        class_names: One name per class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        class_names: list[str],
+        *,
+        size: int | tuple[int, int] | None = None,
+        device: str = "auto",
+    ):
+        """Put the model to work.
+
+        Args:
+            model: A classifier with timm's `pretrained_cfg`, which says how images are prepared.
+            class_names: One name per class.
+            size: Pixels of the shorter side, the aspect ratio being kept and nothing cropped; or (height, width)
+                exactly. By default the model's native size and crop.
+            device: "cpu", "cuda", …; "auto" for a GPU where there is one.
+
+        Raises:
+            ValueError: If the size is too small for the model, or there is no such device.
+        """
+        least = getattr(model, "largest_stride", 1)
+        if size is not None and min([size] if isinstance(size, int) else size) < least:
+            raise ValueError(f"images must be at least {least} pixels high and wide, got size {size}; enlarge it")
+        self.device = _find_device(device)
+        self.model = model.eval().to(self.device)
+        self.class_names = class_names
+        self._size = size
+        self._config: dict[str, Any] = resolve_data_config({}, model=model)
+        self._native_transform = create_transform(**self._config)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model_name: str | None = None,
+        size: int | tuple[int, int] | None = None,
+        device: str = "auto",
+    ) -> Self:
+        """Build the model that a file of weights is of, with as many classes as its head has.
+
+        Args:
+            path: As for `load_checkpoint`.
+            model_name: The model's name; by default what the file says, as converted files do.
+            size: As for the constructor.
+            device: As for the constructor.
+
+        Raises:
+            CheckpointError: If the file cannot be used, or does not say which model it is of.
+            ValueError: If there is no such model, or as for the constructor.
+        """
+        file = open_checkpoint(path)
+        model_name = model_name or file.metadata.get("model")
+        if not model_name:
+            raise CheckpointError(f"{path} does not say which model it is of; give its name with --model")
+        with torch.device("meta"):
+            classes = number_of_classes(file.weights, create_model(model_name))
+        if classes is None:
+            raise CheckpointError(f"{path} has no head to classify with; train or load one")
+        class_names = _class_names(file.path, file.metadata, classes)
+        model = create_model(model_name, num_classes=classes)
+        load_checkpoint(model, file)
+        return cls(model, class_names, size=size, device=device)
+
+    def classify_files(
+        self, paths: Iterable[str | os.PathLike[str]], *, top: int = 5, batch_size: int = 8
+    ) -> Iterator[ImageResult]:
+        """Classify files one after the other, in batches of images of equal size; broken ones say so and do no harm.
+
+        Args:
+            paths: Picture files.
+            top: How many classes to return, the likeliest first.
+            batch_size: Largest number of images to run at once.
+        """
+        batch: list[tuple[Path, torch.Tensor]] = []
+        for path in map(Path, paths):
+            try:
+                image = self.prepare(path)
+            except ImageError as error:
+                yield from self._drain(batch, top)
+                yield ImageResult(path, error=error.reason)
+                continue
+            if len(batch) == batch_size or (batch and image.shape != batch[0][1].shape):
+                yield from self._drain(batch, top)
+            batch.append((path, image))
+        yield from self._drain(batch, top)
+
+    def prepare(self, path: str | os.PathLike[str]) -> torch.Tensor:
+        """Read, resize and normalise one picture: `[3, H, W]`.
+
+        Raises:
+            ImageError: If it cannot be read, or would become too large.
+        """
+        image = load_image(path)
+        if self._size is None:
+            return self._native_transform(_without_far_ends(image))  # pyright: ignore[reportReturnType, reportCallIssue]
+        height, width = self._target_size(image)
+        if height * width > DEFAULT_MAX_PIXELS:
+            raise ImageError(path, f"would become {width}×{height} pixels large; give height and width instead")
+        exact = {"input_size": (3, height, width), "crop_pct": 1.0, "crop_mode": "squash"}
+        return create_transform(**(self._config | exact))(image)  # pyright: ignore[reportReturnType, reportCallIssue]
+
+    def _target_size(self, image: Image.Image) -> tuple[int, int]:
+        if isinstance(self._size, tuple):
+            return self._size
+        assert self._size is not None
+        scale = self._size / min(image.size)
+        return round(image.height * scale), round(image.width * scale)
+
+    def _drain(self, batch: list[tuple[Path, torch.Tensor]], top: int) -> list[ImageResult]:
+        """Classify the batch and empty it."""
+        if not batch:
+            return []
+        paths, images = zip(*batch, strict=True)
+        batch.clear()
+        with torch.inference_mode():
+            probabilities = self.model(torch.stack(images).to(self.device)).float().softmax(-1)  # [B, K]
+        values, indices = probabilities.topk(min(top, probabilities.shape[1]))
+        return [
+            self._result(path, row, columns)
+            for path, row, columns in zip(paths, values.tolist(), indices.tolist(), strict=True)
+        ]
+
+    def _result(self, path: Path, probabilities: list[float], indices: list[int]) -> ImageResult:
+        if math.isnan(probabilities[0]):
+            return ImageResult(path, error="gives NaN; are there NaN in the weights?")
+        pairs = zip(indices, probabilities, strict=True)
+        return ImageResult(path, tuple(Prediction(index, self.class_names[index], value) for index, value in pairs))
+
+
+def _find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
+    return device
+
+
+def _class_names(path: Path, metadata: Mapping[str, str], classes: int) -> list[str]:
+    """The file's own names, ImageNet's for 1000 classes, or numbers."""
+    if "class_names" in metadata:
+        try:
+            names = json.loads(metadata["class_names"])
+        except ValueError:
+            names = None
+        if not isinstance(names, list) or len(names) != classes:
+            raise CheckpointError(
+                f"{path} has class_names in its metadata, expected a JSON list of {classes}, "
+                f"got {len(names) if isinstance(names, list) else metadata['class_names'][:40]!r}; convert it again"
+            )
+        return [str(name) for name in names]
+    if classes == 1000:
+        imagenet = ImageNetInfo()
+        return [imagenet.index_to_description(index) for index in range(classes)]
+    return [f"class {index}" for index in range(classes)]
+
+
+def _without_far_ends(image: Image.Image) -> Image.Image:
+    """Cut the ends off a very long picture: the centre crop drops them anyway, but only after enlarging them."""
+    longest = LARGEST_ASPECT * min(image.size)
+    width, height = min(image.width, longest), min(image.height, longest)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image if (width, height) == image.size else image.crop((left, top, left + width, top + height))

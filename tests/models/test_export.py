@@ -1,0 +1,74 @@
+"""Compilation, torch.export and ONNX: one graph for every batch and image size, for one model of each family."""
+
+import numpy
+import pytest
+import torch
+
+import inline_attention
+from models.test_models import create
+
+NAMES = ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"]
+SIZES = [(2, 224, 256), (1, 97, 161), (3, 64, 40), (1, 33, 250), (1, 320, 288)]
+# 33: exporters treat a dimension of one as a different case, and a 32-pixel image has a last grid of one.
+DYNAMIC = ({0: torch.export.Dim("batch"), 2: torch.export.Dim("height", min=33), 3: torch.export.Dim("width", min=33)},)
+
+
+def exported(name):
+    model = create(name)
+    program = torch.export.export(model, (torch.randn(2, 3, 224, 256),), dynamic_shapes=DYNAMIC)
+    return model, program
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor):
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-4 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", [*NAMES, "softmax_swin_tiny", "softmax_cswin_tiny", "linear_deit_tiny"])
+def test_compiled_without_graph_breaks(name):
+    model = create(name)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch, height, width in [(2, 64, 96), (3, 97, 161)]:
+        x = torch.randn(batch, 3, height, width)
+        with torch.no_grad():
+            assert_same(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "softmax_swin_tiny"])
+def test_exported_with_dynamic_batch_height_and_width(name):
+    model, program = exported(name)
+    for batch, height, width in SIZES:
+        x = torch.randn(batch, 3, height, width)
+        with torch.no_grad():
+            assert_same(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_onnx_with_dynamic_batch_height_and_width(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, program = exported(name)
+    torch.onnx.export(program, (), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch, height, width in SIZES:
+        x = torch.randn(batch, 3, height, width)
+        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert got.dtype == numpy.float32
+        with torch.no_grad():
+            assert_same(torch.from_numpy(got), model(x))
+
+
+def test_transformers_timm_backbone_takes_the_pyramids():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.TimmBackboneConfig("inline_pvt_tiny", use_pretrained_backbone=False, out_indices=(0, 1, 2, 3))
+    backbone = transformers.TimmBackbone(config)
+    features = backbone(torch.randn(1, 3, 64, 96)).feature_maps
+    assert [feature.shape[1:] for feature in features] == [(64, 16, 24), (128, 8, 12), (320, 4, 6), (512, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
+def test_segmentation_models_pytorch_takes_the_pyramids(name):
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    assert name in inline_attention.list_models()
+    model = smp.FPN(f"tu-{name}", encoder_weights=None, in_channels=4, classes=3).eval()
+    assert model(torch.randn(1, 4, 64, 96)).shape == (1, 3, 64, 96)

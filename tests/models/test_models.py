@@ -1,0 +1,279 @@
+"""timm's contract, over every registered model; and what ours promise beyond it: any size, unequal batches."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import inline_attention
+from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention
+from inline_attention.layers.window_attention import StripeAttention, WindowAttention
+from inline_attention.models.base import blocks_of
+
+ALL = inline_attention.list_models()
+PYRAMIDS = ("pvt", "swin", "cswin")
+SMALL = [f"{kind}_{family}_tiny" for family in ("deit", *PYRAMIDS) for kind in ("inline", "softmax", "linear")]
+# One block per stage is the same code as eighteen.
+SHALLOW = {
+    "deit": {"depth": 2},
+    "pvt": {"depths": (1, 1, 1, 1)},
+    "swin": {"depths": (1, 1, 2, 2)},
+    "cswin": {"depths": (1, 1, 2, 1)},
+}
+
+
+def family_of(name: str) -> str:
+    return name.split("_")[1]
+
+
+def create(name: str, **arguments) -> nn.Module:
+    """A shallow model in eval mode, with weights large enough for errors to show."""
+    model = timm.create_model(name, **({"num_classes": 7} | SHALLOW[family_of(name)] | arguments)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    return model
+
+
+def test_the_zoo_is_complete():
+    sizes = {
+        "deit": ("tiny", "small", "base"),
+        "pvt": ("tiny", "small", "medium", "large"),
+        "swin": ("tiny", "small", "base", "base_384"),
+        "cswin": ("tiny", "small", "base", "base_384"),
+    }
+    expected = {
+        f"{kind}_{family}_{size}"
+        for family in sizes
+        for size in sizes[family]
+        for kind in ("inline", "softmax", "linear")
+    }
+    assert set(ALL) == expected
+    assert len(inline_attention.list_models("inline_*")) == 15
+    assert set(timm.list_models("inline_*")) == set(inline_attention.list_models("inline_*"))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_model_builds_on_the_meta_device_with_its_configuration(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    config = model.pretrained_cfg
+    state = model.state_dict()
+    assert config["architecture"] == name
+    assert f"{config['classifier']}.weight" in state
+    assert f"{config['first_conv']}.weight" in state
+    assert model.num_classes == config["num_classes"] == 1000
+    out = model(torch.randn(1, *config["input_size"], device="meta"))
+    assert out.shape == (1, 1000)
+    kinds = {type(block.attn) for block in blocks_of(model)}
+    wanted = {"inline": InLineAttention, "linear": LinearAttention}.get(name.split("_")[0])
+    assert (wanted in kinds) if wanted else not kinds & {InLineAttention, LinearAttention}
+    assert kinds <= {wanted, SoftmaxAttention, WindowAttention, StripeAttention}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_forward_backward_reaches_every_parameter(name):
+    model = create(name).train()
+    out = model(torch.randn(2, 3, 64, 64))
+    assert out.shape == (2, 7)
+    out.mean().backward()
+    missing = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    assert not missing
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_features_head_and_classifier(name):
+    model = create(name)
+    x = torch.randn(2, 3, 64, 96)
+    features = model.forward_features(x)
+    assert features.shape[-1] == model.num_features
+    torch.testing.assert_close(model.forward_head(features), model(x))
+    pooled = model.forward_head(features, pre_logits=True)
+    assert pooled.shape == (2, model.num_features)
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(x), pooled)
+    model.reset_classifier(0, "")
+    torch.testing.assert_close(model(x).flatten(1), features.flatten(1))
+    model.reset_classifier(5, "avg")
+    assert model(x).shape == (2, 5)
+    assert model.get_classifier().out_features == 5
+    with pytest.raises(ValueError, match="global_pool"):
+        model.reset_classifier(5, "median")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_features_only_and_intermediates(name):
+    pyramid = family_of(name) in PYRAMIDS
+    arguments = {} if pyramid else {"depth": 12}
+    backbone = create(name, features_only=True, **arguments)
+    reductions = [4, 8, 16, 32] if pyramid else [16, 16, 16, 16]
+    assert backbone.feature_info.reduction() == reductions
+    x = torch.randn(2, 3, 64, 96)
+    features = backbone(x)
+    for feature, channels, reduction in zip(features, backbone.feature_info.channels(), reductions, strict=True):
+        assert feature.shape == (2, channels, 64 // reduction, 96 // reduction)
+    model = create(name, num_classes=0)
+    final, intermediates = model.forward_intermediates(x, indices=2, norm=True)
+    assert len(intermediates) == 2
+    torch.testing.assert_close(final, model.forward_features(x))
+    if pyramid:
+        torch.testing.assert_close(intermediates[-1].permute(0, 2, 3, 1), final)
+    early = model.forward_intermediates(x, indices=[0], stop_early=True, intermediates_only=True, output_fmt="NHWC")
+    everything = model.forward_intermediates(x, intermediates_only=True)
+    torch.testing.assert_close(early[0].permute(0, 3, 1, 2), everything[0])
+    assert model.prune_intermediate_layers([0], prune_norm=True) == [0]
+    torch.testing.assert_close(model.forward_intermediates(x, [0], intermediates_only=True)[0], everything[0])
+
+
+def test_out_indices_and_channels():
+    backbone = create("inline_pvt_tiny", features_only=True, out_indices=(1, 3), in_chans=4)
+    assert [f.shape[1] for f in backbone(torch.randn(1, 4, 64, 64))] == [128, 512]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradient_checkpointing_changes_nothing(name):
+    model = create(name)
+    x = torch.randn(1, 3, 64, 64)
+    out = model(x)
+    out.sum().backward()
+    grads = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    again = model(x)
+    again.sum().backward()
+    torch.testing.assert_close(again, out)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[key])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_parameter_groups(name):
+    from timm.optim import create_optimizer_v2
+
+    model = create(name)
+    create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.7)
+    undecayed = model.no_weight_decay()
+    assert undecayed <= set(dict(model.named_parameters()))
+    if family_of(name) == "deit":
+        assert undecayed == {"pos_embed", "cls_token"}
+    if family_of(name) == "pvt":
+        assert not undecayed
+    if name == "softmax_swin_tiny":
+        assert len(undecayed) == len(blocks_of(model))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_any_image_size_gives_ceiling_grids(name):
+    model = create(name)
+    for height, width in [(224, 224), (97, 161), (33, 250), (64, 40)]:
+        features = model.forward_intermediates(torch.randn(1, 3, height, width), intermediates_only=True)
+        for feature, info in zip(features, model.feature_info, strict=True):
+            stride = info["reduction"]
+            assert feature.shape[2:] == (-(-height // stride), -(-width // stride))
+            assert feature.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_image_in_a_padded_batch_is_what_it_is_alone(name):
+    model = create(name)
+    sizes = [(97, 161), (160, 130), (128, 160), (40, 33), (160, 161)]
+    images = [torch.randn(3, *size) for size in sizes]
+    canvas = torch.full((len(sizes), 3, 160, 161), 1e3)  # what padding holds must not matter
+    for index, image in enumerate(images):
+        canvas[index, :, : image.shape[1], : image.shape[2]] = image
+    mask = canvas[:, 0] != 1e3
+    with torch.no_grad():
+        together = model(canvas, image_sizes=sizes)
+        torch.testing.assert_close(model(canvas, pixel_mask=mask), together)
+        features = model.forward_intermediates(canvas, intermediates_only=True, image_sizes=sizes)
+        for index, image in enumerate(images):
+            scale = together[index].abs().max()
+            assert (model(image[None])[0] - together[index]).abs().max() <= 1e-5 * scale
+            alone = model.forward_intermediates(image[None], intermediates_only=True)
+            for level, expected in zip(features, alone, strict=True):
+                height, width = expected.shape[2:]
+                got = level[index].clone()
+                assert (got[:, :height, :width] - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
+                got[:, :height, :width] = 0
+                assert (got == 0).all()  # padding leaves as zeros, which is what a convolution's border is
+        single = model(canvas[:1], image_sizes=sizes[:1])
+        torch.testing.assert_close(single, together[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": torch.randn(3, 64, 64)}, r"images must be \[B, 3, H, W\].*x\[None\]"),
+        ({"x": torch.randn(1, 4, 64, 64)}, r"in_chans"),
+        ({"x": torch.randn(1, 3, 31, 64)}, r"at least 32 pixels high and wide, got 31×64"),
+        ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(16, 64)]}, r"down to 16"),
+        ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(65, 64)]}, r"fit into the canvas 64×64"),
+        ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(64, 64)] * 2}, r"1 pairs"),
+        ({"x": torch.randn(1, 3, 64, 64), "pixel_mask": torch.eye(64)[None]}, r"one rectangle at the top left"),
+        ({"x": torch.randn(1, 3, 64, 64), "pixel_mask": torch.ones(1, 8, 8)}, r"\[B, H, W\]"),
+    ],
+)
+def test_errors(arguments, message):
+    model = create("inline_pvt_tiny")
+    with pytest.raises(ValueError, match=message):
+        model(**arguments)
+
+
+def test_both_image_sizes_and_pixel_mask_is_an_error():
+    with pytest.raises(ValueError, match="not both"):
+        create("inline_deit_tiny")(torch.randn(1, 3, 32, 32), image_sizes=[(32, 32)], pixel_mask=torch.ones(1, 32, 32))
+
+
+def test_set_input_size_fixes_another_native_size():
+    x = torch.randn(1, 3, 96, 128)
+    for name in ("inline_deit_tiny", "inline_pvt_tiny"):
+        model = create(name)
+        out = model(x)
+        model.set_input_size((96, 128))
+        torch.testing.assert_close(model(x), out)  # the same resampling, done once
+    swin = create("softmax_swin_tiny")
+    swin.set_input_size(window_size=12)
+    assert swin.stages[0][0].attn.relative_position_bias_table.shape == (23 * 23, 3)
+    assert swin(x).shape == (1, 7)
+    cswin = create("inline_cswin_tiny")
+    cswin.set_input_size(stripe_widths=(1, 2, 12))
+    assert cswin.stages[2][0].attn.stripe_width == 12
+
+
+def test_unknown_names_get_suggestions():
+    with pytest.raises(ValueError, match="did you mean inline_swin_tiny"):
+        inline_attention.create_model("inline_swin_tny")
+    with pytest.raises(ValueError, match="attention must be"):
+        inline_attention.create_model("inline_deit_tiny", attention="sofmax")
+
+
+def test_the_attention_argument_makes_the_twin():
+    by_argument = timm.create_model("inline_deit_tiny", attention="linear", depth=1)
+    assert isinstance(by_argument.blocks[0].attn, LinearAttention)
+    assert by_argument.pretrained_cfg["architecture"] == "linear_deit_tiny"
+    with_options = timm.create_model("inline_deit_tiny", attention_options={"feature_map": "exp"}, depth=1)
+    assert with_options.blocks[0].attn.feature_map == "exp"
+
+
+def test_pretrained_says_how_to_get_weights():
+    for create_model in (timm.create_model, inline_attention.create_model):
+        with pytest.raises(RuntimeError, match=r"inline convert FILE\.pth --model inline_swin_tiny --output"):
+            create_model("inline_swin_tiny", pretrained=True)
+
+
+def test_pretrained_from_a_file_adapts_channels_classes_and_size(tmp_path):
+    from inline_attention.models.checkpoints import save_weights
+
+    source = timm.create_model("inline_deit_tiny", depth=1)
+    save_weights(source, tmp_path / "weights.safetensors")
+    overlay = {"file": str(tmp_path / "weights.safetensors")}
+    same = timm.create_model("inline_deit_tiny", pretrained=True, pretrained_cfg_overlay=overlay, depth=1)
+    for key, value in source.state_dict().items():
+        assert torch.equal(same.state_dict()[key], value), key
+    other = timm.create_model(
+        "inline_deit_tiny", pretrained=True, pretrained_cfg_overlay=overlay, depth=1,
+        num_classes=5, in_chans=1, img_size=96,
+    )  # fmt: skip
+    assert other(torch.randn(1, 1, 96, 96)).shape == (1, 5)
+    assert torch.equal(other.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
