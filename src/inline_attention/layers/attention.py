@@ -372,14 +372,16 @@ class SoftmaxAttention(TokenAttention):
         grid_size: tuple[int, int] | None,
     ) -> torch.Tensor:
         """Mix values `[B, N, H, D]` by scaled dot-product attention."""
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=None if key_padding_mask is None else key_padding_mask[:, None, None, :],
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            scale=self.scale,
-        ).transpose(1, 2)
+        out = heads_last(
+            F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=None if key_padding_mask is None else key_padding_mask[:, None, None, :],
+                dropout_p=self.attn_drop.p if self.training else 0.0,
+                scale=self.scale,
+            )
+        )
         if local_weight is None or grid_size is None:
             return out
         return out + local_residual(
@@ -389,6 +391,14 @@ class SoftmaxAttention(TokenAttention):
             num_prefix_tokens=self.num_prefix_tokens,
             key_padding_mask=key_padding_mask,
         )
+
+
+def heads_last(x: torch.Tensor) -> torch.Tensor:
+    """`[B, H, N, D]` → `[B, N, H, D]`."""
+    x = x.transpose(1, 2)
+    # Fused kernels return what is contiguous after this transpose; their decomposition, which an exported graph may
+    # be lowered to, does not, and a recorded view would fail.
+    return x.clone(memory_format=torch.contiguous_format) if torch.compiler.is_exporting() else x
 
 
 def mean_token(tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:

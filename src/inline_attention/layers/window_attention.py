@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inline_attention.layers.attention import heads_last
 from inline_attention.layers.grids import Windows, extent_pairs
 
 
@@ -118,7 +119,7 @@ class WindowAttention(nn.Module):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=windows.repeat(bias, batch), dropout_p=drop)
             else:
                 out = _attend_with_bias_per_window(q, k, v, bias, batch, drop)
-        return windows.join(windows.unflatten(out.transpose(1, 2).flatten(2)), batch, shift)
+        return windows.join(windows.unflatten(heads_last(out).flatten(2)), batch, shift)
 
     def _bias(self, dtype: torch.dtype) -> torch.Tensor:
         """Relative position bias `[H, L, L]`."""
@@ -216,7 +217,7 @@ class StripeAttention(nn.Module):
         heads = self.num_heads // len(self.static_local)
         q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4)  # [maps, H, L, D]
         drop = self.attn_drop_rate if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop).transpose(1, 2).flatten(2)
+        out = heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)).flatten(2)
         out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
         return out + convolution(tokens[:, :, :, 2].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
