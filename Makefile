@@ -38,8 +38,9 @@ format: $(READY)  ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## Measure attention on this CPU; results in benchmarks/results
+bench: $(READY)  ## Measure attention and memory on this CPU; results in benchmarks/results
 	$(BIN)/python benchmarks/cpu_attention.py
+	$(BIN)/python benchmarks/cpu_memory.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -177,7 +177,6 @@ def test_cost_is_linear():
     attention = InLineAttention(16, 2)
     small, large = (count_flops(attention, tokens) for tokens in (1024, 4096))
     assert math.isclose(large / small, 4, rel_tol=0.01)
-    assert count_flops(SoftmaxAttention(16, 2), 4096) / count_flops(SoftmaxAttention(16, 2), 1024) > 10
 
 
 def count_flops(module: nn.Module, tokens: int) -> int:

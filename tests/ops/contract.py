@@ -93,19 +93,28 @@ OPTIONS = [
 ]
 
 
-def check_call(shape: Shape, option: Option, dtype: torch.dtype, *, backend: str, packed: bool, seed: int = 0) -> None:
+def check_call(
+    shape: Shape,
+    option: Option,
+    dtype: torch.dtype,
+    *,
+    backend: str,
+    packed: bool,
+    seed: int = 0,
+    device: str = "cpu",
+) -> None:
     """Hold outputs and gradients of one call against the float64 reference, within the derived budget."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = _draw(shape, dtype, generator)
+    tensors = {name: tensor.to(device) for name, tensor in _draw(shape, dtype, generator).items()}
     keywords = dict(option.keywords)
     if option.masked:
         mask = torch.rand(shape.batch, shape.tokens[1], generator=generator) > 0.4
         mask[:, 0] = True
-        keywords["key_padding_mask"] = mask
+        keywords["key_padding_mask"] = mask.to(device)
     if shape.grid is not None:
         keywords |= {"grid_size": shape.grid, "num_prefix_tokens": shape.prefix}
     grad = torch.randn(shape.batch, shape.tokens[0], shape.heads, tensors["v"].shape[-1], generator=generator)
-    grad = grad.to(dtype)
+    grad = grad.to(device, dtype)
 
     actual = evaluate(tensors, grad, keywords, backend, packed)
     exact_inputs = {name: tensor.double() for name, tensor in tensors.items()}

@@ -68,6 +68,5 @@ def test_random_shapes_and_masks(shape, option, seed, packed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_shape_on_a_gpu(dtype, option):
-    with torch.device("cuda"):
-        for shape in SHAPES:
-            check_call(shape, option, dtype, backend="auto", packed=False)
+    for shape in SHAPES:
+        check_call(shape, option, dtype, backend="auto", packed=False, device="cuda")

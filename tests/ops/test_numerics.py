@@ -1,6 +1,8 @@
 """Large sums, huge values, degenerate queries, padding full of rubbish, and memory that stays linear."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -209,3 +211,19 @@ def test_an_all_padding_row_that_nobody_checks_is_zero_and_not_nan(backend):
     grad = torch.func.grad(loss)(torch.randn(2, 5, 1, 3))
     assert grad.isfinite().all()
     assert (grad[1] == 0).all()
+
+
+@pytest.mark.gpu
+def test_an_all_padding_row_stops_a_gpu_program():
+    """A device-side assertion ends the CUDA context, so it needs a process of its own."""
+    program = """
+import torch
+from inline_attention import inline_attention
+q, k, v = torch.randn(3, 2, 6, 2, 4, device="cuda")
+mask = torch.tensor([[True] * 6, [False] * 6], device="cuda")
+inline_attention(q, k, v, key_padding_mask=mask)
+torch.cuda.synchronize()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "row without any real key" in result.stderr

@@ -21,6 +21,7 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.feature_maps import FeatureMap
+from inline_attention.ops.tracing import is_exporting
 from inline_attention.ops.validation import check_feature_map, check_normalization
 
 
@@ -398,7 +399,7 @@ def heads_last(x: torch.Tensor) -> torch.Tensor:
     x = x.transpose(1, 2)
     # Fused kernels return what is contiguous after this transpose; their decomposition, which an exported graph may
     # be lowered to, does not, and a recorded view would fail.
-    return x.clone(memory_format=torch.contiguous_format) if torch.compiler.is_exporting() else x
+    return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
 
 
 def mean_token(tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from inline_attention.ops.tracing import is_exporting
+
 
 class Grid(NamedTuple):
     """The token grid of a batch.
@@ -65,7 +67,7 @@ def pad_to_multiple(x: torch.Tensor, multiple: int) -> torch.Tensor:
         (height + multiple - 1) // multiple * multiple - height,
         (width + multiple - 1) // multiple * multiple - width,
     )
-    if not torch.compiler.is_exporting() and missing == (0, 0):  # a graph for every size must not ask
+    if not is_exporting() and missing == (0, 0):  # a graph for every size must not ask
         return x
     return F.pad(x, (0, missing[1], 0, missing[0]))
 
@@ -89,7 +91,7 @@ class Windows(NamedTuple):
     def cover(cls, grid: tuple[int, int], window: tuple[int | None, int | None]) -> Windows:
         """Divide a grid; None in `window` stands for the whole height or width."""
         # In an exported graph that must serve every size, one window or several are different cases: always several.
-        extra = 1 if torch.compiler.is_exporting() else 0
+        extra = 1 if is_exporting() else 0
         sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]
         counts = [
             1 if size is None else (extent + size - 1) // size + extra
@@ -104,14 +106,14 @@ class Windows(NamedTuple):
 
     def is_exact(self) -> bool:
         """Whether the windows cover the grid and nothing else; an exported graph cannot tell."""
-        return not torch.compiler.is_exporting() and self.padded == self.grid
+        return not is_exporting() and self.padded == self.grid
 
     def split(self, x: torch.Tensor, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
         """Tokens `[B, h·w, ...]` → windows `[B · W, height, width, ...]`.
 
         Places beyond the edge hold zeros; in an exported graph they hold some token.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # By index: that a dimension of any length divides into windows is more than an exporter can prove.
             sample = torch.arange(x.shape[0], device=x.device)[:, None] * (self.grid[0] * self.grid[1])
             sample = (sample + torch.zeros_like(self._window_numbers(x.device))).flatten()
@@ -130,7 +132,7 @@ class Windows(NamedTuple):
     def join(self, x: torch.Tensor, batch: int, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
         """Windows `[B · W, height, width, C]` → tokens `[B, h·w, C]`: the inverse of `split`."""
         (rows, columns), (height, width) = self.counts, self.window
-        if torch.compiler.is_exporting():
+        if is_exporting():
             row, column = (
                 _unroll(torch.arange(extent, device=x.device), step, total)
                 for extent, step, total in zip(self.grid, shift, self.padded, strict=True)
@@ -149,7 +151,7 @@ class Windows(NamedTuple):
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """`[B · W, height, width, ...]` → `[B · W, L, ...]`, in an order that only `unflatten` needs to know."""
         height, width = self.window
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             return x.flatten(1, 2)
         # Side by side: whether a dimension of any length may be merged is also more than an exporter can prove.
         if _is_constant(height):
@@ -159,7 +161,7 @@ class Windows(NamedTuple):
     def unflatten(self, x: torch.Tensor) -> torch.Tensor:
         """`[B · W, L, ...]` → `[B · W, height, width, ...]`: the inverse of `flatten`."""
         height, width = self.window
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             return torch.unflatten(x, 1, self.window)
         if _is_constant(height):
             return torch.stack([x[:, row * width : (row + 1) * width] for row in range(height)], dim=1)
@@ -167,7 +169,7 @@ class Windows(NamedTuple):
 
     def repeat(self, x: torch.Tensor, batch: int) -> torch.Tensor:
         """What belongs to windows, `[1 or B, W, ...]`, for every sample: `[B · W, ...]`."""
-        if torch.compiler.is_exporting():  # one grid serves the batch
+        if is_exporting():  # one grid serves the batch
             numbers = self._window_numbers(x.device) + torch.zeros(batch, 1, dtype=torch.long, device=x.device)
             return x[0][numbers.flatten()]
         return x.expand(batch, *x.shape[1:]).flatten(0, 1)
@@ -237,7 +239,7 @@ def _divide(index: torch.Tensor, size: int, count: int) -> tuple[torch.Tensor, t
 
 def resample_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
     """Position embeddings `[1, h·w, C]` of an old grid, bilinearly for a new one; exact where both are equal."""
-    if not torch.compiler.is_exporting() and old == new:
+    if not is_exporting() and old == new:
         return positions
     image = torch.unflatten(positions, 1, old).permute(0, 3, 1, 2)
     # In float32 at least: half-precision interpolation is missing or coarse on some devices.

@@ -16,6 +16,7 @@ from torch import nn
 
 from inline_attention.layers.attention import heads_last
 from inline_attention.layers.grids import Windows, extent_pairs
+from inline_attention.ops.tracing import is_exporting
 
 
 class WindowAttention(nn.Module):
@@ -85,7 +86,7 @@ class WindowAttention(nn.Module):
         if not self.shifted:
             return 0, 0
         half = self.window_size // 2
-        if torch.compiler.is_exporting():  # one graph for every size: the choice is made when it runs
+        if is_exporting():  # one graph for every size: the choice is made when it runs
             return (
                 torch.sym_ite(height > self.window_size, half, 0),
                 torch.sym_ite(width > self.window_size, half, 0),
@@ -115,7 +116,7 @@ class WindowAttention(nn.Module):
             itself = torch.eye(allowed.shape[-1], dtype=torch.bool, device=qkv.device)
             allowed = allowed | itself  # padding too: a softmax needs something to look at
             bias = torch.where(allowed[:, :, None], bias, -torch.inf)  # [1 or B, W, H, L, L]
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=windows.repeat(bias, batch), dropout_p=drop)
             else:
                 out = _attend_with_bias_per_window(q, k, v, bias, batch, drop)

@@ -21,6 +21,7 @@ from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, tokens_to_map
 from inline_attention.layers.local_weights import BlockDiagonalLinear
 from inline_attention.models.registry import AttentionKind
+from inline_attention.ops.tracing import is_exporting
 
 ImageSizes = Sequence[tuple[int, int]] | torch.Tensor
 
@@ -240,7 +241,7 @@ class VisionModel(nn.Module):
         height, width = x.shape[2], x.shape[3]
         extents = _extents(x, image_sizes, pixel_mask)
         shortest = min(height, width) if extents is None else int(extents.min())
-        if not torch.compiler.is_exporting() and shortest < self.largest_stride:
+        if not is_exporting() and shortest < self.largest_stride:
             raise ValueError(
                 f"images must be at least {self.largest_stride} pixels high and wide, got "
                 f"{height}×{width if extents is None else f'{width} with image sizes down to {shortest}'}; "

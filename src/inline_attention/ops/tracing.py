@@ -15,3 +15,11 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
         and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
         and all(tensor.device.type != "meta" for tensor in tensors)
     )
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing: the graph must then serve every size, and may not ask about sizes.
+
+    Not `torch.compiler.is_exporting`: the compiler of torch 2.11 takes that for true in whatever it compiles.
+    """
+    return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
