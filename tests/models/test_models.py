@@ -277,3 +277,20 @@ def test_pretrained_from_a_file_adapts_channels_classes_and_size(tmp_path):
     )  # fmt: skip
     assert other(torch.randn(1, 1, 96, 96)).shape == (1, 5)
     assert torch.equal(other.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
+
+
+def test_pretrained_from_a_file_keeps_a_head_of_its_own_size(tmp_path):
+    from inline_attention.models.checkpoints import save_weights
+
+    source = timm.create_model("inline_deit_tiny", depth=1, num_classes=5)
+    save_weights(source, tmp_path / "weights.safetensors")
+    overlay = {"file": str(tmp_path / "weights.safetensors")}
+    for arguments in ({"num_classes": 5}, {}):
+        model = timm.create_model(
+            "inline_deit_tiny", pretrained=True, pretrained_cfg_overlay=overlay, depth=1, **arguments
+        )
+        assert torch.equal(model.head.weight, source.head.weight)
+    other = timm.create_model(
+        "inline_deit_tiny", pretrained=True, pretrained_cfg_overlay=overlay, depth=1, num_classes=9
+    )
+    assert other.head.out_features == 9

@@ -45,7 +45,6 @@ def run_convert(
 
 
 def _loading_line(model_name: str, output: Path, head: dict[str, Any]) -> str:
-    # timm drops a head whose size is not the one that `pretrained_cfg` gives: it has to hear of it twice.
     classes = "".join(f", {key}={value}" for key, value in head.items())
-    overlay = f"pretrained_cfg_overlay=dict(file={str(output)!r}{classes})"
+    overlay = f"pretrained_cfg_overlay=dict(file={str(output)!r})"
     return f"model = create_model({model_name!r}, pretrained=True{classes}, {overlay})"

@@ -104,7 +104,10 @@ def build(
         source = {**described, **overlay}
         if source.get("file") and not source.get("state_dict"):
             # timm would unpickle the authors' files, which hold a yacs config; ours reads weights and nothing else.
-            overlay["state_dict"] = read_checkpoint(source["file"])
+            weights = overlay["state_dict"] = read_checkpoint(source["file"])
+            if "head.weight" in weights:
+                # What the file's head has; timm drops a head of another size than the model's, and only then.
+                overlay.setdefault("num_classes", weights["head.weight"].shape[0])
         elif not any(source.get(key) for key in ("state_dict", "url", "hf_hub_id")):
             raise NoPretrainedWeightsError(
                 f"no weights of {name} are hosted. docs/checkpoints.md says where the authors describe theirs; "
