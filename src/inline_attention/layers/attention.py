@@ -70,6 +70,8 @@ class TokenAttention(nn.Module, ABC):
             dtype: Their dtype.
         """
         super().__init__()
+        if num_heads < 1 or dim < 1:
+            raise ValueError(f"dim and num_heads must be at least 1, got {dim=}, {num_heads=}")
         if dim % num_heads != 0:
             raise ValueError(
                 f"dim must be divisible by num_heads, got {dim=}, {num_heads=}; "
