@@ -139,6 +139,8 @@ def test_attn_mask_in_timms_form_is_a_key_padding_mask():
     x = torch.randn(2, 9, 8)
     mask = torch.rand(2, 9) > 0.3
     torch.testing.assert_close(attention(x, attn_mask=mask[:, None, None]), attention(x, key_padding_mask=mask))
+    with pytest.raises(ValueError, match="not both"):
+        attention(x, attn_mask=mask[:, None, None], key_padding_mask=mask)
 
 
 def test_dropout_acts_in_training_only():

@@ -61,6 +61,8 @@ def test_converting_twice_or_what_cannot_be_converted_explains_itself():
         convert_attention(model)
     with pytest.raises(ValueError, match="relative_position_bias_table"):
         convert_attention(timm.create_model("swin_tiny_patch4_window7_224"))
+    with pytest.raises(ValueError, match="forward also takes rope"):
+        convert_attention(timm.create_model("vit_small_patch16_rope_224", depth=1))
     with pytest.raises(ValueError, match="`qkv` and `proj` linear layers"):
         InLineAttention.from_softmax(nn.MultiheadAttention(8, 2))
     with pytest.raises(ValueError, match="heads of another width"):

@@ -94,7 +94,8 @@ def test_features_head_and_classifier(name):
     model.reset_classifier(0)
     torch.testing.assert_close(model(x), pooled)
     model.reset_classifier(0, "")
-    torch.testing.assert_close(model(x).flatten(1), features.flatten(1))
+    torch.testing.assert_close(model(x), features)
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), features)
     model.reset_classifier(5, "avg")
     assert model(x).shape == (2, 5)
     assert model.get_classifier().out_features == 5
@@ -113,6 +114,11 @@ def test_features_only_and_intermediates(name):
     features = backbone(x)
     for feature, channels, reduction in zip(features, backbone.feature_info.channels(), reductions, strict=True):
         assert feature.shape == (2, channels, 64 // reduction, 96 // reduction)
+    sizes = [(64, 96), (40, 50)]
+    torch.testing.assert_close(
+        backbone(x, image_sizes=sizes)[-1],
+        backbone.model.forward_intermediates(x, backbone.out_indices, intermediates_only=True, image_sizes=sizes)[-1],
+    )
     model = create(name, num_classes=0)
     final, intermediates = model.forward_intermediates(x, indices=2, norm=True)
     assert len(intermediates) == 2
@@ -294,3 +300,18 @@ def test_pretrained_from_a_file_keeps_a_head_of_its_own_size(tmp_path):
         "inline_deit_tiny", pretrained=True, pretrained_cfg_overlay=overlay, depth=1, num_classes=9
     )
     assert other.head.out_features == 9
+
+
+def test_class_tokens_of_intermediates():
+    model = create("inline_deit_tiny", num_classes=0)
+    x = torch.randn(2, 3, 64, 96)
+    ((feature, prefix),) = model.forward_intermediates(
+        x, 1, norm=True, intermediates_only=True, return_prefix_tokens=True
+    )
+    assert feature.shape == (2, 192, 4, 6)
+    torch.testing.assert_close(prefix[:, 0], model(x))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_empty_batch(name):
+    assert create(name)(torch.empty(0, 3, 64, 96)).shape == (0, 7)

@@ -9,6 +9,7 @@ tokens followed by an h×w grid in row-major order.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from typing import Any, Self
@@ -150,6 +151,12 @@ class TokenAttention(nn.Module, ABC):
             raise ValueError(
                 f"cannot convert {name}: it also learns {', '.join(foreign)}, which InLine attention has no place for"
             )
+        asked = set(inspect.signature(attention.forward).parameters) - {"x", "attn_mask", "is_causal"}
+        if asked:
+            raise ValueError(
+                f"cannot convert {name}: its forward also takes {', '.join(sorted(asked))}, which InLine attention "
+                "has no place for"
+            )
         inherited: dict[str, Any] = {
             "attn_drop": _drop_rate(attention, "attn_drop"),
             "proj_drop": _drop_rate(attention, "proj_drop"),
@@ -196,6 +203,8 @@ class TokenAttention(nn.Module, ABC):
             )
         if is_causal:
             raise ValueError("is_causal=True is not possible: InLine attention is for grids, which have no order")
+        if attn_mask is not None and key_padding_mask is not None:
+            raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
         if attn_mask is not None:
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)

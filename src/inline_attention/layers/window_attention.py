@@ -228,7 +228,7 @@ def _attend_with_bias_per_window(
 ) -> torch.Tensor:
     """Softmax attention of `[B · W, H, L, D]` with a bias `[1 or B, W, H, L, L]`."""
     # Windows join the heads, so that one bias serves the whole batch.
-    q, k, v = (torch.unflatten(tensor, 0, (batch, -1)).flatten(1, 2) for tensor in (q, k, v))
+    q, k, v = (torch.unflatten(tensor, 0, (batch, bias.shape[1])).flatten(1, 2) for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(1, 2), dropout_p=drop)
     return torch.unflatten(out, 1, tuple(bias.shape[1:3])).flatten(0, 1)
 

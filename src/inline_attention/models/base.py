@@ -84,6 +84,8 @@ class VisionModel(nn.Module):
             Logits `[B, num_classes]`.
         """
         tokens, grid = self._encode(x, image_sizes, pixel_mask)
+        if self.global_pool == "":
+            return self.forward_head(self._shape_features(tokens, grid))
         return self._head(tokens, self._token_mask(tokens, grid), pre_logits=False)
 
     def forward_features(
@@ -97,8 +99,8 @@ class VisionModel(nn.Module):
         return self._shape_features(tokens, grid)
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
-        """Pool what `forward_features` returned and classify it."""
-        tokens = x.flatten(1, 2) if x.dim() == 4 else x
+        """Pool what `forward_features` returned (unless `global_pool` is "") and classify it."""
+        tokens = x.flatten(1, 2) if x.dim() == 4 and self.global_pool != "" else x
         return self._head(tokens, None, pre_logits)
 
     def forward_intermediates(
@@ -110,6 +112,7 @@ class VisionModel(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
         *,
+        return_prefix_tokens: bool = False,
         image_sizes: ImageSizes | None = None,
         pixel_mask: torch.Tensor | None = None,
     ) -> Any:
@@ -122,6 +125,7 @@ class VisionModel(nn.Module):
             stop_early: Do not run beyond the last level taken.
             output_fmt: "NCHW", "NHWC" or "NLC" (without prefix tokens).
             intermediates_only: Return the list alone, not (final features, list).
+            return_prefix_tokens: Make the list one of pairs (feature, class tokens), for models that have them.
             image_sizes: As in `forward`.
             pixel_mask: As in `forward`.
         """
@@ -130,7 +134,7 @@ class VisionModel(nn.Module):
             raise ValueError(f"output_fmt must be 'NCHW', 'NHWC' or 'NLC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.feature_info), indices)
         x, grid = self._prepare(x, image_sizes, pixel_mask)
-        intermediates: list[torch.Tensor] = []
+        intermediates: list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = []
         tokens = x
         last = last if stop_early else len(self.feature_info) - 1
         for index, (level, level_grid) in enumerate(self.levels(x, grid, last)):
@@ -142,7 +146,8 @@ class VisionModel(nn.Module):
                     image = image.permute(0, 2, 3, 1)
                 elif format_ == Format.NLC:
                     image = image.flatten(2).transpose(1, 2)
-                intermediates.append(image)
+                prefix = normed[:, : self.num_prefix_tokens]
+                intermediates.append((image, prefix) if return_prefix_tokens and self.num_prefix_tokens else image)
         if intermediates_only:
             return intermediates
         return self._shape_features(self.final_norm(tokens), grid), intermediates

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import timm
+import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, register_model
+from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from inline_attention.models.checkpoints import read_checkpoint
@@ -23,6 +25,21 @@ EntryPoint: TypeAlias = Callable[..., nn.Module]
 
 class NoPretrainedWeightsError(RuntimeError):
     """`pretrained=True` for a model whose weights nobody hosts."""
+
+
+class FeatureBackbone(FeatureGetterNet):
+    """timm's `features_only` wrapper, which also takes the sizes of unequal images."""
+
+    def forward(self, x: torch.Tensor, **image_sizes_or_mask: Any) -> list[torch.Tensor]:
+        """Features `[B, C, h, w]` at `feature_info.reduction()`; keyword arguments as of the model's `forward`."""
+        return self.model.forward_intermediates(  # pyright: ignore[reportCallIssue]
+            x,
+            indices=self.out_indices,
+            norm=self.norm,
+            output_fmt=self.output_fmt,
+            intermediates_only=True,
+            **image_sizes_or_mask,
+        )
 
 
 def pretrained_config(size: int = 224, *, first_conv: str, crop_pct: float = 0.875, **entries: Any) -> dict[str, Any]:
@@ -120,7 +137,7 @@ def build(
         pretrained,
         pretrained_cfg_overlay=overlay,
         pretrained_filter_fn=lambda state_dict, model: model.convert_state_dict(state_dict),
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        feature_cfg={"out_indices": out_indices, "feature_cls": FeatureBackbone, "output_fmt": "NCHW"},
         **arguments,
     )
 

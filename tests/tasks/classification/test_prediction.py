@@ -106,7 +106,9 @@ def test_far_ends_of_a_long_picture_do_not_count(model, tmp_path):
 def test_a_picture_that_would_become_too_large(model, tmp_path):
     Image.new("RGB", (1, 10_000)).save(tmp_path / "thin.png")
     (result,) = ImageClassifier(model, list("abcd"), size=512).classify_files([tmp_path / "thin.png"])
-    assert "would become 512×5120000 pixels" in result.error
+    assert "too long and thin to be enlarged to 512×5120000" in result.error
+    (result,) = ImageClassifier(model, list("abcd"), size=(20_000, 20_000)).classify_files([tmp_path / "thin.png"])
+    assert "would become 20000×20000 pixels" in result.error
 
 
 def test_broken_files_keep_their_place(checkpoint, photos, tmp_path):

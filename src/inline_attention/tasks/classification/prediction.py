@@ -25,6 +25,7 @@ from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
 
 LARGEST_ASPECT = 8
+LARGEST_RESIZED_ASPECT = 20  # of a picture resized by its shorter side; a thread of pixels would take minutes
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class ImageClassifier:
         if self._size is None:
             return self._native_transform(_without_far_ends(image))  # pyright: ignore[reportReturnType, reportCallIssue]
         height, width = self._target_size(image)
+        if isinstance(self._size, int) and max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
+            raise ImageError(path, f"is too long and thin to be enlarged to {width}×{height}; give height and width")
         if height * width > DEFAULT_MAX_PIXELS:
             raise ImageError(path, f"would become {width}×{height} pixels large; give height and width instead")
         exact = {"input_size": (3, height, width), "crop_pct": 1.0, "crop_mode": "squash"}
