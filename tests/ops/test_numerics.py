@@ -57,6 +57,16 @@ def test_never_nan_from_finite_input(dtype, normalization, feature_map):
             assert not tensor.isnan().any(), f"magnitude {magnitude}"
 
 
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("feature_map", ["identity", "relu", "elu_plus_one"])
+def test_no_nan_gradient_where_the_output_is_still_finite(normalization, feature_map):
+    for exponent in range(10, 19):
+        tensors = [(torch.randn(1, 9, 1, 4) * 10.0**exponent).bfloat16().requires_grad_() for _ in range(3)]
+        out = inline_attention(*tensors, normalization=normalization, feature_map=feature_map)
+        for grad in torch.autograd.grad(out, tensors, torch.full_like(out, 1e4)):
+            assert not grad.isnan().any(), f"1e{exponent}"
+
+
 def test_huge_float32_values_give_the_exact_answer_where_it_is_representable():
     q, k, v = torch.randn(3, 1, 30, 1, 4)
     exact = inline_attention(q.double() * 1e-30, k.double() * 1e30, v.double() * 1e30, backend="reference")

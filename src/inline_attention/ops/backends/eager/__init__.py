@@ -7,8 +7,6 @@ eager calls on a CPU. Sums are taken in float32 at least, whatever the dtype of 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.autograd import forward_ad
 
@@ -16,6 +14,9 @@ from inline_attention.ops.backends.eager import blocked, composed
 from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.feature_maps import apply_feature_map
 from inline_attention.ops.tracing import are_plain_eager_tensors
+
+# Beyond what activations add up to (ten million of a thousand each), far below where float32 gradients overflow.
+LARGEST_ORDINARY_SUM = 1e10
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -30,8 +31,9 @@ def run(call: AttentionCall) -> torch.Tensor:
     if not _can_block(call):
         return _run_composed(call, compute_dtype).to(call.v.dtype)
     out = _run_blocked(call, compute_dtype)
-    if compute_dtype != torch.float64 and not math.isfinite(out.detach().sum().item()):
-        # Products of three huge float32 numbers overflow and inf - inf is NaN: finite inputs deserve better.
+    if compute_dtype != torch.float64 and not abs(out.detach().sum().item()) < LARGEST_ORDINARY_SUM:
+        # Products of three huge float32 numbers overflow, here or in the backward pass, and inf - inf is NaN: finite
+        # inputs deserve better.
         out = _run_composed(call, torch.float64)
     return out.to(call.v.dtype)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -59,7 +59,7 @@ def attend(
     inputs = tensors if local_weight is None else (*tensors, local_weight)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return _forward(*_separate(tensors), key_padding_mask, local_weight, settings)[0]
-    return _BlockedAttention.apply(settings, key_padding_mask, local_weight, *tensors)  # type: ignore[no-any-return]
+    return cast(torch.Tensor, _BlockedAttention.apply(settings, key_padding_mask, local_weight, *tensors))
 
 
 def _forward(
