@@ -31,17 +31,6 @@ class Translating(Classifier):
         return {name: value for name, value in renamed.items() if not name.endswith("attn_mask")}
 
 
-@pytest.fixture
-def state():
-    return Classifier().state_dict()
-
-
-@pytest.fixture
-def weights_file(tmp_path, state):
-    save_weights(state, tmp_path / "weights.safetensors")
-    return tmp_path / "weights.safetensors"
-
-
 # Loading
 
 

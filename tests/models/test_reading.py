@@ -33,17 +33,6 @@ class Hostile:
 
 
 @pytest.fixture
-def state():
-    return Classifier().state_dict()
-
-
-@pytest.fixture
-def weights_file(tmp_path, state):
-    save_weights(state, tmp_path / "weights.safetensors")
-    return tmp_path / "weights.safetensors"
-
-
-@pytest.fixture
 def yacs_node(monkeypatch):
     """A class that pickles as yacs' CfgNode does: a dict whose switches live in its `__dict__`."""
 
