@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -21,18 +22,13 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 
-from harness import (
-    RESULTS,
-    environment,
-    interleaved_medians,
-    markdown_table,
-    relative_error,
-    write_json,
-    write_markdown,
-)
 from inline_attention import inline_attention_qkvpacked
+from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.benchmark.results import markdown_table, relative_error, write_json, write_markdown
+from inline_attention.analysis.benchmark.timing import interleaved_timings, prepare_work
 from inline_attention.analysis.cost import CostPoint, measure_attention_cost
 
+RESULTS = Path(__file__).parent / "results"
 THREADS = 2
 HEADS, HEAD_DIM = 6, 32
 LARGEST_ERROR = 1e-5  # relative, float32 against float64
@@ -146,12 +142,12 @@ def time_case(case: Case) -> dict[str, dict[str, float]]:
         leaves = (qkv,) if attention is softmax else (qkv, local_weight)
         return lambda: torch.autograd.grad(attention(qkv, local_weight, case.side), leaves, grad)
 
-    return {
-        mode: interleaved_medians(
-            {name: prepare(attention) for name, attention in CONTESTANTS.items()}, seconds=case.seconds
-        )
-        for mode, prepare in (("forward", forward), ("forward_backward", forward_backward))
-    }
+    def medians(prepare: Callable[[Attention], Callable[[], object]]) -> dict[str, float]:
+        cpu = torch.device("cpu")
+        works = {name: prepare_work([prepare(attention)], cpu) for name, attention in CONTESTANTS.items()}
+        return {name: timing.milliseconds for name, timing in interleaved_timings(works, seconds=case.seconds).items()}
+
+    return {"forward": medians(forward), "forward_backward": medians(forward_backward)}
 
 
 def draw_plot(rows: list[Row], memory: list[CostPoint]) -> None:
@@ -218,7 +214,7 @@ def mebibytes(point: CostPoint) -> float:
 
 def main() -> None:
     torch.set_num_threads(THREADS)
-    where = environment()
+    where = describe_environment()
     console = Console()
     with Progress(console=console) as progress:
         task = progress.add_task("attention on the CPU", total=len(CASES) + 1)
@@ -230,11 +226,11 @@ def main() -> None:
             rows.append(Row(case.tokens, case.batch, worst_error, **time_case(case)))
             progress.advance(task)
     content = {"cases": [asdict(row) for row in rows], "memory": [point._asdict() for point in memory]}
-    write_json("cpu_attention", {"environment": where, **content})
-    path = write_markdown("cpu_attention", "Attention on a CPU", where, report(rows, memory))
+    write_json(RESULTS / "cpu_attention.json", {"environment": where, **content})
+    write_markdown(RESULTS / "cpu_attention.md", "Attention on a CPU", where, report(rows, memory))
     draw_plot(rows, memory)
     console.print(report(rows, memory))
-    console.print(f"written to {path.parent}")
+    console.print(f"written to {RESULTS}")
 
 
 if __name__ == "__main__":

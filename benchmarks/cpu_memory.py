@@ -12,11 +12,15 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
-from harness import environment, markdown_table, write_json, write_markdown
+from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
+
+RESULTS = Path(__file__).parent / "results"
 
 PROGRAM = """
 import json, resource, sys, torch, inline_attention
@@ -59,7 +63,7 @@ def main() -> None:
         command = [sys.executable, "-c", PROGRAM, case.model, str(case.size)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append({**asdict(case), **json.loads(done.stdout.splitlines()[-1])})
-    where = environment()
+    where = describe_environment()
     table = markdown_table(
         ["model", "image", "building (MiB)", "whole process (MiB)", "of which imports (MiB)"],
         [
@@ -71,11 +75,11 @@ def main() -> None:
             for row in rows
         ],
     )
-    write_json("cpu_memory", {"environment": where, "cases": rows})
-    path = write_markdown("cpu_memory", "Peak memory of models on a CPU", where, table)
+    write_json(RESULTS / "cpu_memory.json", {"environment": where, "cases": rows})
+    write_markdown(RESULTS / "cpu_memory.md", "Peak memory of models on a CPU", where, table)
     console = Console()
     console.print(table)
-    console.print(f"written to {path.parent}")
+    console.print(f"written to {RESULTS}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,14 @@ import typer
 from inline_attention import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+app.add_typer(bench_app, name="bench")
+
+BenchmarkFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder for results; made if missing.")]
+BenchmarkDevice = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
+BenchmarkDtype = Annotated[
+    str | None, typer.Option("--dtype", help="bf16, fp16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -117,11 +125,85 @@ def predict(
     )
 
 
-def _parse_sizes(text: str) -> list[int]:
+@bench_app.command("attention")
+def bench_attention(
+    output: BenchmarkFolder = Path("out/bench"),
+    device: BenchmarkDevice = "auto",
+    dtype: BenchmarkDtype = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Values of N.", show_default="196,784,3136,16384,65536; on a CPU to 3136")
+    ] = None,
+    channels: Annotated[str | None, typer.Option(help="Values of C.", show_default="192,768; on a CPU 192")] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Values of D.", show_default="32,64; on a CPU 32")] = None,
+    elements: Annotated[
+        int | None,
+        typer.Option(min=1, help="B·N·C, from which the batch follows.", show_default="25 million; on a CPU 0.6"),
+    ] = None,
+    passes: Annotated[str, typer.Option(help="forward, forward+backward or both.")] = "forward,forward+backward",
+    compiled: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to time torch.compile, which takes a while: none, first (of the C and D) or all.",
+            show_default="first; on a CPU none",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few, small sizes.")] = False,
+) -> None:
+    """Time attention: softmax by PyTorch's kernels, and InLine by every backend that is here."""
+    sizes = {
+        "tokens": None if tokens is None else _parse_sizes(tokens, "--tokens"),
+        "channels": None if channels is None else _parse_sizes(channels, "--channels"),
+        "head_dims": None if head_dim is None else _parse_sizes(head_dim, "--head-dim"),
+    }
+    from inline_attention.cli.bench import run_bench_attention
+
+    run_bench_attention(
+        output, device=device, dtype=dtype, elements=elements, passes=_split(passes), compiled=compiled, quick=quick,
+        **sizes,
+    )  # fmt: skip
+
+
+@bench_app.command("models")
+def bench_models(
+    output: BenchmarkFolder = Path("out/bench"),
+    device: BenchmarkDevice = "auto",
+    dtype: BenchmarkDtype = None,
+    names: Annotated[str, typer.Option("--models", help="InLine models to time.")] = "inline_deit_tiny",
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="Sides of images in pixels.", show_default="224,512,1024,2048; on a CPU 224"),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", "-b", min=1, help="Images.", show_default="the pixels of 256 at 224²; on a CPU 4"),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="inference, training or both.")] = "inference",
+    rivals: Annotated[
+        str, typer.Option(help="timm (its softmax model), plain (InLine without kernels), softmax (our twin).")
+    ] = "timm,plain,softmax",
+    execution: Annotated[str, typer.Option(help="compiled, eager or both.")] = "compiled",
+    compile_mode: Annotated[str, typer.Option(help="Mode of torch.compile.")] = "default",
+    quick: Annotated[bool, typer.Option("--quick", help="224² only, measured briefly.")] = False,
+) -> None:
+    """Time whole models against their softmax rivals: images per second and peak memory."""
+    image_sizes = None if sizes is None else _parse_sizes(sizes)
+    from inline_attention.cli.bench import run_bench_models
+
+    run_bench_models(
+        output, device=device, dtype=dtype, names=_split(names), sizes=image_sizes, batch_size=batch_size,
+        modes=_split(mode), rivals=_split(rivals), executions=_split(execution), compile_mode=compile_mode, quick=quick,
+    )  # fmt: skip
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(
-            f"expected whole numbers ≥ 1 separated by commas, such as 64,256, got {text!r}", param_hint="--sizes"
+            f"expected whole numbers ≥ 1 separated by commas, such as 64,256, got {text!r}", param_hint=option
         )
     return sorted({int(part) for part in parts})
 

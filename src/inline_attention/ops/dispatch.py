@@ -8,21 +8,31 @@ from typing import NamedTuple
 import torch
 
 from inline_attention.ops import reference
-from inline_attention.ops.backends import eager
+from inline_attention.ops.backends import cuda, eager, triton
 from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.validation import unknown_name
 
 
+def _always(call: AttentionCall) -> bool:
+    del call
+    return True
+
+
 class Backend(NamedTuple):
-    """One implementation of the op."""
+    """One implementation of the op; `can_be_automatic` holds back from "auto" what is possible but never wanted."""
 
     name: str
     unsupported_reason: Callable[[AttentionCall], str | None]
     run: Callable[[AttentionCall], torch.Tensor]
+    can_be_automatic: Callable[[AttentionCall], bool] = _always
 
 
-# Fastest first. "auto" takes the first that can run the call; GPU kernels go above eager.
-AUTO_BACKENDS: tuple[Backend, ...] = (Backend("eager", eager.unsupported_reason, eager.run),)
+# Fastest first. "auto" takes the first that can run the call.
+AUTO_BACKENDS: tuple[Backend, ...] = (
+    Backend("cuda", cuda.unsupported_reason, cuda.run),
+    Backend("triton", triton.unsupported_reason, triton.run, triton.can_be_automatic),
+    Backend("eager", eager.unsupported_reason, eager.run),
+)
 # Reachable by name only: quadratic memory.
 NAMED_BACKENDS: tuple[Backend, ...] = (Backend("reference", reference.unsupported_reason, reference.run),)
 
@@ -37,7 +47,7 @@ def select(name: str, call: AttentionCall) -> Backend:
     """
     if name == "auto":
         for backend in AUTO_BACKENDS:
-            if backend.unsupported_reason(call) is None:
+            if backend.can_be_automatic(call) and backend.unsupported_reason(call) is None:
                 return backend
         raise AssertionError("the last automatic backend must accept every valid call")
     for backend in (*AUTO_BACKENDS, *NAMED_BACKENDS):

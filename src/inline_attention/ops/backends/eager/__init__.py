@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from inline_attention.ops.backends.eager import blocked, composed
+from inline_attention.ops import composed
+from inline_attention.ops.backends.eager import blocked
 from inline_attention.ops.call import AttentionCall
-from inline_attention.ops.feature_maps import apply_feature_map
 from inline_attention.ops.tracing import are_plain_eager_tensors
 
 # Beyond what activations add up to (ten million of a thousand each), far below where float32 gradients overflow.
@@ -77,13 +77,6 @@ def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tenso
 def _prepare(
     call: AttentionCall, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Mapped queries and keys, values, and local weights, in the compute dtype; padded keys and values are zero."""
-    q = apply_feature_map(call.feature_map, call.q, compute_dtype)
-    k = apply_feature_map(call.feature_map, call.k, compute_dtype)
-    v = call.v.to(compute_dtype)
-    if call.key_padding_mask is not None:
-        # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.
-        padded = ~call.key_padding_mask[:, :, None, None]
-        k, v = k.masked_fill(padded, 0), v.masked_fill(padded, 0)
-    local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
-    return q, k, v, local_weight
+    return composed.prepare(
+        call.q, call.k, call.v, call.key_padding_mask, call.local_weight, call.feature_map, compute_dtype
+    )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from inline_attention.ops.backends.eager import composed
+from inline_attention.ops import composed
 from inline_attention.ops.call import Normalization
 
 # Elements of one block. Smaller blocks starve the threads (PyTorch splits work in pieces of 32 Ki elements), larger
@@ -315,13 +315,13 @@ def _differentiable_backward(
     settings: Settings,
 ) -> list[torch.Tensor | None]:
     """Gradients of local_weight and of `tensors` as differentiable functions, for `create_graph=True`."""
-    # Views, so that a tensor passed twice (q is k) counts as two inputs.
-    tensors = [tensor.view_as(tensor) for tensor in tensors]
-    out = composed.attend_with_local_term(*_separate(tensors), mask, local_weight, *settings)
-    inputs = [local_weight, *tensors]
-    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
-    return [next(grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+
+    def attend(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        local_weight, *tensors = inputs
+        q, k, v = _separate(cast(Sequence[torch.Tensor], tensors))
+        return composed.attend_with_local_term(q, k, v, mask, local_weight, *settings)
+
+    return composed.differentiable_gradients(attend, [local_weight, *tensors], grad_out)
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,10 +16,33 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, Normalization
+from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    feature_map: str | FeatureMap,
+    compute_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Mapped queries and keys, values, and local weights, in the compute dtype; padded keys and values are zero."""
+    q = apply_feature_map(feature_map, q, compute_dtype)
+    k = apply_feature_map(feature_map, k, compute_dtype)
+    v = v.to(compute_dtype)
+    if key_padding_mask is not None:
+        # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.
+        padded = ~key_padding_mask[:, :, None, None]
+        k, v = k.masked_fill(padded, 0), v.masked_fill(padded, 0)
+    return q, k, v, None if local_weight is None else local_weight.to(compute_dtype)
 
 
 def attend_with_local_term(
@@ -110,3 +133,22 @@ def local_term(v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int
         for j in range(3):
             out = torch.addcmul(out, padded[:, i : i + height, j : j + width], local_weight[:, None, None, :, :, i, j])
     return out.flatten(1, 2)
+
+
+def differentiable_gradients(
+    attend: Callable[[Sequence[torch.Tensor | None]], torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    grad_out: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Gradients of `inputs` as differentiable functions, for a backward pass under `create_graph=True`.
+
+    Args:
+        attend: Computes the output by differentiable operations from (views of) `inputs`.
+        inputs: What the output depends on; None, or a tensor that requires no gradient, gets None.
+        grad_out: Gradient of the output.
+    """
+    # Views, so that a tensor passed twice (q is k) counts as two inputs.
+    views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    wanted = [view for view in views if view is not None and view.requires_grad]
+    grads = iter(torch.autograd.grad(attend(views), wanted, grad_out, create_graph=True))
+    return [next(grads) if view is not None and view.requires_grad else None for view in views]

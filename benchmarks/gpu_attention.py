@@ -1,0 +1,31 @@
+"""Attention on a GPU: every backend of InLine with its local residual against softmax, and the copy floor.
+
+    python benchmarks/gpu_attention.py [--output DIR]
+
+The cases of `inline bench attention` on a GPU: bf16, B·N·C ≈ 25 million, N = 196 … 65536, C = 192 and 768, head dim 32
+and 64, one 1024² image, and the host's overhead. Results: benchmarks/results/gpu_attention.{json,md,png}; the JSON
+grows as cases finish. About three minutes, of which one is compiling plain PyTorch for C = 192, head dim 32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from inline_attention.analysis.benchmark.attention import AttentionSettings, default_cases
+from inline_attention.cli.bench import report_attention, resolve_device
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS) -> None:
+    device = resolve_device("cuda")
+    settings = AttentionSettings(device, torch.bfloat16, default_cases(device))
+    report_attention(settings, output, "gpu_attention")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,54 @@
+"""Whole models on a GPU, compiled: images per second and peak memory against timm's softmax and plain PyTorch.
+
+    python benchmarks/gpu_models.py [--output DIR] [--processes 8]
+
+bf16 weights for inference, bf16 autocast for training, the pixels of 256 images of 224² per batch. Results:
+benchmarks/results/gpu_models.{json,md,png}; the JSON grows as cases finish. About four minutes, most of it compiling,
+which is done in several processes first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from inline_attention.analysis.benchmark.models import (
+    ModelCase,
+    ModelSettings,
+    constant_pixel_batch,
+    fill_compile_cache,
+)
+from inline_attention.cli.bench import report_models, resolve_device
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def cases_on(device: torch.device) -> tuple[ModelCase, ...]:
+    def batch(size: int) -> int:
+        return constant_pixel_batch(size, device)
+
+    return (
+        *(ModelCase("inline_deit_tiny", size, batch(size), rivals=("timm",)) for size in (224, 512, 1024, 2048)),
+        ModelCase("inline_swin_tiny", 224, batch(224), rivals=("timm",)),
+        ModelCase("inline_pvt_small", 224, batch(224), rivals=("plain",)),
+        ModelCase("inline_cswin_tiny", 224, batch(224), rivals=("plain",)),
+        *(ModelCase("inline_deit_tiny", size, batch(size), "training", rivals=("timm",)) for size in (224, 1024)),
+    )
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+    processes: Annotated[int, typer.Option(min=0, help="That compile at once; 0 to compile in turn.")] = 8,
+) -> None:
+    device = resolve_device("cuda")
+    settings = ModelSettings(device, torch.bfloat16, cases_on(device))
+    if processes:
+        fill_compile_cache(settings, processes, on_progress=lambda line: print(line, flush=True))
+    report_models(settings, output, "gpu_models")
+
+
+if __name__ == "__main__":
+    typer.run(main)

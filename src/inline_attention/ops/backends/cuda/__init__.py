@@ -1,0 +1,92 @@
+"""InLine attention in CUDA C++, for what vision models ask: half precision, head dims 32 and 64, on tensor cores.
+
+`kernels.cu` is the device code, `compiler` builds it with NVRTC at first use, `launch` cuts the work into blocks. What
+this backend does not take, or where NVRTC is missing, goes to the next one in the table.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from inline_attention.ops import fused_op
+from inline_attention.ops.backends.cuda import compiler, launch
+from inline_attention.ops.call import AttentionCall
+
+HEAD_DIMS = (32, 64)
+DTYPES = (torch.bfloat16, torch.float16)
+# mma with bfloat16 and asynchronous copies.
+SMALLEST_CAPABILITY = (8, 0)
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why this backend cannot run the call, or None."""
+    q = call.q
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        return f"needs an NVIDIA GPU, got {q.device.type if torch.version.hip is None else 'ROCm'}"
+    if q.dtype not in DTYPES:
+        return f"takes bfloat16 and float16, got {q.dtype}"
+    head_dim = q.shape[3]
+    if head_dim not in HEAD_DIMS or call.v.shape[3] != head_dim:
+        return f"takes head dims D = Dv of 32 and 64, got D = {head_dim}, Dv = {call.v.shape[3]}"
+    if call.feature_map != "identity" or call.normalization != "subtract":
+        return (
+            "takes feature_map='identity' and normalization='subtract', "
+            f"got {call.feature_map!r} and {call.normalization!r}"
+        )
+    if call.key_padding_mask is not None:
+        return "takes no key_padding_mask"
+    for name, tensor in (("q", q), ("k", call.k), ("v", call.v)):
+        if not _is_readable(tensor):
+            return f"needs the heads of a token side by side in memory, in multiples of 16 bytes; those of {name} are not"
+    return fused_op.transform_reason() or _build_reason(q.device.index, q.dtype, head_dim)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether chunks of sixteen bytes can be read where they lie."""
+    batch, token, head, channel = tensor.stride()
+    chunk = launch.CHUNK
+    return (
+        channel == 1
+        and head == tensor.shape[3]
+        and token % chunk == 0
+        and batch % chunk == 0
+        and tensor.storage_offset() % chunk == 0
+    )
+
+
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    return _cached_build_reason(device_index, dtype, head_dim)
+
+
+@functools.cache
+def _cached_build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Build the kernels, once per process, device and kind; say why where that fails."""
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < SMALLEST_CAPABILITY:
+        return f"needs compute capability {SMALLEST_CAPABILITY} or more, got {capability}"
+    try:
+        launch.load_kernels(device_index, dtype, head_dim)
+    except compiler.CompilerUnavailableError as error:
+        return str(error)
+    return None
+
+
+def _forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if torch.cuda.current_device() == q.device.index:
+        return launch.forward(q, *arguments)
+    with torch.cuda.device(q.device):
+        return launch.forward(q, *arguments)
+
+
+def _backward(grad_out: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
+    if torch.cuda.current_device() == grad_out.device.index:
+        return launch.backward(grad_out, *arguments)
+    with torch.cuda.device(grad_out.device):
+        return launch.backward(grad_out, *arguments)
+
+
+run = fused_op.register("cuda", _forward, _backward, largest_head_dim=max(HEAD_DIMS))

@@ -1,0 +1,181 @@
+"""CUDA C++ without a compiler on the user's machine: NVRTC, which comes with PyTorch, builds the kernels at first use.
+
+Binaries are kept in the user's cache folder, under a name that covers the source, the options and NVRTC's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("kernels.cu")
+# Members of the driver's CUfunction_attribute.
+_SHARED_SIZE_BYTES = 1
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+class CompilerUnavailableError(RuntimeError):
+    """NVRTC or the driver cannot be loaded, or refuses the source; the message says which and why."""
+
+
+class Kernel:
+    """A compiled `__global__` function whose only parameter is a struct."""
+
+    def __init__(self, function: ctypes.c_void_p, threads: int) -> None:
+        self._function = function
+        self._threads = threads
+
+    def launch(self, grid: tuple[int, int], shared_bytes: int, stream: int, parameters: bytes) -> None:
+        """Launch on `stream` with `parameters` laid out as the kernel's struct."""
+        buffer = ctypes.create_string_buffer(parameters, len(parameters))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        result = _driver().cuLaunchKernel(
+            self._function, grid[0], grid[1], 1, self._threads, 1, 1, shared_bytes, stream, pointers, None
+        )
+        if result != 0:
+            raise RuntimeError(f"a CUDA kernel of inline_attention could not be launched: driver error {result}")
+
+
+def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, int]) -> dict[str, Kernel]:
+    """Compile the kernels for a device and load them.
+
+    Args:
+        device_index: CUDA device.
+        defines: Preprocessor constants.
+        kernels: Name → threads per block.
+
+    Raises:
+        CompilerUnavailableError: With the compiler's or driver's own words.
+    """
+    properties = torch.cuda.get_device_properties(device_index)
+    binary = compile_binary(f"sm_{properties.major}{properties.minor}", defines)
+    shared_bytes: int = properties.shared_memory_per_block_optin  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
+    driver = _driver()
+    module = ctypes.c_void_p()
+    loaded: dict[str, Kernel] = {}
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().synchronize()  # makes the device's primary context current
+        _check(driver.cuModuleLoadData(ctypes.byref(module), binary), "load the compiled kernels")
+        for name, threads in kernels.items():
+            function = ctypes.c_void_p()
+            _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find kernel {name}")
+            static_bytes = ctypes.c_int()
+            driver.cuFuncGetAttribute(ctypes.byref(static_bytes), _SHARED_SIZE_BYTES, function)
+            _check(
+                driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes - static_bytes.value),
+                f"reserve shared memory for {name}",
+            )
+            loaded[name] = Kernel(function, threads)
+    return loaded
+
+
+def compile_binary(architecture: str, defines: Mapping[str, int]) -> bytes:
+    """The kernels as a binary for `architecture` ("sm_90"), from the cache or fresh. Needs no GPU."""
+    nvrtc = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(b"\0".join([source, *map(str.encode, options), f"{major.value}.{minor.value}".encode()]))
+    cached = _cache_folder() / f"{key.hexdigest()[:32]}.cubin"
+    try:
+        return cached.read_bytes()
+    except OSError:
+        pass
+    binary = _compile(nvrtc, source, options)
+    _store(cached, binary)
+    return binary
+
+
+def _compile(nvrtc: Any, source: bytes, options: list[str]) -> bytes:
+    program = ctypes.c_void_p()
+    _check_nvrtc(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None))
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), arguments) != 0:
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompilerUnavailableError(
+                f"NVRTC refused kernels.cu with {' '.join(options)}: {log.value.decode(errors='replace').strip()}"
+            )
+        size = ctypes.c_size_t()
+        _check_nvrtc(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        binary = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc, nvrtc.nvrtcGetCUBIN(program, binary))
+        return binary.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _store(path: Path, binary: bytes) -> None:
+    """Keep the binary for the next process; a cache that cannot be written is no cache, not an error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
+            temporary.write(binary)
+        os.replace(temporary.name, path)
+    except OSError:
+        pass
+
+
+def _cache_folder() -> Path:
+    chosen = os.environ.get("INLINE_ATTENTION_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inline_attention"
+
+
+@cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError as error:
+        raise CompilerUnavailableError(f"the CUDA driver cannot be loaded: {error}") from error
+    driver.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    driver.cuModuleGetFunction.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
+    driver.cuFuncGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    driver.cuFuncSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    return driver
+
+
+@cache
+def _nvrtc() -> Any:
+    """NVRTC as PyTorch's own packages install it, or as the system has it."""
+    version = torch.version.cuda
+    if version is None:
+        raise CompilerUnavailableError("this PyTorch is built without CUDA")
+    major = version.split(".")[0]
+    name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
+    site_packages = Path(torch.__file__).parent.parent
+    candidates = [name, *map(str, sorted(site_packages.glob(f"nvidia/*/lib/{name}")))]
+    candidates += map(str, sorted(site_packages.glob(f"nvidia/*/bin/**/{name}")))
+    for candidate in candidates:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise CompilerUnavailableError(f"{name}, CUDA's run-time compiler, was found neither with PyTorch nor on the system")
+
+
+def _check(result: int, attempt: str) -> None:
+    if result != 0:
+        raise CompilerUnavailableError(f"the CUDA driver could not {attempt}: error {result}")
+
+
+def _check_nvrtc(nvrtc: Any, result: int) -> None:
+    if result != 0:
+        nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise CompilerUnavailableError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(result).decode()}")

@@ -1,0 +1,1068 @@
+// InLine attention for NVIDIA tensor cores, in four passes: accumulate, merge, output; and back.
+//
+// Compiled at run time by NVRTC for one head dim and one half type (HEAD_DIM, IS_BF16); no headers, no dependencies.
+// docs/kernels.md has the algorithm, what is read and written, and what was measured. The parameters of each kernel
+// are one struct passed by value; launch.py packs them, field by field, in the same order.
+//
+// Three ideas carry everything here:
+//
+// 1. The 3×3 term is a product with nine diagonal matrices, so it runs on the tensor cores, into the accumulators of
+//    the matrix product: no conversion of the values, no other register layout. Products of half numbers are exact.
+// 2. A float32 matrix times a half tensor is done in parts: the matrix is split into three bfloat16 (or two scaled
+//    float16) matrices that add up to it to the last bit that matters.
+// 3. What a step reads was sent for several steps before, straight into shared memory: registers hold the constant
+//    matrices, not loads in flight.
+//
+// Words: a *slab* is the 32 channels one warp works on; a *unit* the 64 channels (128 bytes of a row) of one block;
+// a *chunk* eight channels, sixteen bytes. g and c are a lane's row and column in a fragment: lane = 4 g + c.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int SLAB = 32;
+constexpr int UNIT = 64;
+constexpr int HEADS_PER_UNIT = UNIT / HEAD_DIM;
+constexpr int CHUNK = 8;
+constexpr int HALVES = HEAD_DIM / SLAB;            // slabs of one head
+constexpr int INNER = HEAD_DIM / 16;               // matrix instructions along a head
+constexpr int PARTS = IS_BF16 ? 3 : 2;             // half matrices that make up a float32 one
+constexpr int PITCH = SLAB * 2 + 16;               // bytes from token to token: eight tokens' chunks in different banks
+constexpr u32 ONE = IS_BF16 ? 0x3f80u : 0x3c00u;
+constexpr u32 ONES = ONE << 16 | ONE;
+
+#define PACKED_OTHERWISE "launch.py packs another struct"
+static_assert(HEAD_DIM == 32 || HEAD_DIM == 64, "fragments are laid out for head dims 32 and 64");
+
+// ---------------------------------------------------------------------------------------------- instructions
+
+__device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if IS_BF16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+#if IS_BF16
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+
+__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+  return r;
+}
+
+__device__ __forceinline__ void store_global(u16* address, const uint4& value) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+
+// Sixteen bytes from global to shared memory, or sixteen zero bytes; then nothing is read.
+__device__ __forceinline__ void copy_async(u32 target, const u16* source, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(target), "l"(source), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 r;
+#if IS_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}
+
+__device__ __forceinline__ float low_half(u32 pair) {
+#if IS_BF16
+  return __uint_as_float(pair << 16);
+#else
+  float r;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(r) : "r"(pair));
+  return r;
+#endif
+}
+__device__ __forceinline__ float high_half(u32 pair) {
+#if IS_BF16
+  return __uint_as_float(pair & 0xffff0000u);
+#else
+  float r;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(pair));
+  return r;
+#endif
+}
+
+__device__ __forceinline__ void unpack(float (&values)[8], const uint4& chunk, bool inside) {
+  const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = inside ? low_half(pairs[i]) : 0.0f;
+    values[2 * i + 1] = inside ? high_half(pairs[i]) : 0.0f;
+  }
+}
+
+// pair - reference, as a fused multiply-add: a plain bfloat16 subtraction needs sm_90.
+__device__ __forceinline__ u32 plus(u32 pair, u32 negative_reference) {
+  u32 r;
+#if IS_BF16
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(ONES), "r"(negative_reference));
+#else
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(ONES), "r"(negative_reference));
+#endif
+  return r;
+}
+
+// ---------------------------------------------------------------------------------------------- fragments
+
+// For copies of eight tokens' chunks a lane takes chunk c of token `row`, not g: tokens four apart lie in different banks.
+struct Lane {
+  int id, g, c, row;
+  __device__ __forceinline__ Lane() : id(threadIdx.x & 31), g(id >> 2), c(id & 3), row((g >> 1) + 4 * (g & 1)) {}
+};
+
+// A float32 matrix [HEAD_DIM, 32] as right operand, in parts.
+struct RightOperand {
+  u32 fragments[PARTS][INNER][4][2];  // part, step of the inner dimension, column tile, register
+  float unscale;                      // float16 only: the power of two taken out before splitting
+
+  // values[s][j][i]: element (inner = 16 s + 8 (i / 2) + 2 c + i % 2, column = 8 j + g) of this thread.
+  __device__ __forceinline__ void split(float (&values)[INNER][4][4]) {
+    unscale = 1.0f;
+    if (!IS_BF16) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < INNER * 16; ++i) largest = fmaxf(largest, fabsf(values[i / 16][i / 4 % 4][i % 4]));
+#pragma unroll
+      for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      u32 exponent = __float_as_uint(largest) & 0x7f800000u;
+      exponent = min(max(exponent, 0x00800000u), 0x7e000000u);
+      unscale = __uint_as_float(exponent);
+      const float scale = __uint_as_float(0x7f000000u - exponent);
+#pragma unroll
+      for (int i = 0; i < INNER * 16; ++i) values[i / 16][i / 4 % 4][i % 4] *= scale;
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int s = 0; s < INNER; ++s)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const u32 pair = pack(values[s][j][2 * r], values[s][j][2 * r + 1]);
+            values[s][j][2 * r] -= low_half(pair);
+            values[s][j][2 * r + 1] -= high_half(pair);
+            fragments[part][s][j][r] = pair;
+          }
+  }
+
+  // matrix[inner][first_column + column], in rows of HEAD_DIM.
+  __device__ __forceinline__ void load(const float* matrix, int first_column, const Lane& lane) {
+    const float* corner = matrix + 2 * lane.c * HEAD_DIM + first_column + lane.g;
+    float values[INNER][4][4];
+#pragma unroll
+    for (int s = 0; s < INNER; ++s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[s][j][i] = corner[(16 * s + 8 * (i >> 1) + (i & 1)) * HEAD_DIM + 8 * j];
+    split(values);
+  }
+
+  // The transpose: element (inner, column) is matrix[first_column + column][inner].
+  __device__ __forceinline__ void load_transpose(const float* matrix, int first_column, const Lane& lane) {
+    const float* corner = matrix + (first_column + lane.g) * HEAD_DIM + 2 * lane.c;
+    float values[INNER][4][4];
+#pragma unroll
+    for (int s = 0; s < INNER; ++s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float2 pair = *(const float2*)(corner + 8 * j * HEAD_DIM + 16 * s + 8 * r);
+          values[s][j][2 * r] = pair.x;
+          values[s][j][2 * r + 1] = pair.y;
+        }
+    split(values);
+  }
+};
+
+// Sixteen tokens of a head as left operand.
+struct LeftOperand { u32 fragments[INNER][4]; };
+
+// Sixteen tokens by 32 channels: thread (g, c) holds channels 8 j + 2 c + {0, 1} of token g, then of token g + 8.
+struct Tile {
+  float of[4][4];
+
+  __device__ __forceinline__ void product(const LeftOperand& left, const RightOperand& right, const float (&bias)[8]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[j][i] = 0.0f;
+    // Column tiles innermost: consecutive instructions then do not wait for each other's sums.
+#pragma unroll
+    for (int part = PARTS - 1; part >= 0; --part)
+#pragma unroll
+      for (int s = 0; s < INNER; ++s)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const u32 (&a)[4] = left.fragments[s], (&b)[2] = right.fragments[part][s][j];
+          mma16(of[j], a[0], a[1], a[2], a[3], b[0], b[1]);
+        }
+    // The bias last: where it cancels the product, as with a single key, nothing is left.
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[j][i] = IS_BF16 ? of[j][i] + bias[2 * j + (i & 1)] : fmaf(of[j][i], right.unscale, bias[2 * j + (i & 1)]);
+  }
+
+  // Through the warp's own shared memory, 16 · PITCH bytes, so that every thread stores a chunk.
+  // `first` and `second`: chunk c of tokens `row` and `row` + 8.
+  __device__ __forceinline__ void store(u32 staging, u16* first, u16* second, bool first_inside, bool second_inside, const Lane& lane) const {
+    const u32 mine = staging + lane.g * PITCH + lane.c * 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      store_shared(mine + j * 16, pack(of[j][0], of[j][1]));
+      store_shared(mine + j * 16 + 8 * PITCH, pack(of[j][2], of[j][3]));
+    }
+    __syncwarp();
+    const u32 chunk = staging + lane.row * PITCH + lane.c * 16;
+    const uint4 upper = load_shared(chunk), lower = load_shared(chunk + 8 * PITCH);
+    if (first_inside) store_global(first, upper);
+    if (second_inside) store_global(second, lower);
+  }
+};
+
+// Values that every row of a tile starts from: channels 8 j + 2 c + {0, 1} of a slab.
+__device__ __forceinline__ void load_bias(float (&bias)[8], const float* slab, const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) bias[i] = slab[8 * (i >> 1) + 2 * lane.c + (i & 1)];
+}
+
+// ---------------------------------------------------------------------------------------------- accumulate
+
+// Sum over tokens of left^T right, per head. Forward: keys and values, which gives their means and covariance.
+// Backward: queries and output gradients, which gives the covariance's gradient, while the queries' own gradient
+// is written on the way.
+struct AccumulateParams {
+  const u16* left; i64 left_batch, left_token;
+  const u16* right; i64 right_batch, right_token;
+  float* product;          // [B, H, splits, HEAD_DIM, HEAD_DIM]; forward: centred
+  float* left_mean;        // [B, H, splits, HEAD_DIM]; forward only
+  float* right_mean;       // [B, H, splits, HEAD_DIM]; backward: the sum
+  const float* covariance; // backward only
+  u16* grad_left; i64 grad_batch, grad_token;
+  float product_factor, right_factor;
+  int tokens, tokens_per_split, splits, channels, units;
+};
+static_assert(sizeof(AccumulateParams) == ACCUMULATE_BYTES, PACKED_OTHERWISE);
+
+constexpr int STAGES = 3;
+constexpr int STAGE_TOKENS = 64;
+constexpr int ACCUMULATE_WARPS = 4;
+constexpr int TENSOR_BYTES = STAGE_TOKENS * UNIT * 2;
+constexpr int STAGE_BYTES = 2 * TENSOR_BYTES;
+
+// Rows of 128 bytes whose sixteen-byte chunks are permuted, so that eight rows' equal chunks lie in different banks.
+__device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * (UNIT * 2) + ((chunk ^ (row & 7)) << 4); }
+
+__device__ __forceinline__ void load_stage(const AccumulateParams& p, const u16* left, const u16* right, u32 stage, int first_token, int end, int channels_left) {
+#pragma unroll
+  for (int i = 0; i < STAGE_TOKENS / (ACCUMULATE_WARPS * 4); ++i) {
+    int row = (threadIdx.x >> 3) + i * (ACCUMULATE_WARPS * 4), chunk = threadIdx.x & 7, token = first_token + row;
+    bool inside = token < end && chunk * CHUNK < channels_left;
+    i64 at = inside ? token : 0;
+    int channel = inside ? chunk * CHUNK : 0;
+    copy_async(stage + swizzled(row, chunk), left + at * p.left_token + channel, inside);
+    copy_async(stage + TENSOR_BYTES + swizzled(row, chunk), right + at * p.right_token + channel, inside);
+  }
+}
+
+// The reference that keys and values are measured from, negated: a channel whose first tokens lie within a factor of
+// two of each other is dominated by its mean, and subtracting its first value is then exact in the half type itself.
+// Any other channel needs no help: products are exact, and its mean cancels nothing.
+__device__ __forceinline__ u16 negative_reference(const u16* column, i64 stride, int tokens) {
+  float smallest = 3.4e38f, largest = -3.4e38f;
+  u32 first = column[0];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float value = low_half(column[(i64)(i < tokens ? i : 0) * stride]);
+    smallest = fminf(smallest, value);
+    largest = fmaxf(largest, value);
+  }
+  bool dominated = (smallest > 0.0f && largest <= 2.0f * smallest) || (largest < 0.0f && smallest >= 2.0f * largest);
+  return dominated ? (u16)(first ^ 0x8000u) : (u16)0;
+}
+
+// Where a block's sums go: the first of its heads' slots, and how far apart they are.
+struct Sums {
+  float* product; float* left_mean; float* right_mean;
+  i64 first_slot; int slot_stride;
+};
+
+template <bool BACKWARD> __device__ __forceinline__ void accumulate(const AccumulateParams& p, int unit, int split, int batch, const Sums& results) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ u16 references[2][UNIT];
+  constexpr int ROW_TILES = HEAD_DIM / 16;
+  const Lane lane;
+  const int warp = threadIdx.x >> 5, slab = warp & 1, group = warp >> 1;
+  const int start = split * p.tokens_per_split;
+  const int end = min(start + p.tokens_per_split, p.tokens), count = end - start;
+  const int channels_left = p.channels - unit * UNIT;
+  const int heads = p.channels / HEAD_DIM, head = unit * HEADS_PER_UNIT + (HEADS_PER_UNIT > 1 ? slab : 0);
+  const int column = HALVES > 1 ? slab * SLAB : 0;  // where the slab starts within its head
+  const bool active = slab * SLAB < channels_left;
+  const u16* left = p.left + batch * p.left_batch + unit * UNIT;
+  const u16* right = p.right + batch * p.right_batch + unit * UNIT;
+  const u32 ring = shared_address(memory);
+
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s) {
+    load_stage(p, left, right, ring + s * STAGE_BYTES, start + s * STAGE_TOKENS, end, channels_left);
+    commit_copies();
+  }
+
+  u32 left_reference[ROW_TILES][2], right_reference[4];
+  RightOperand covariance;
+  const float zeros[8] = {};
+  if (BACKWARD) {
+    if (active) covariance.load_transpose(p.covariance + ((i64)batch * heads + head) * (HEAD_DIM * HEAD_DIM), column, lane);
+  } else {
+    int channel = threadIdx.x % UNIT, tensor = threadIdx.x / UNIT;
+    u16 reference = 0;
+    if (channel < channels_left)
+      reference = tensor == 0 ? negative_reference(left + start * p.left_token + channel, p.left_token, count)
+                              : negative_reference(right + start * p.right_token + channel, p.right_token, count);
+    references[tensor][channel] = reference;
+    __syncthreads();
+    const int first_row = HALVES > 1 ? 0 : slab * SLAB;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) left_reference[m][i] = references[0][first_row + 16 * m + 8 * i + lane.g] * 0x10001u;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) right_reference[j] = references[1][slab * SLAB + 8 * j + lane.g] * 0x10001u;
+  }
+
+  float sums[ROW_TILES][4][4] = {}, left_sums[ROW_TILES][4] = {}, right_sums[4][4] = {};
+  const int stages = (count + STAGE_TOKENS - 1) / STAGE_TOKENS;
+  for (int s = 0; s < stages; ++s) {
+    wait_copies<STAGES - 2>();
+    __syncthreads();
+    const int next = s + STAGES - 1;
+    if (next < stages) load_stage(p, left, right, ring + next % STAGES * STAGE_BYTES, start + next * STAGE_TOKENS, end, channels_left);
+    commit_copies();
+    const u32 left_tile = ring + s % STAGES * STAGE_BYTES, right_tile = left_tile + TENSOR_BYTES;
+#pragma unroll
+    for (int step = 0; step < STAGE_TOKENS / 16 / (ACCUMULATE_WARPS / 2); ++step) {
+      const int row = 16 * (step * (ACCUMULATE_WARPS / 2) + group), valid = count - s * STAGE_TOKENS - row;
+      if (valid <= 0 || !active) continue;
+      u32 ones[2] = {ONES, ONES}, real[2] = {~0u, ~0u};
+      if (valid < 16) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          int token = 2 * lane.c + 8 * i;
+          real[i] = (token < valid ? 0xffffu : 0u) | (token + 1 < valid ? 0xffff0000u : 0u);
+          ones[i] &= real[i];
+        }
+      }
+      u32 b[2][4];
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        load_transposed(b[pair], right_tile + swizzled(row + (lane.id >> 3 & 1) * 8 + (lane.id & 7), slab * 4 + 2 * pair + (lane.id >> 4)));
+        if (!BACKWARD)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) b[pair][i] = plus(b[pair][i], right_reference[2 * pair + (i >> 1)]);
+      }
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) {
+        u32 a[4];
+        load_transposed(a, left_tile + swizzled(row + (lane.id >> 4) * 8 + (lane.id & 7), (HALVES > 1 ? 0 : slab * 4) + 2 * m + (lane.id >> 3 & 1)));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!BACKWARD) a[i] = plus(a[i], left_reference[m][i & 1]);
+          a[i] &= real[i >> 1];
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mma16(sums[m][j], a[0], a[1], a[2], a[3], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
+        if (!BACKWARD) mma16(left_sums[m], a[0], a[1], a[2], a[3], ONES, ONES);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) mma16(right_sums[j], ones[0], ones[0], ones[1], ones[1], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
+      if (BACKWARD) {
+        LeftOperand grad;
+#pragma unroll
+        for (int i = 0; i < INNER; ++i)
+          load_matrices(grad.fragments[i], right_tile + swizzled(row + (lane.id & 15), (HALVES > 1 ? 0 : 4 * slab) + 2 * i + (lane.id >> 4)));
+        Tile tile;
+        tile.product(grad, covariance, zeros);
+        u16* target = p.grad_left + batch * p.grad_batch + (start + s * STAGE_TOKENS + row + lane.row) * p.grad_token + unit * UNIT + slab * SLAB + CHUNK * lane.c;
+        __syncwarp();  // the chunks of the step before have been read
+        tile.store(ring + STAGES * STAGE_BYTES + warp * (16 * PITCH), target, target + 8 * p.grad_token, lane.row < valid, lane.row + 8 < valid, lane);
+      }
+    }
+  }
+
+  // The groups of warps took turns with the tokens; their sums meet in shared memory.
+  constexpr int SUMS = ROW_TILES * 16 + ROW_TILES * 4 + 16;
+  float* exchange = (float*)memory + slab * SUMS * 32 + lane.id;
+  wait_copies<0>();
+  __syncthreads();
+#pragma unroll
+  for (int from = ACCUMULATE_WARPS / 2 - 1; from > 0; --from) {
+    if (group == from) {
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) exchange[(m * 16 + j * 4 + i) * 32] = sums[m][j][i];
+          exchange[(ROW_TILES * 16 + m * 4 + i) * 32] = left_sums[m][i];
+        }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) exchange[(ROW_TILES * 20 + j * 4 + i) * 32] = right_sums[j][i];
+    }
+    __syncthreads();
+    if (group == 0) {
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sums[m][j][i] += exchange[(m * 16 + j * 4 + i) * 32];
+          left_sums[m][i] += exchange[(ROW_TILES * 16 + m * 4 + i) * 32];
+        }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) right_sums[j][i] += exchange[(ROW_TILES * 20 + j * 4 + i) * 32];
+    }
+    __syncthreads();
+  }
+  if (group != 0 || !active) return;
+
+  const i64 slot = results.first_slot + (HEADS_PER_UNIT > 1 ? slab : 0) * results.slot_stride;
+  const float inverse_count = 1.0f / count;
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * m + 8 * half + lane.g;
+      const float left_sum = left_sums[m][2 * half];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 value;
+        value.x = sums[m][j][2 * half];
+        value.y = sums[m][j][2 * half + 1];
+        if (!BACKWARD) {
+          value.x = fmaf(-left_sum * inverse_count, right_sums[j][0], value.x);
+          value.y = fmaf(-left_sum * inverse_count, right_sums[j][1], value.y);
+        }
+        value.x *= p.product_factor;
+        value.y *= p.product_factor;
+        *(float2*)(results.product + (slot * HEAD_DIM + row) * HEAD_DIM + column + 8 * j + 2 * lane.c) = value;
+      }
+      if (!BACKWARD && lane.c == 0 && (HALVES == 1 || slab == 0))
+        results.left_mean[slot * HEAD_DIM + row] = fmaf(left_sum, inverse_count, -low_half(left_reference[m][half]));
+    }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (BACKWARD) {
+      if (lane.g == 0) {
+        results.right_mean[slot * HEAD_DIM + column + 8 * j + 2 * lane.c] = right_sums[j][0] * p.right_factor;
+        results.right_mean[slot * HEAD_DIM + column + 8 * j + 2 * lane.c + 1] = right_sums[j][1] * p.right_factor;
+      }
+    } else if (lane.c == lane.g >> 1) {
+      // Column g of the tile; its sum lies with the thread whose c is g / 2, its reference with the one whose g is g.
+      results.right_mean[slot * HEAD_DIM + column + 8 * j + lane.g] =
+          fmaf(lane.g & 1 ? right_sums[j][1] : right_sums[j][0], inverse_count, -low_half(right_reference[j]));
+    }
+}
+
+template <bool BACKWARD> __device__ __forceinline__ void accumulate_part(const AccumulateParams& p) {
+  int block = blockIdx.x;
+  const int unit = block % p.units; block /= p.units;
+  const int split = block % p.splits, batch = block / p.splits;
+  const i64 first_head = (i64)batch * (p.channels / HEAD_DIM) + unit * HEADS_PER_UNIT;
+  accumulate<BACKWARD>(p, unit, split, batch, {p.product, p.left_mean, p.right_mean, first_head * p.splits + split, p.splits});
+}
+
+extern "C" __global__ void __launch_bounds__(ACCUMULATE_WARPS * 32) inline_accumulate(const __grid_constant__ AccumulateParams p) { accumulate_part<false>(p); }
+extern "C" __global__ void __launch_bounds__(ACCUMULATE_WARPS * 32) inline_accumulate_backward(const __grid_constant__ AccumulateParams p) { accumulate_part<true>(p); }
+
+// ---------------------------------------------------------------------------------------------- merge
+
+struct MergeParams {
+  const float* product; const float* left_mean; const float* right_mean;
+  float* merged_product; float* merged_left; float* merged_right;
+  float product_factor, right_factor;
+  int splits, tokens, tokens_per_split;
+};
+static_assert(sizeof(MergeParams) == MERGE_BYTES, PACKED_OTHERWISE);
+
+constexpr int MERGE_THREADS = 256;
+
+// blockIdx.x = head, blockIdx.y = some elements of its matrix; SHARES threads share the splits of an element.
+template <bool CENTRED, int MERGE_SHARES> __device__ __forceinline__ void merge(const MergeParams& p) {
+  constexpr int MERGE_ELEMENTS = MERGE_THREADS / MERGE_SHARES;
+  __shared__ float shares[4][MERGE_SHARES][MERGE_ELEMENTS];
+  const int share = threadIdx.x / MERGE_ELEMENTS, element = blockIdx.y * MERGE_ELEMENTS + threadIdx.x % MERGE_ELEMENTS;
+  const int row = element / HEAD_DIM, column = element % HEAD_DIM;
+  const i64 first_slot = (i64)blockIdx.x * p.splits;
+  const float* product = p.product + first_slot * (HEAD_DIM * HEAD_DIM) + element;
+  const float* left = p.left_mean + first_slot * HEAD_DIM + row;
+  const float* right = p.right_mean + first_slot * HEAD_DIM + column;
+  // Means count relative to the first split's: what is added up is then small, however large the mean.
+  const float left_first = CENTRED ? left[0] : 0.0f, right_first = CENTRED ? right[0] : 0.0f;
+  float sums[4] = {};  // of products, of left means, of right means, of the means' products
+#pragma unroll 8
+  for (int s = share; s < p.splits; s += MERGE_SHARES) {
+    sums[0] += product[(i64)s * (HEAD_DIM * HEAD_DIM)];
+    const float count = CENTRED ? min(p.tokens_per_split, p.tokens - s * p.tokens_per_split) : 1.0f;
+    const float right_part = count * (right[s * HEAD_DIM] - right_first);
+    sums[2] += right_part;
+    if (CENTRED) {
+      const float left_part = left[s * HEAD_DIM] - left_first;
+      sums[1] = fmaf(count, left_part, sums[1]);
+      sums[3] = fmaf(left_part, right_part, sums[3]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) shares[i][share][threadIdx.x % MERGE_ELEMENTS] = sums[i];
+  __syncthreads();
+  if (share != 0) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int from = 1; from < MERGE_SHARES; ++from) sums[i] += shares[i][from][threadIdx.x];
+  const float inverse_count = 1.0f / p.tokens;
+  float total = sums[0];
+  if (CENTRED) {
+    total += fmaf(-sums[1] * inverse_count, sums[2], sums[3]);
+    if (column == 0) p.merged_left[blockIdx.x * HEAD_DIM + row] = fmaf(sums[1], inverse_count, left_first);
+  }
+  if (row == 0) p.merged_right[blockIdx.x * HEAD_DIM + column] = CENTRED ? fmaf(sums[2], inverse_count, right_first) : sums[2] * p.right_factor;
+  p.merged_product[(i64)blockIdx.x * (HEAD_DIM * HEAD_DIM) + element] = total * p.product_factor;
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge(const __grid_constant__ MergeParams p) { merge<true, 1>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_backward(const __grid_constant__ MergeParams p) { merge<false, 1>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many(const __grid_constant__ MergeParams p) { merge<true, 4>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many_backward(const __grid_constant__ MergeParams p) { merge<false, 4>(p); }
+
+// ---------------------------------------------------------------------------------------------- tiles of the grid
+
+// Which tokens a block works on: a rectangle of the grid, two strips wide, and a run of tokens beside the grid.
+struct Layout {
+  int tokens, channels, units, batches;
+  int prefix, height, width;           // the grid follows `prefix` tokens; height 0 without a local term
+  int tile_height, tiles_across, tiles;
+  int run;                             // tokens of a tile when there is no grid
+  int roles;                           // kinds of blocks for the same tile
+};
+
+constexpr int STRIP = 8;               // columns of one warp
+constexpr int GROUPS = 2;              // strips of one block
+
+struct Place {
+  int role, unit, tile, batch;
+  int top, rows, left;                 // of the rectangle
+  int run_start, run_end;              // tokens outside the grid
+
+  // Later samples first: the pass before this one left the last ones in the cache.
+  __device__ __forceinline__ Place(const Layout& l) {
+    int block = blockIdx.x;
+    role = block % l.roles; block /= l.roles;
+    unit = block % l.units; block /= l.units;
+    tile = block % l.tiles;
+    batch = l.batches - 1 - block / l.tiles;
+    if (l.height > 0) {
+      top = tile / l.tiles_across * l.tile_height;
+      left = tile % l.tiles_across * (GROUPS * STRIP);
+      rows = min(l.tile_height, l.height - top);
+      run_start = 0;
+      run_end = tile == 0 ? l.prefix : 0;
+    } else {
+      top = rows = left = 0;
+      run_start = tile * l.run;
+      run_end = min(run_start + l.run, l.tokens);
+    }
+  }
+};
+
+// A warp's way down a strip of eight columns, two rows a step. On the way come, several steps ahead, two more rows of
+// the tensor whose neighbourhoods are read (ten columns, zero outside the grid) and the step's own rows of another
+// tensor. Both land in rings of four in the warp's own shared memory: nothing here waits for other warps.
+template <bool NEIGHBOURS, int SLABS> struct Strip {
+  static constexpr int SLOTS = 4, AHEAD = 2;
+  static constexpr int ROW = (STRIP + 2) * PITCH, PAIR = 2 * ROW, OWN = 16 * PITCH;
+  static constexpr int BYTES = SLOTS * ((NEIGHBOURS ? PAIR : 0) + SLABS * OWN);
+  const Lane& lane;
+  const u32 neighbour_ring, own_ring;
+  const i64 neighbour_row, own_row;    // elements from row to row
+  const int width, height;             // of the grid
+  const u16* neighbour;                // this lane's chunk: of its column, of the next two rows to come
+  const u16* neighbour_beyond;         // and of columns nine and ten
+  const u16* own;                      // of its column, of the next rows to come
+  int y;                               // the grid's row of the next own rows to come
+  int to_send, left;                   // steps
+  u32 slot;                            // of the current step
+  bool column_inside, neighbour_inside, beyond_inside;
+
+  __device__ __forceinline__ Strip(const Layout& l, const Place& place, const Lane& lane, int group, u32 memory,
+                                   const u16* neighbour_slab, i64 neighbour_token, const u16* own_slab, i64 own_token)
+      : lane(lane), neighbour_ring(memory), own_ring(memory + (NEIGHBOURS ? SLOTS * PAIR : 0)),
+        neighbour_row(l.width * neighbour_token), own_row(l.width * own_token), width(l.width), height(l.height) {
+    const int x = place.left + group * STRIP;
+    y = place.top;
+    to_send = left = x < l.width ? (place.rows + 1) / 2 : 0;
+    slot = SLOTS - 1;
+    column_inside = x + lane.row < l.width;
+    own = own_slab + (l.prefix + (i64)y * l.width + min(x + lane.row, l.width - 1)) * own_token + lane.c * CHUNK;
+    if (NEIGHBOURS) {
+      const int beyond = x + STRIP - 1 + (lane.g & 1);
+      neighbour_inside = (u32)(x - 1 + lane.row) < (u32)l.width;
+      beyond_inside = lane.id < 16 && beyond < l.width;
+      neighbour = neighbour_slab + (l.prefix + (i64)(y - 1) * l.width + x - 1 + lane.row) * neighbour_token + lane.c * CHUNK;
+      neighbour_beyond = neighbour_slab + (l.prefix + (i64)(y - 1 + (lane.g >> 1 & 1)) * l.width + beyond) * neighbour_token + lane.c * CHUNK;
+      if (left > 0) send_neighbours(y - 1, 0);
+    }
+    commit_copies();
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) send(i);
+  }
+  // Rows first_row and first_row + 1 of the grid, into a slot.
+  __device__ __forceinline__ void send_neighbours(int first_row, u32 to) {
+    const u32 target = neighbour_ring + to * PAIR + lane.row * PITCH + lane.c * 16;
+    const bool first = (u32)first_row < (u32)height, second = (u32)(first_row + 1) < (u32)height;
+    copy_async(target, neighbour, first && neighbour_inside);
+    copy_async(target + ROW, neighbour + neighbour_row, second && neighbour_inside);
+    if (lane.id < 16) {
+      const bool inside = beyond_inside && (lane.id < 8 ? first : second);
+      copy_async(neighbour_ring + to * PAIR + (lane.id >> 3) * ROW + (STRIP + (lane.g & 1)) * PITCH + lane.c * 16,
+                 neighbour_beyond, inside);
+    }
+    neighbour += 2 * neighbour_row;
+    neighbour_beyond += 2 * neighbour_row;
+  }
+  __device__ __forceinline__ void send(u32 to) {
+    if (to_send > 0) {
+      const u32 target = own_ring + to * (SLABS * OWN) + lane.row * PITCH + lane.c * 16;
+      const u16* below = y + 1 < height ? own + own_row : own;
+#pragma unroll
+      for (int h = 0; h < SLABS; ++h) {
+        copy_async(target + h * OWN, own + SLAB * h, true);
+        copy_async(target + h * OWN + 8 * PITCH, below + SLAB * h, true);
+      }
+      if (NEIGHBOURS) send_neighbours(y + 1, (to + 1) % SLOTS);
+      own += 2 * own_row;
+      y += 2;
+      --to_send;
+    }
+    commit_copies();
+  }
+  // Wait for the next step's rows and send for later ones. Its slot of `own` stays the warp's until the step after.
+  __device__ __forceinline__ void advance() {
+    slot = (slot + 1) % SLOTS;
+    --left;
+    wait_copies<AHEAD - 1>();
+    __syncwarp();
+    send((slot + AHEAD) % SLOTS);
+  }
+  __device__ __forceinline__ u32 own_slot() const { return own_ring + slot * (SLABS * OWN); }
+  __device__ __forceinline__ u32 pair(u32 which) const { return neighbour_ring + (slot + which) % SLOTS * PAIR; }
+  __device__ __forceinline__ void read_own(LeftOperand& rows) const {
+    const u32 matrix = own_slot() + (lane.id & 15) * PITCH + (lane.id >> 4) * 16;
+#pragma unroll
+    for (int s = 0; s < INNER; ++s) load_matrices(rows.fragments[s], matrix + (s >> 1) * OWN + (s & 1) * 32);
+    __syncwarp();  // the slot may now serve to store from
+  }
+};
+
+// Where a walk's results go: two rows a step.
+struct Target {
+  u16* chunk;
+  i64 row;
+  int y, last;  // the next row, and the last
+  bool column_inside;
+  __device__ __forceinline__ Target(const Layout& l, const Place& place, const Lane& lane, int group, u16* slab, i64 token)
+      : row(l.width * token), y(place.top), last(place.top + place.rows - 1), column_inside(place.left + group * STRIP + lane.row < l.width) {
+    chunk = slab + (l.prefix + (i64)y * l.width + place.left + group * STRIP + lane.row) * token + lane.c * CHUNK;
+  }
+  __device__ __forceinline__ void store(const Tile& tile, u32 staging, const Lane& lane) {
+    tile.store(staging, chunk, chunk + row, column_inside, column_inside && y < last, lane);
+    chunk += 2 * row;
+    y += 2;
+  }
+};
+
+// Tokens outside the grid, sixteen at a time; few of them in a model, all of them where there is no local term.
+template <class Use> __device__ __forceinline__ void for_each_run_step(const Place& place, const Lane& lane, int group, const u16* head, i64 token_stride, const Use& use) {
+  for (int start = place.run_start + group * 16; start < place.run_end; start += GROUPS * 16) {
+    const int first = min(start + lane.g, place.run_end - 1), second = min(start + lane.g + 8, place.run_end - 1);
+    LeftOperand rows;
+#pragma unroll
+    for (int s = 0; s < INNER; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        rows.fragments[s][i] = *(const u32*)(head + (i & 1 ? second : first) * token_stride + 16 * s + 8 * (i >> 1) + 2 * lane.c);
+    __syncwarp();  // what was stored from has been read
+    use(rows, (i64)start + lane.row, (i64)start + lane.row + 8, start + lane.row < place.run_end, start + lane.row + 8 < place.run_end);
+  }
+}
+
+// Nine diagonal matrices over the 32 channels of a slab; FLIPPED turns the kernel around, for the transposed product.
+template <bool FLIPPED> struct Diagonals {
+  u32 fragments[9][4];  // tap, chunk
+
+  __device__ __forceinline__ void load(const u16* weights, const Lane& lane) {
+    const u32 place = lane.c == lane.g >> 1 ? (lane.g & 1 ? 0x10000u : 1u) : 0u;
+    const u16* channel = weights + lane.g * 9;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int tap = 0; tap < 9; ++tap) fragments[tap][k] = channel[k * CHUNK * 9 + (FLIPPED ? 8 - tap : tap)] * place;
+  }
+  // Two taps to an instruction: one in the lower half of its inner dimension, one in the upper. The four rows in reach
+  // of a step's two, fetched at once, are the operand for the taps above and below; the middle two serve the tap between.
+  template <class Walk> __device__ __forceinline__ void add(Tile& tile, const Walk& walk) const {
+    const int matrix = walk.lane.id >> 3;
+    const u32 rows = walk.pair(matrix >> 1) + (matrix & 1) * Walk::ROW + (walk.lane.id & 7) * PITCH;
+#pragma unroll
+    for (int dx = 0; dx < 3; ++dx)
+#pragma unroll
+      for (int pair = 0; pair < 4; pair += 2) {
+        u32 a[2][4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) load_matrices(a[k], rows + dx * PITCH + (pair + k) * 16);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) mma16(tile.of[pair + k], a[k][0], a[k][1], a[k][2], a[k][3], fragments[dx][pair + k], fragments[6 + dx][pair + k]);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) mma8(tile.of[pair + k], a[k][1], a[k][2], fragments[3 + dx][pair + k]);
+      }
+  }
+};
+
+// ---------------------------------------------------------------------------------------------- output
+
+struct OutputParams {
+  Layout layout;
+  const u16* query; i64 query_batch, query_token;
+  const u16* value; i64 value_batch, value_token;
+  const u16* local_weight;       // [B, channels, 9]
+  const float* covariance;       // [B, H, HEAD_DIM, HEAD_DIM]
+  const float* value_mean;       // [B, channels]
+  u16* out;                      // [B, tokens, channels]
+};
+static_assert(sizeof(OutputParams) == OUTPUT_BYTES, PACKED_OTHERWISE);
+
+constexpr int TILE_THREADS = 2 * GROUPS * 32;
+using OutputStrip = Strip<true, HALVES>;
+
+// `covariance` and `value_mean` of the unit's first head.
+template <bool LOCAL> __device__ __forceinline__ void output(const OutputParams& p, const Place& place, const float* covariances, const float* value_mean) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const Layout& l = p.layout;
+  const Lane lane;
+  const int warp = threadIdx.x >> 5, slab = warp & 1, group = warp >> 1;
+  const int channel = place.unit * UNIT + slab * SLAB, head = channel / HEAD_DIM;
+  if (channel >= l.channels) return;
+  const u32 own_memory = shared_address(memory) + warp * OutputStrip::BYTES;
+  const u16* queries = p.query + place.batch * p.query_batch + head * HEAD_DIM;
+  u16* out = p.out + (i64)place.batch * l.tokens * l.channels + channel;
+  OutputStrip strip(l, place, lane, group, own_memory, p.value + place.batch * p.value_batch + channel, p.value_token, queries, p.query_token);
+
+  RightOperand covariance;
+  covariance.load(covariances + (HEADS_PER_UNIT > 1 ? slab : 0) * (HEAD_DIM * HEAD_DIM), channel % HEAD_DIM, lane);
+  Diagonals<false> diagonals;
+  if (LOCAL) diagonals.load(p.local_weight + ((i64)place.batch * l.channels + channel) * 9, lane);
+  float mean[8];
+  load_bias(mean, value_mean + slab * SLAB, lane);
+
+  if (LOCAL) {
+    Target target(l, place, lane, group, out, l.channels);
+    while (strip.left > 0) {
+      strip.advance();
+      LeftOperand rows;
+      strip.read_own(rows);
+      Tile tile;
+      tile.product(rows, covariance, mean);
+      diagonals.add(tile, strip);
+      target.store(tile, strip.own_slot(), lane);
+    }
+  }
+  out += CHUNK * lane.c;
+  for_each_run_step(place, lane, group, queries, p.query_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
+    Tile tile;
+    tile.product(rows, covariance, mean);
+    tile.store(own_memory, out + first * l.channels, out + second * l.channels, first_inside, second_inside, lane);
+  });
+}
+
+template <bool LOCAL> __device__ __forceinline__ void output_tile(const OutputParams& p) {
+  const Place place(p.layout);
+  const i64 first_head = (i64)place.batch * (p.layout.channels / HEAD_DIM) + place.unit * HEADS_PER_UNIT;
+  output<LOCAL>(p, place, p.covariance + first_head * (HEAD_DIM * HEAD_DIM), p.value_mean + first_head * HEAD_DIM);
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) inline_output(const __grid_constant__ OutputParams p) { output_tile<false>(p); }
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_output_local(const __grid_constant__ OutputParams p) { output_tile<true>(p); }
+
+// ---------------------------------------------------------------------------------------------- both at once
+
+// Samples small enough for one block per unit: the state never leaves the chip, and the values' second reading hits the
+// cache. It is written out as well where a backward pass will want it.
+struct SampleParams { AccumulateParams accumulate; OutputParams output; };
+static_assert(sizeof(SampleParams) == SAMPLE_BYTES, PACKED_OTHERWISE);
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_sample(const __grid_constant__ SampleParams p) {
+  static_assert(TILE_THREADS == ACCUMULATE_WARPS * 32, "one block does both");
+  __shared__ __align__(16) float product[HEADS_PER_UNIT * HEAD_DIM * HEAD_DIM], key_mean[UNIT], value_mean[UNIT];
+  const Layout& l = p.output.layout;
+  Place place(l);
+  accumulate<false>(p.accumulate, place.unit, 0, place.batch, {product, key_mean, value_mean, 0, 1});
+  __syncthreads();
+  if (p.accumulate.product != nullptr) {
+    const i64 first_head = (i64)place.batch * (l.channels / HEAD_DIM) + place.unit * HEADS_PER_UNIT;
+    const int channels = min(UNIT, l.channels - place.unit * UNIT);
+    for (int i = threadIdx.x; i < channels * HEAD_DIM; i += TILE_THREADS) p.accumulate.product[first_head * (HEAD_DIM * HEAD_DIM) + i] = product[i];
+    if (threadIdx.x < channels) {
+      p.accumulate.left_mean[first_head * HEAD_DIM + threadIdx.x] = key_mean[threadIdx.x];
+      p.accumulate.right_mean[first_head * HEAD_DIM + threadIdx.x] = value_mean[threadIdx.x];
+    }
+  }
+  for (; place.left < l.width; place.left += GROUPS * STRIP) {
+    output<true>(p.output, place, product, value_mean);
+    place.run_end = 0;
+    __syncwarp();  // the next strip's rows come into memory this one was stored from
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- gradients of keys, values, weights
+
+struct GradientParams {
+  Layout layout;
+  const u16* grad_out; i64 grad_out_batch, grad_out_token;
+  const u16* key; i64 key_batch, key_token;
+  const u16* value; i64 value_batch, value_token;
+  const u16* local_weight;
+  const float* grad_covariance;  // [B, H, HEAD_DIM, HEAD_DIM], times scale / tokens
+  const float* grad_mean;        // [B, channels]: the output gradients' sum, over tokens
+  const float* key_mean;
+  const float* value_mean;
+  u16* grad_key; i64 grad_key_batch, grad_key_token;
+  u16* grad_value; i64 grad_value_batch, grad_value_token;
+  u16* grad_local;               // [B, channels, 9], if one tile covers a sample
+  float* grad_local_parts;       // [B, tiles, channels, 9], if not
+};
+static_assert(sizeof(GradientParams) == GRADIENT_BYTES, PACKED_OTHERWISE);
+
+// Take from `bias` what the operand makes of a mean, by the arithmetic that its rows go through: where all rows equal
+// their mean, nothing is left.
+__device__ __forceinline__ void subtract_mean(float (&bias)[8], const float* head_mean, const RightOperand& operand, const Lane& lane) {
+  float rest[INNER][4];
+#pragma unroll
+  for (int s = 0; s < INNER; ++s)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rest[s][i] = head_mean[16 * s + 8 * (i >> 1) + 2 * lane.c + (i & 1)];
+  const float zeros[8] = {};
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {
+    LeftOperand row;
+#pragma unroll
+    for (int s = 0; s < INNER; ++s)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const u32 pair = pack(rest[s][2 * r], rest[s][2 * r + 1]);
+        rest[s][2 * r] -= low_half(pair);
+        rest[s][2 * r + 1] -= high_half(pair);
+        row.fragments[s][2 * r] = row.fragments[s][2 * r + 1] = pair;
+      }
+    Tile tile;
+    tile.product(row, operand, zeros);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bias[i] -= tile.of[i >> 1][i & 1];
+  }
+}
+
+enum Role { GRAD_KEY, GRAD_VALUE, GRAD_LOCAL };
+
+using KeyStrip = Strip<false, HALVES>;
+using ValueStrip = Strip<true, HALVES>;
+using LocalStrip = Strip<true, 1>;
+
+template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientParams& p) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ float exchange[GROUPS][UNIT * 9];
+  const Layout& l = p.layout;
+  const Place place(l);
+  const Lane lane;
+  const int warp = threadIdx.x >> 5, slab = warp & 1, group = warp >> 1;
+  const int channel = place.unit * UNIT + slab * SLAB, head = channel / HEAD_DIM, column = channel % HEAD_DIM;
+  const bool active = channel < l.channels;
+  const i64 matrix = ((i64)place.batch * (l.channels / HEAD_DIM) + head) * (HEAD_DIM * HEAD_DIM);
+  const i64 vector = (i64)place.batch * l.channels + head * HEAD_DIM;
+  const u32 own_memory = shared_address(memory) + warp * ValueStrip::BYTES;
+  const u16* values = p.value + place.batch * p.value_batch + head * HEAD_DIM;
+  const u16* grads = p.grad_out + place.batch * p.grad_out_batch + channel;
+
+  if (place.role == GRAD_KEY && active) {
+    // (v - vbar) A^T
+    KeyStrip strip(l, place, lane, group, own_memory, nullptr, 0, values, p.value_token);
+    RightOperand operand;
+    operand.load_transpose(p.grad_covariance + matrix, column, lane);
+    float bias[8] = {};
+    subtract_mean(bias, p.value_mean + vector, operand, lane);
+    u16* grad_key = p.grad_key + place.batch * p.grad_key_batch + channel;
+    if (LOCAL) {
+      Target target(l, place, lane, group, grad_key, p.grad_key_token);
+      while (strip.left > 0) {
+        strip.advance();
+        LeftOperand rows;
+        strip.read_own(rows);
+        Tile tile;
+        tile.product(rows, operand, bias);
+        target.store(tile, strip.own_slot(), lane);
+      }
+    }
+    grad_key += CHUNK * lane.c;
+    for_each_run_step(place, lane, group, values, p.value_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
+      Tile tile;
+      tile.product(rows, operand, bias);
+      tile.store(own_memory, grad_key + first * p.grad_key_token, grad_key + second * p.grad_key_token, first_inside, second_inside, lane);
+    });
+  } else if (place.role == GRAD_VALUE && active) {
+    // (k - kbar) A + mean gradient, and the 3×3 kernel turned around over the output gradients
+    const u16* keys = p.key + place.batch * p.key_batch + head * HEAD_DIM;
+    ValueStrip strip(l, place, lane, group, own_memory, grads, p.grad_out_token, keys, p.key_token);
+    RightOperand operand;
+    operand.load(p.grad_covariance + matrix, column, lane);
+    float bias[8];
+    load_bias(bias, p.grad_mean + vector + column, lane);
+    subtract_mean(bias, p.key_mean + vector, operand, lane);
+    u16* grad_value = p.grad_value + place.batch * p.grad_value_batch + channel;
+    if (LOCAL) {
+      Diagonals<true> diagonals;
+      diagonals.load(p.local_weight + ((i64)place.batch * l.channels + channel) * 9, lane);
+      Target target(l, place, lane, group, grad_value, p.grad_value_token);
+      while (strip.left > 0) {
+        strip.advance();
+        LeftOperand rows;
+        strip.read_own(rows);
+        Tile tile;
+        tile.product(rows, operand, bias);
+        diagonals.add(tile, strip);
+        target.store(tile, strip.own_slot(), lane);
+      }
+    }
+    grad_value += CHUNK * lane.c;
+    for_each_run_step(place, lane, group, keys, p.key_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
+      Tile tile;
+      tile.product(rows, operand, bias);
+      tile.store(own_memory, grad_value + first * p.grad_value_token, grad_value + second * p.grad_value_token, first_inside, second_inside, lane);
+    });
+  } else if (LOCAL && place.role == GRAD_LOCAL) {
+    float sums[9][8] = {};
+    if (active) {
+      LocalStrip strip(l, place, lane, group, own_memory, grads, p.grad_out_token, values + column, p.value_token);
+      int y = place.top;
+      const int last = place.top + place.rows - 1;
+      while (strip.left > 0) {
+        strip.advance();
+        const u32 mine = strip.own_slot() + lane.row * PITCH + lane.c * 16;
+        float pixels[2][8];
+        unpack(pixels[0], load_shared(mine), strip.column_inside);
+        unpack(pixels[1], load_shared(mine + 8 * PITCH), strip.column_inside && y < last);
+        y += 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // Gradients of row i - 1, as seen from the first token: the output at p - t read this value with weight t.
+          const u32 row = strip.pair(i >> 1) + (i & 1) * LocalStrip::ROW + lane.row * PITCH + lane.c * 16;
+#pragma unroll
+          for (int dx = 0; dx < 3; ++dx) {
+            float around[8];
+            unpack(around, load_shared(row + (2 - dx) * PITCH), true);
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+              const int dy = 2 - i + which;
+              if (dy < 0 || dy > 2) continue;
+#pragma unroll
+              for (int e = 0; e < 8; ++e) sums[3 * dy + dx][e] = fmaf(pixels[which][e], around[e], sums[3 * dy + dx][e]);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int tap = 0; tap < 9; ++tap)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float sum = sums[tap][i];
+        sum += __shfl_xor_sync(~0u, sum, 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        if (lane.g == 0) exchange[group][(slab * SLAB + CHUNK * lane.c + i) * 9 + tap] = sum;
+      }
+    __syncthreads();
+    const int weights = min(UNIT, l.channels - place.unit * UNIT) * 9;
+    const i64 target = (((i64)place.batch * l.tiles + place.tile) * l.channels + place.unit * UNIT) * 9;
+    for (int i = threadIdx.x; i < weights; i += TILE_THREADS) {
+      const float sum = exchange[0][i] + exchange[1][i];
+      if (l.tiles == 1) p.grad_local[target + i] = (u16)pack(sum, 0.0f);
+      else p.grad_local_parts[target + i] = sum;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_gradient(const __grid_constant__ GradientParams p) { gradient<false>(p); }
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_gradient_local(const __grid_constant__ GradientParams p) { gradient<true>(p); }
+
+// ---------------------------------------------------------------------------------------------- sum over tiles
+
+struct TileSumParams { const float* parts; u16* total; int tiles, per_sample; i64 size; };
+static_assert(sizeof(TileSumParams) == TILE_SUM_BYTES, PACKED_OTHERWISE);
+
+// Eight threads share the tiles of an element.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_tiles(const __grid_constant__ TileSumParams p) {
+  constexpr int ELEMENTS = 32, SHARES = MERGE_THREADS / ELEMENTS;
+  __shared__ float shares[SHARES][ELEMENTS];
+  const int share = threadIdx.x / ELEMENTS, which = threadIdx.x % ELEMENTS;
+  const i64 element = min((i64)blockIdx.x * ELEMENTS + which, p.size - 1);
+  const float* part = p.parts + element / p.per_sample * p.tiles * p.per_sample + element % p.per_sample;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int tile = share; tile < p.tiles; tile += SHARES) sum += part[(i64)tile * p.per_sample];
+  shares[share][which] = sum;
+  __syncthreads();
+  if (share != 0) return;
+#pragma unroll
+  for (int from = 1; from < SHARES; ++from) sum += shares[from][which];
+  p.total[element] = (u16)pack(sum, 0.0f);
+}

@@ -1,0 +1,73 @@
+"""Fused Triton kernels, forward and backward: portable over NVIDIA and AMD GPUs.
+
+`forward` and `backward` hold the kernels and their launches, `primitives` what they share, `tuning` their block sizes.
+Triton is imported by the first launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from inline_attention.ops import fused_op
+from inline_attention.ops.call import AttentionCall
+
+LARGEST_HEAD_DIM = 128
+# bfloat16 tensor cores, and shared memory enough for the tiles.
+SMALLEST_CAPABILITY = (8, 0)
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why this backend cannot run the call, or None."""
+    device = call.q.device
+    reason = _device_reason(device.type, device.index)
+    if reason is not None:
+        return reason
+    if call.q.dtype == torch.float64:
+        return "computes in float32, got float64"
+    if call.q.shape[3] > LARGEST_HEAD_DIM or call.v.shape[3] > LARGEST_HEAD_DIM:
+        return f"takes head dims up to {LARGEST_HEAD_DIM}, got D = {call.q.shape[3]}, Dv = {call.v.shape[3]}"
+    return fused_op.transform_reason()
+
+
+def can_be_automatic(call: AttentionCall) -> bool:
+    """Whether "auto" may choose it: not on a CPU, where Triton's interpreter serves tests."""
+    return call.q.device.type != "cpu"
+
+
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from inline_attention.ops.backends.triton.forward import forward
+
+    return forward(*arguments)
+
+
+def _backward(*arguments: Any) -> torch.Tensor | None:
+    from inline_attention.ops.backends.triton.backward import backward
+
+    return backward(*arguments)
+
+
+run = fused_op.register("triton", _forward, _backward, largest_head_dim=LARGEST_HEAD_DIM)
+
+
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _device_reason(device_type: str, index: int | None) -> str | None:
+    return _cached_device_reason(device_type, index)
+
+
+@functools.cache
+def _cached_device_reason(device_type: str, index: int | None) -> str | None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type != "cuda" and not (device_type == "cpu" and interpreted):
+        return f"needs a CUDA or ROCm device, got {device_type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device_type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(index)
+        if capability < SMALLEST_CAPABILITY:
+            return f"needs compute capability {SMALLEST_CAPABILITY} or more, got {capability}"
+    return None

@@ -1,0 +1,135 @@
+"""Block sizes, warps and chunks by rule: no search at first use, and a safe answer for GPUs never seen.
+
+A *chunk* is what one program walks through, block by block. Chunks are short enough that float32 sums over one stay
+accurate, and short enough that all chunks together fill the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import torch
+
+# Tile width in channels up to which heads are put side by side: 128 bytes of bfloat16.
+GROUP_CHANNELS = 64
+# Sums over more tokens than this are split, for accuracy.
+LARGEST_CHUNK = 2048
+# Programs per multiprocessor that keep it busy while some of them wait for memory.
+PROGRAMS_PER_MULTIPROCESSOR = 6
+DEFAULT_MULTIPROCESSORS = 64
+# Elements of the block that one program of the merge adds up at a time.
+MERGE_ELEMENTS = 2048
+
+
+class HeadGroup(NamedTuple):
+    """How heads share a tile."""
+
+    size: int  # heads side by side
+    groups: int  # how many such groups a sample has
+    block_d: int  # head dim of queries and keys, padded to a power of two
+    block_dv: int
+    resident: bool  # whether a group's matrix, in parts, stays in shared memory while a program walks its chunk
+
+    @property
+    def width(self) -> int:
+        """Channels of the wider tile."""
+        return self.size * max(self.block_d, self.block_dv)
+
+
+class Plan(NamedTuple):
+    """How one kernel cuts the tokens of a sample, and the resources of a program."""
+
+    block_tokens: int
+    chunk_tokens: int
+    chunks: int
+    num_warps: int
+    num_stages: int
+
+
+def half_products(dtype: torch.dtype, feature_map: str) -> bool:
+    """Whether mapped values are exact in their half-precision dtype, so that tensor cores may multiply them."""
+    return dtype != torch.float32 and feature_map in ("identity", "relu")
+
+
+@functools.lru_cache(maxsize=256)
+def head_group(heads: int, head_dim: int, value_dim: int) -> HeadGroup:
+    """Put heads side by side until a tile is `GROUP_CHANNELS` wide."""
+    block_d, block_dv = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, value_dim))
+    widest = max(block_d, block_dv)
+    size = min(max(GROUP_CHANNELS // widest, 1), 1 << (heads - 1).bit_length())
+    return HeadGroup(size, -(-heads // size), block_d, block_dv, resident=size * widest <= GROUP_CHANNELS)
+
+
+# Block sizes and warps below were chosen by the compiler's figures for compute capability 9.0 (head dim 32, bfloat16):
+# the largest tiles whose registers leave room for two to four programs on a multiprocessor, and spill nothing.
+def state_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
+    """For the pass over keys and values."""
+    return _plan(batch, tokens, heads, 32, 4 if half else 8, device)
+
+
+def output_plan(batch: int, tokens: int, heads: HeadGroup, device: torch.device) -> Plan:
+    """For the pass over queries."""
+    return _plan(batch, tokens, heads, 32, 4, device)
+
+
+def query_gradient_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
+    """For the backward pass over queries."""
+    return _plan(batch, tokens, heads, 64 if half else 32, 4 if half else 8, device)
+
+
+def key_gradient_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
+    """For the backward pass over keys and values."""
+    return _plan(batch, tokens, heads, 32, 4 if half else 8, device)
+
+
+def local_gradient_plan(batch: int, tokens: int, heads: HeadGroup, device: torch.device) -> Plan:
+    """For the gradient of the 3×3 weights, three programs (rows of taps) per group of heads."""
+    return _plan(3 * batch, tokens, heads, 64, 4, device)
+
+
+def state_floats(head_dim: int, value_dim: int) -> int:
+    """Floats of one head's partial sums: a matrix, two vectors, a count; padded so that rows stay aligned."""
+    return -(-(head_dim * value_dim + head_dim + value_dim + 1) // 4) * 4
+
+
+def merge_block(chunks: int, heads: HeadGroup) -> tuple[int, int]:
+    """Rows of the matrix and chunks that a program of the merge takes at a time."""
+    chunk_block = min(16, 1 << (chunks - 1).bit_length())
+    return max(1, min(heads.block_d, MERGE_ELEMENTS // (heads.block_dv * chunk_block))), chunk_block
+
+
+def launch_options(plan: Plan) -> dict[str, int | bool]:
+    """Compiler options of a launch. Fused multiply-adds are asked for: Triton's default changes with 3.10."""
+    return {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "enable_fp_fusion": True}
+
+
+def _plan(batch: int, tokens: int, heads: HeadGroup, block_tokens: int, num_warps: int, device: torch.device) -> Plan:
+    num_stages = 2
+    if heads.width > GROUP_CHANNELS:
+        # Matrices of 128 × 128 in three parts leave no shared memory for loads in advance.
+        block_tokens, num_warps, num_stages = 32, 8, 1
+    block_tokens = min(block_tokens, max(16, 1 << (tokens - 1).bit_length()))
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // (batch * heads.groups)
+    chunks = min(max(wanted, -(-tokens // LARGEST_CHUNK)), -(-tokens // block_tokens))
+    chunk_tokens = -(-tokens // (chunks * block_tokens)) * block_tokens
+    return Plan(block_tokens, chunk_tokens, -(-tokens // chunk_tokens), num_warps, num_stages)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: make the tensors' device current, at no cost where it is already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return _multiprocessors_of(device.index)
+
+
+@functools.cache
+def _multiprocessors_of(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -1,0 +1,300 @@
+"""From a pair of fused kernels to a backend: custom ops, their fakes, and derivatives of any order.
+
+A kernel library supplies two plain functions, `Forward` and `Backward`. `register` makes four custom ops of them (on
+separate q, k, v and on packed qkv, forward and backward), which compilers, dispatch modes and tensor subclasses see as
+one node each. A plain eager call takes a shorter way to the same two functions: an autograd function of ours, without
+the dispatcher, because a custom op's wrappers cost more host time than the launches inside.
+
+Saved for backward are the inputs and the small state. Second derivatives go through `composed`.
+
+Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch.autograd import forward_ad
+
+from inline_attention.ops import composed
+from inline_attention.ops.call import AttentionCall, Normalization
+from inline_attention.ops.tracing import are_plain_eager_tensors, is_exporting
+
+
+class Problem(NamedTuple):
+    """What a kernel needs beside tensors. The grid is 0 × 0 when there is no local term."""
+
+    scale: float
+    feature_map: str
+    normalization: str
+    grid_height: int
+    grid_width: int
+    num_prefix_tokens: int
+
+
+# (q, k, v, key_padding_mask, local_weight, problem) to (out, key_mean, value_mean, covariance):
+# out `[B, N, H, Dv]`, contiguous, in the dtype of v; the rest in float32: the means `[B, H, D]` of phi(k) and
+# `[B, H, Dv]` of v, and scale · Cov(phi(k), v) `[B, H, D, Dv]`. The last dimension of q, k and v has unit stride.
+Forward: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+]
+# (grad_out, q, k, v, key_padding_mask, local_weight, key_mean, value_mean, covariance, problem, grad_q, grad_k, grad_v)
+# to the gradient of local_weight, or None without one. Fills grad_q, grad_k and grad_v, which come uninitialised and
+# may be views of one packed gradient. The last dimension of every token tensor has unit stride.
+Backward: TypeAlias = Callable[..., torch.Tensor | None]
+
+_NAMESPACE = "inline_attention"
+_PROBLEM_SCHEMA = (
+    "float scale, str feature_map, str normalization, SymInt grid_height, SymInt grid_width, SymInt num_prefix_tokens"
+)
+
+
+class _Kernels(NamedTuple):
+    """The two functions of one backend."""
+
+    forward: Forward
+    backward: Backward
+
+
+def transform_reason() -> str | None:
+    """Why no fused kernel can run in the transform that is active, or None."""
+    if is_exporting():
+        return "exported graphs consist of PyTorch's own operations"
+    if (
+        torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    ):
+        return "has no batching rule and no forward-mode derivative, which the active torch.func transform needs"
+    return None
+
+
+def register(
+    name: str, forward: Forward, backward: Backward, *, largest_head_dim: int
+) -> Callable[[AttentionCall], torch.Tensor]:
+    """Define the ops `inline_attention::{name}[_packed]_{forward,backward}` and return the backend's `run`.
+
+    Args:
+        name: Name of the backend.
+        forward: See `Forward`.
+        backward: See `Backward`.
+        largest_head_dim: Of the kernels; a callable feature map may widen heads beyond it, and is composed then.
+    """
+    kernels = _Kernels(forward, backward)
+    separate_op = _define_ops(name, kernels, ("q", "k", "v"))
+    packed_op = _define_ops(f"{name}_packed", kernels, ("qkv",))
+
+    def attend(
+        tensors: Sequence[torch.Tensor],
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        problem: Problem,
+    ) -> torch.Tensor:
+        if _must_be_traceable(tensors):
+            op = packed_op if len(tensors) == 1 else separate_op
+            return op(*tensors, key_padding_mask, local_weight, *problem)[0]
+        if torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight):
+            return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, key_padding_mask, local_weight, *tensors))
+        return _forward(kernels, tensors, key_padding_mask, local_weight, problem)[0]
+
+    def run(call: AttentionCall) -> torch.Tensor:
+        height, width = (0, 0) if call.local_weight is None or call.grid_size is None else call.grid_size
+        if not isinstance(call.feature_map, str):
+            return run_mapped(call, height, width)
+        problem = Problem(
+            float(call.scale), call.feature_map, call.normalization, height, width, call.num_prefix_tokens
+        )
+        tensors = (call.q, call.k, call.v) if call.qkv is None else (call.qkv,)
+        return attend(tensors, call.key_padding_mask, call.local_weight, problem)
+
+    def run_mapped(call: AttentionCall, height: int, width: int) -> torch.Tensor:
+        # Mapped values are float32, and the kernels take one dtype: the values follow.
+        q, k, v, local_weight = composed.prepare(
+            call.q, call.k, call.v, call.key_padding_mask, call.local_weight, call.feature_map, torch.float32
+        )
+        if q.shape[3] > largest_head_dim:
+            out = composed.attend_with_local_term(
+                q, k, v, call.key_padding_mask, local_weight,
+                call.scale, call.normalization, call.grid_size, call.num_prefix_tokens,
+            )  # fmt: skip
+        else:
+            problem = Problem(float(call.scale), "identity", call.normalization, height, width, call.num_prefix_tokens)
+            out = attend((q, k, v), call.key_padding_mask, local_weight, problem)
+        return out.to(call.v.dtype)
+
+    return run
+
+
+def _must_be_traceable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody watches: a compiler, a dispatch mode, or a subclass such as a fake tensor."""
+    return not are_plain_eager_tensors(*tensors) or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def _any_requires_grad(tensors: Sequence[torch.Tensor], local_weight: torch.Tensor | None) -> bool:
+    return any(tensor.requires_grad for tensor in tensors) or (local_weight is not None and local_weight.requires_grad)
+
+
+def _forward(
+    kernels: _Kernels,
+    tensors: Sequence[torch.Tensor],
+    key_padding_mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    problem: Problem,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if tensors[0].shape[0] == 0:
+        return _empty_results(tensors)
+    q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
+    return kernels.forward(q, k, v, key_padding_mask, local_weight, problem)
+
+
+def _backward(
+    kernels: _Kernels,
+    grad_out: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    key_padding_mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    state: Sequence[torch.Tensor],
+    problem: Problem,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Gradients of `tensors`, contiguous, and of `local_weight`."""
+    grads = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+    if tensors[0].shape[0] == 0:
+        return grads, None if local_weight is None else torch.empty_like(local_weight)
+    q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
+    grad_local_weight = kernels.backward(
+        _with_unit_stride(grad_out), q, k, v, key_padding_mask, local_weight, *state, problem, *_separate(grads)
+    )
+    return grads, grad_local_weight
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The kernels on plain eager tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: _Kernels, problem: Problem, mask: Any, local_weight: Any, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        out, *state = _forward(kernels, tensors, mask, local_weight, problem)
+        ctx.save_for_backward(mask, local_weight, *state, *tensors)
+        ctx.kernels, ctx.problem = kernels, problem
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        mask, local_weight, key_mean, value_mean, covariance, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grads = _differentiable_backward(grad_outputs[0], tensors, mask, local_weight, ctx.problem)
+            return None, None, None, *grads
+        state = key_mean, value_mean, covariance
+        grads, grad_local = _backward(ctx.kernels, grad_outputs[0], tensors, mask, local_weight, state, ctx.problem)
+        return None, None, None, grad_local, *grads
+
+
+def _differentiable_backward(
+    grad_out: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    problem: Problem,
+) -> list[torch.Tensor | None]:
+    """Gradients of local_weight and of `tensors` as differentiable functions, for `create_graph=True`."""
+
+    def attend(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        local_weight, *tensors = inputs
+        q, k, v = _separate(cast(Sequence[torch.Tensor], tensors))
+        mapped_q, mapped_k, value, weight = composed.prepare(
+            q, k, v, mask, local_weight, problem.feature_map, torch.float32
+        )
+        out = composed.attend_with_local_term(
+            mapped_q, mapped_k, value, mask, weight,
+            problem.scale, cast(Normalization, problem.normalization),
+            (problem.grid_height, problem.grid_width), problem.num_prefix_tokens,
+        )  # fmt: skip
+        return out.to(v.dtype)
+
+    return composed.differentiable_gradients(attend, [local_weight, *tensors], grad_out)
+
+
+def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> Callable[..., Any]:
+    """Define `{name}_forward` and `{name}_backward` on the named tensors; return the differentiable forward op.
+
+    A custom op cannot return None: without a local weight its gradient is an empty tensor.
+    """
+    count = len(tensor_names)
+    inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
+    optional = "Tensor? key_padding_mask, Tensor? local_weight"
+    state = "Tensor key_mean, Tensor value_mean, Tensor covariance"
+
+    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
+        return _forward(kernels, tensors, mask, local_weight, Problem(*problem))
+
+    def fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        return _empty_results(arguments[:count])
+
+    def backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        tensors, (mask, local_weight, *rest) = arguments[:count], arguments[count:]
+        grads, grad_local = _backward(kernels, grad_out, tensors, mask, local_weight, rest[:3], Problem(*rest[3:]))
+        return *grads, grad_out.new_empty(0) if grad_local is None else grad_local
+
+    def fake_backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        tensors, local_weight = arguments[:count], arguments[count + 1]
+        grads = [tensor.new_empty(tensor.shape) for tensor in tensors]
+        grad_local = grad_out.new_empty(0) if local_weight is None else local_weight.new_empty(local_weight.shape)
+        return *grads, grad_local
+
+    forward_op = torch.library.custom_op(
+        f"{_NAMESPACE}::{name}_forward",
+        forward,
+        mutates_args=(),
+        schema=f"({inputs}, {optional}, {_PROBLEM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    )
+    backward_op = torch.library.custom_op(
+        f"{_NAMESPACE}::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor grad_out, {inputs}, {optional}, {state}, {_PROBLEM_SCHEMA}) -> "
+        f"({', '.join(['Tensor'] * (count + 1))})",
+    )
+    forward_op.register_fake(fake_forward)  # pyright: ignore[reportUnknownMemberType]
+    backward_op.register_fake(fake_backward)  # pyright: ignore[reportUnknownMemberType]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        tensors, (mask, local_weight, *problem) = inputs[:count], inputs[count:]
+        state = output[1:]
+        ctx.mark_non_differentiable(*state)
+        ctx.save_for_backward(mask, local_weight, *state, *tensors)
+        ctx.problem = Problem(*problem)
+
+    def derivative(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        mask, local_weight, key_mean, value_mean, covariance, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grad_local, *grads = _differentiable_backward(grad_out, tensors, mask, local_weight, ctx.problem)
+        else:
+            *grads, grad_local = backward_op(
+                grad_out, *tensors, mask, local_weight, key_mean, value_mean, covariance, *ctx.problem
+            )
+        return *grads, None, None if local_weight is None else grad_local, *([None] * len(Problem._fields))
+
+    forward_op.register_autograd(derivative, setup_context=setup_context)  # pyright: ignore[reportUnknownMemberType]
+    return getattr(getattr(torch.ops, _NAMESPACE), f"{name}_forward").default
+
+
+def _empty_results(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised output and state: shapes and dtypes of what `Forward` returns."""
+    q, _, v = _separate(tensors)
+    (B, N, H, D), Dv = q.shape, v.shape[3]
+    state = [q.new_empty(shape, dtype=torch.float32) for shape in ((B, H, D), (B, H, Dv), (B, H, D, Dv))]
+    return v.new_empty(B, N, H, Dv), state[0], state[1], state[2]
+
+
+def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q, k, v) from (q, k, v), or as views of one packed `[B, N, 3, H, D]`."""
+    q, k, v = tensors[0].unbind(2) if len(tensors) == 1 else tensors
+    return q, k, v

@@ -1,0 +1,219 @@
+"""The CUDA C++ backend: that it compiles for every architecture, cuts work without gaps, refuses, falls back, is right."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inline_attention import inline_attention, inline_attention_qkvpacked
+from inline_attention.ops import dispatch
+from inline_attention.ops.backends import cuda
+from inline_attention.ops.backends.cuda import compiler, launch
+from inline_attention.ops.fused_op import Problem
+from ops.contract import OPTIONS, Option, Shape, check_call
+
+HALF_DTYPES = [torch.bfloat16, torch.float16]
+
+
+def _problem(height: int, width: int, prefix: int = 0) -> Problem:
+    return Problem(1.0, "identity", "subtract", height, width, prefix)
+
+
+# ------------------------------------------------------------------------------------------------ without a GPU
+
+
+@pytest.fixture
+def _nvrtc(monkeypatch, tmp_path):
+    monkeypatch.setenv("INLINE_ATTENTION_CACHE", str(tmp_path))
+    try:
+        compiler._nvrtc()
+    except compiler.CompilerUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("_nvrtc")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+def test_compiles_for_every_architecture(architecture, head_dim):
+    dtype = HALF_DTYPES[head_dim == 64]
+    binary = compiler.compile_binary(architecture, launch.defines(dtype, head_dim))
+    for name in launch.KERNELS:
+        assert name.encode() in binary
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_compiled_kernels_are_kept_for_the_next_process(tmp_path, monkeypatch):
+    defines = launch.defines(torch.bfloat16, 32)
+    binary = compiler.compile_binary("sm_90", defines)
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.compile_binary("sm_90", defines) == binary
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("not a folder")
+    monkeypatch.setenv("INLINE_ATTENTION_CACHE", str(blocker / "cache"))
+    assert compiler.compile_binary("sm_90", launch.defines(torch.bfloat16, 32))
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_what_nvrtc_says_reaches_the_user():
+    with pytest.raises(compiler.CompilerUnavailableError, match="sm_12345"):
+        compiler.compile_binary("sm_12345", launch.defines(torch.bfloat16, 32))
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_a_struct_that_python_packs_otherwise_does_not_compile():
+    defines = launch.defines(torch.bfloat16, 32)
+    with pytest.raises(compiler.CompilerUnavailableError, match="launch.py packs another struct"):
+        compiler.compile_binary("sm_90", defines | {"OUTPUT_BYTES": defines["OUTPUT_BYTES"] + 8})
+
+
+def test_splits_cover_every_token():
+    for tokens in (1, 2, 63, 64, 65, 196, 3137, 65536, 1 << 20):
+        for rows in (1, 3, 100, 5000):
+            count, each = launch.choose_splits(rows, tokens, 132)
+            assert (count - 1) * each < tokens <= count * each
+            assert count <= launch.MOST_SPLITS
+
+
+@pytest.mark.parametrize("roles", [1, 3])
+def test_tiles_cover_the_grid(roles):
+    for height, width in ((1, 1), (1, 4000), (4000, 1), (7, 13), (14, 14), (57, 31), (256, 256), (1024, 1024)):
+        for batches in (1, 3, 700):
+            tokens = 5 + height * width
+            layout = launch.choose_layout(batches, tokens, 192, _problem(height, width, 5), roles, 132)
+            assert layout.tile_height % 2 == 0
+            assert layout.tiles_across * launch.GROUPS * launch.STRIP >= width
+            down = layout.tiles // layout.tiles_across
+            assert (down - 1) * layout.tile_height < height <= down * layout.tile_height
+            assert layout.blocks < 2**31
+
+
+def test_runs_cover_the_tokens_where_there_is_no_grid():
+    for tokens in (1, 17, 5000, 1 << 20):
+        layout = launch.choose_layout(2, tokens, 96, _problem(0, 0), 1, 132)
+        assert (layout.tiles - 1) * layout.run < tokens <= layout.tiles * layout.run
+
+
+def test_refuses_by_name_on_a_cpu():
+    qkv = torch.randn(1, 9, 3, 2, 32).bfloat16()
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU, got cpu"):
+        inline_attention_qkvpacked(qkv, backend="cuda")
+
+
+def test_comes_before_triton_and_eager():
+    assert [backend.name for backend in dispatch.AUTO_BACKENDS] == ["cuda", "triton", "eager"]
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+GRIDS = [(1, 1), (1, 17), (17, 1), (2, 2), (7, 7), (7, 13), (13, 7), (14, 14), (15, 16), (28, 28), (57, 31), (1, 3137)]
+
+
+@pytest.fixture(params=["as_chosen", "one_block", "split"])
+def _path(request, monkeypatch):
+    """Both ways through the forward pass, whatever the heuristics would choose."""
+    if request.param == "one_block":
+        monkeypatch.setattr(launch, "fits_one_block", lambda *_: True)
+    elif request.param == "split":
+        monkeypatch.setattr(launch, "fits_one_block", lambda *_: False)
+        monkeypatch.setattr(
+            launch, "choose_splits", lambda rows, tokens, processors: launch.Splits(-(-tokens // 64), 64)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
+def test_grids(grid, head_dim, dtype):
+    for prefix, heads, packed in ((0, 1, True), (1, 3, True), (5, 2, False), (19, 3, True)):
+        shape = Shape("grid", batch=2, heads=heads, head_dim=head_dim, grid=grid, prefix=prefix)
+        check_call(shape, Option("grid"), dtype, backend="cuda", packed=packed, device="cuda", oracle="eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 9), (9, 1), (17, 15), (196, 785), (3137, 196), (1000, 5000)])
+def test_no_grid_and_cross_attention(tokens, head_dim, dtype):
+    shape = Shape("cross", queries=tokens[0], keys=tokens[1], heads=3, head_dim=head_dim)
+    for option in (OPTIONS[0], OPTIONS[2]):
+        check_call(shape, option, dtype, backend="cuda", packed=False, device="cuda", oracle="eager")
+
+
+@pytest.mark.gpu
+def test_a_mean_that_dominates_does_not_wash_out_the_covariance():
+    """Keys and values around 50 in half precision, where a product of two rounded means would drown everything."""
+    q = torch.randn(1, 8, 2, 32, device="cuda").half()
+    k, v = (50 + torch.randn(2, 1, 65536, 2, 32, device="cuda")).half()
+    out = inline_attention(q, k, v, backend="cuda")
+    exact = inline_attention(q.double(), k.double(), v.double(), backend="eager")
+    # Half a unit in the last place of 50 in float16 is 2^-6.
+    assert (out.double() - exact).abs().max() <= 2**-6 + 2e-5
+
+
+@pytest.mark.gpu
+def test_refusals_on_a_gpu():
+    qkv = torch.randn(2, 9, 3, 2, 32, device="cuda").bfloat16()
+    q, k, v = qkv.unbind(2)
+    mask = torch.ones(2, 9, dtype=torch.bool, device="cuda")
+    heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for tensors, options, reason in (
+        ((q.float(), k.float(), v.float()), {}, "bfloat16 and float16"),
+        ((q[..., :16], k[..., :16], v[..., :16]), {}, "head dims"),
+        ((q, k, v), {"feature_map": "relu"}, "feature_map"),
+        ((q, k, v), {"normalization": "divide"}, "normalization"),
+        ((q, k, v), {"key_padding_mask": mask}, "key_padding_mask"),
+        ((heads_first, k, v), {}, "those of q are not"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            inline_attention(*tensors, backend="cuda", **options)
+        inline_attention(*tensors, **options)  # "auto" finds another
+
+
+@pytest.mark.gpu
+def test_falls_back_where_the_compiler_is_missing(monkeypatch):
+    monkeypatch.setattr(cuda, "_build_reason", lambda *_: "NVRTC was not found")
+    qkv = torch.randn(2, 9, 3, 2, 32, device="cuda").bfloat16()
+    with pytest.raises(ValueError, match="NVRTC was not found"):
+        inline_attention_qkvpacked(qkv, backend="cuda")
+    assert inline_attention_qkvpacked(qkv).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_graphs_keep_the_op(dynamic):
+    def attend(qkv, weight):
+        return inline_attention_qkvpacked(qkv, local_weight=weight, grid_size=(6, 5), num_prefix_tokens=1).square()
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3):
+        qkv = torch.randn(batch, 31, 3, 2, 32, device="cuda").bfloat16().requires_grad_()
+        weight = torch.randn(batch, 2, 32, 3, 3, device="cuda").bfloat16().requires_grad_()
+        results = []
+        for function in (attend, compiled):
+            out = function(qkv, weight)
+            results.append((out, *torch.autograd.grad(out.float().sum(), (qkv, weight))))
+        for plain, other in zip(*results, strict=True):
+            torch.testing.assert_close(plain, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_under_the_sanitizer(tool):
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("needs compute-sanitizer")
+    script = Path(__file__).with_name("sanitized_calls.py")
+    arguments = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
