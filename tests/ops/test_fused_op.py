@@ -32,15 +32,16 @@ def test_opcheck(packed, masked):
     tensors, mask, weight = arguments(packed, masked)
     forward = OPS.triton_packed_forward if packed else OPS.triton_forward
     backward = OPS.triton_packed_backward if packed else OPS.triton_backward
-    torch.library.opcheck(forward, (*tensors, mask, weight, *PROBLEM))
-    out, *state = forward(*tensors, mask, weight, *PROBLEM)
+    torch.library.opcheck(forward, (*tensors, mask, weight, *PROBLEM, True))
+    torch.library.opcheck(forward, (*(tensor.detach() for tensor in tensors), mask, weight.detach(), *PROBLEM, False))
+    out, *state = forward(*tensors, mask, weight, *PROBLEM, True)
     plain = [tensor.detach() for tensor in (*tensors, weight)]
     torch.library.opcheck(
         backward, (torch.randn_like(out), *plain[:-1], mask, plain[-1], *(s.detach() for s in state), *PROBLEM)
     )
     without = (0.5, "identity", "subtract", 0, 0, 0)
-    torch.library.opcheck(forward, (*tensors, mask, None, *without))
-    out, *state = forward(*tensors, mask, None, *without)
+    torch.library.opcheck(forward, (*tensors, mask, None, *without, True))
+    out, *state = forward(*tensors, mask, None, *without, True)
     torch.library.opcheck(
         backward, (torch.randn_like(out), *plain[:-1], mask, None, *(s.detach() for s in state), *without)
     )
@@ -128,7 +129,7 @@ def test_second_derivatives(packed, through_op):
 
     def penalty(backend):
         if through_op and backend == "triton":
-            out = op(*tensors, mask, weight, *PROBLEM)[0]
+            out = op(*tensors, mask, weight, *PROBLEM, True)[0]
         else:
             q, k, v = tensors[0].unbind(2) if packed else tensors
             packed_call = packed and backend == "triton"
@@ -199,11 +200,11 @@ def test_checkpointing_recomputes():
 def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
     seen = {}
 
-    def forward(q, k, v, mask, local_weight, problem):
+    def forward(q, k, v, mask, local_weight, problem, keep_state):
         assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
-        return fused_op._empty_results((q, k, v))
+        return fused_op._empty_results((q, k, v), keep_state)
 
-    def backward(grad_out, q, k, v, mask, local_weight, key_mean, value_mean, covariance, problem, *grads):
+    def backward(grad_out, q, k, v, mask, local_weight, state, problem, *grads):
         assert grad_out.stride(-1) == 1
         seen["storages"] = {grad.untyped_storage().data_ptr() for grad in grads}
         for grad in grads:

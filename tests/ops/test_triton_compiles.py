@@ -105,8 +105,8 @@ def recorded_launches(case: dict) -> list[tuple]:
     problem = Problem(
         D**-0.5, case.get("feature_map", "identity"), case.get("normalization", "subtract"), *grid, num_prefix_tokens=0
     )
-    out, *state = forward.forward(q, k, v, mask, local_weight, problem)
-    backward.backward(torch.empty_like(out), q, k, v, mask, local_weight, *state, problem, *grads)
+    out, state = forward.forward(q, k, v, mask, local_weight, problem, keep_state=True)
+    backward.backward(torch.empty_like(out), q, k, v, mask, local_weight, state, problem, *grads)
     return launches
 
 

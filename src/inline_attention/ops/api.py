@@ -6,7 +6,7 @@ Heads come last but one, as the qkv projection leaves them: no transposes around
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from inline_attention.ops import dispatch, reference, validation
 from inline_attention.ops.backends import eager
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap
+from inline_attention.ops.tracing import is_transformed
 
 WeightKind = Literal["inline", "linear", "magnitude", "softmax"]
 _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
@@ -178,6 +179,12 @@ def attention_weights(
     return weights.to(q.dtype)
 
 
+# Backends of calls seen before, by everything the checks and the choice depend on: a model's layers ask the same
+# question every step, and answering it costs more host time than a small kernel takes on a GPU.
+_SELECTED: dict[tuple[Any, ...], tuple[dispatch.Backend, float, tuple[int, int] | None]] = {}
+_MOST_SELECTED = 4096
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -192,6 +199,45 @@ def _attend(
     num_prefix_tokens: int,
     backend: str,
 ) -> torch.Tensor:
+    signature = None
+    if key_padding_mask is None and isinstance(feature_map, str) and not is_transformed():
+        options = (scale, feature_map, normalization, grid_size, num_prefix_tokens, backend, dispatch.AUTO_BACKENDS)
+        signature = _signature(q, k, v, local_weight, options)
+    if signature is not None and signature in _SELECTED:
+        selected, scale, grid_size = _SELECTED[signature]
+        call = AttentionCall(
+            q, k, v, qkv, scale, feature_map, normalization, None, local_weight, grid_size, num_prefix_tokens
+        )
+    else:
+        call = _validated_call(
+            q, k, v, qkv, scale, feature_map, normalization,
+            key_padding_mask, local_weight, grid_size, num_prefix_tokens,
+        )  # fmt: skip
+        selected = dispatch.select(backend, call)
+        if signature is not None:
+            if len(_SELECTED) >= _MOST_SELECTED:
+                _SELECTED.clear()
+            _SELECTED[signature] = selected, call.scale, call.grid_size
+    if _autocast_enabled(q):
+        # Inputs are cast already; left on, autocast would also round the float32 sums inside.
+        with torch.autocast(q.device.type, enabled=False):
+            return selected.run(call)
+    return selected.run(call)
+
+
+def _validated_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qkv: torch.Tensor | None,
+    scale: float | None,
+    feature_map: str | FeatureMap,
+    normalization: Normalization,
+    key_padding_mask: torch.Tensor | None,
+    local_weight: torch.Tensor | None,
+    grid_size: tuple[int, int] | None,
+    num_prefix_tokens: int,
+) -> AttentionCall:
     validation.check_queries_and_keys(q, k)
     validation.check_values(q, k, v)
     validation.check_feature_map(feature_map)
@@ -202,19 +248,30 @@ def _attend(
     if local_weight is not None:
         validation.check_self_attention(q, k)
         grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
-    call = AttentionCall(
+    return AttentionCall(
         q, k, v, qkv, scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens
     )
-    selected = dispatch.select(backend, call)
-    if _autocast_enabled(q):
-        # Inputs are cast already; left on, autocast would also round the float32 sums inside.
-        with torch.autocast(q.device.type, enabled=False):
-            return selected.run(call)
-    return selected.run(call)
+
+
+def _signature(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_weight: torch.Tensor | None, options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """What the checks and the choice of a backend depend on; None for arguments that the checks must see."""
+    tensors = (q, k, v) if local_weight is None else (q, k, v, local_weight)
+    try:
+        layouts = [(x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 8, type(x)) for x in tensors]
+        signature: tuple[Any, ...] = (*layouts, *options)
+        hash(signature)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return signature
 
 
 def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Cast to the autocast dtype where autocast is on; float64 and what is no tensor (validated later) stay."""
+    first = tensors[0]
+    if isinstance(first, torch.Tensor) and not _autocast_enabled(first):
+        return tensors  # type: ignore[return-value]
 
     def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in validation.FLOATING_DTYPES:

@@ -34,22 +34,41 @@ class Problem(NamedTuple):
     num_prefix_tokens: int
 
 
-# (q, k, v, key_padding_mask, local_weight, problem) to (out, key_mean, value_mean, covariance):
-# out `[B, N, H, Dv]`, contiguous, in the dtype of v; the rest in float32: the means `[B, H, D]` of phi(k) and
-# `[B, H, Dv]` of v, and scale · Cov(phi(k), v) `[B, H, D, Dv]`. The last dimension of q, k and v has unit stride.
+# (q, k, v, key_padding_mask, local_weight, problem, keep_state) to (out, state): out `[B, N, H, Dv]`, contiguous, in the
+# dtype of v; the state a vector as `split_state` reads it, or None if it is not to be kept and was not needed. The last
+# dimension of q, k and v has unit stride.
 Forward: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem],
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem, bool],
+    tuple[torch.Tensor, torch.Tensor | None],
 ]
-# (grad_out, q, k, v, key_padding_mask, local_weight, key_mean, value_mean, covariance, problem, grad_q, grad_k, grad_v)
-# to the gradient of local_weight, or None without one. Fills grad_q, grad_k and grad_v, which come uninitialised and
-# may be views of one packed gradient. The last dimension of every token tensor has unit stride.
+# (grad_out, q, k, v, key_padding_mask, local_weight, state, problem, grad_q, grad_k, grad_v) to the gradient of
+# local_weight, or None without one. Fills grad_q, grad_k and grad_v, which come uninitialised and may be views of one
+# packed gradient. The last dimension of every token tensor has unit stride.
 Backward: TypeAlias = Callable[..., torch.Tensor | None]
 
 _NAMESPACE = "inline_attention"
 _PROBLEM_SCHEMA = (
     "float scale, str feature_map, str normalization, SymInt grid_height, SymInt grid_width, SymInt num_prefix_tokens"
 )
+
+
+def empty_state(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An uninitialised state for queries `[B, N, H, D]` and values `[B, M, H, Dv]`."""
+    return torch.empty(_state_size(q, v), dtype=torch.float32, device=q.device)
+
+
+def split_state(
+    state: torch.Tensor, q: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """scale · Cov(phi(k), v) `[B, H, D, Dv]`, the means of phi(k) `[B, H, D]` and of v `[B, H, Dv]`, as views."""
+    (B, _, H, D), Dv = q.shape, v.shape[3]
+    covariance, key_mean, value_mean = torch.split(state, [B * H * D * Dv, B * H * D, B * H * Dv])
+    return covariance.view(B, H, D, Dv), key_mean.view(B, H, D), value_mean.view(B, H, Dv)
+
+
+def _state_size(q: torch.Tensor, v: torch.Tensor) -> int:
+    (B, _, H, D), Dv = q.shape, v.shape[3]
+    return B * H * (D * Dv + D + Dv)
 
 
 class _Kernels(NamedTuple):
@@ -88,16 +107,18 @@ def register(
 
     def attend(
         tensors: Sequence[torch.Tensor],
+        separate: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         key_padding_mask: torch.Tensor | None,
         local_weight: torch.Tensor | None,
         problem: Problem,
     ) -> torch.Tensor:
+        differentiable = torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight)
         if _must_be_traceable(tensors):
             op = packed_op if len(tensors) == 1 else separate_op
-            return op(*tensors, key_padding_mask, local_weight, *problem)[0]
-        if torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight):
+            return op(*tensors, key_padding_mask, local_weight, *problem, differentiable)[0]
+        if differentiable:
             return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, key_padding_mask, local_weight, *tensors))
-        return _forward(kernels, tensors, key_padding_mask, local_weight, problem)[0]
+        return _forward(kernels, separate, key_padding_mask, local_weight, problem, keep_state=False)[0]
 
     def run(call: AttentionCall) -> torch.Tensor:
         height, width = (0, 0) if call.local_weight is None or call.grid_size is None else call.grid_size
@@ -106,8 +127,9 @@ def register(
         problem = Problem(
             float(call.scale), call.feature_map, call.normalization, height, width, call.num_prefix_tokens
         )
-        tensors = (call.q, call.k, call.v) if call.qkv is None else (call.qkv,)
-        return attend(tensors, call.key_padding_mask, call.local_weight, problem)
+        separate = (call.q, call.k, call.v)
+        tensors = separate if call.qkv is None else (call.qkv,)
+        return attend(tensors, separate, call.key_padding_mask, call.local_weight, problem)
 
     def run_mapped(call: AttentionCall, height: int, width: int) -> torch.Tensor:
         # Mapped values are float32, and the kernels take one dtype: the values follow.
@@ -121,7 +143,7 @@ def register(
             )  # fmt: skip
         else:
             problem = Problem(float(call.scale), "identity", call.normalization, height, width, call.num_prefix_tokens)
-            out = attend((q, k, v), call.key_padding_mask, local_weight, problem)
+            out = attend((q, k, v), (q, k, v), call.key_padding_mask, local_weight, problem)
         return out.to(call.v.dtype)
 
     return run
@@ -142,11 +164,12 @@ def _forward(
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
     problem: Problem,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    keep_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if tensors[0].shape[0] == 0:
-        return _empty_results(tensors)
+        return _empty_results(tensors, keep_state)
     q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
-    return kernels.forward(q, k, v, key_padding_mask, local_weight, problem)
+    return kernels.forward(q, k, v, key_padding_mask, local_weight, problem, keep_state)
 
 
 def _backward(
@@ -155,7 +178,7 @@ def _backward(
     tensors: Sequence[torch.Tensor],
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
-    state: Sequence[torch.Tensor],
+    state: torch.Tensor,
     problem: Problem,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Gradients of `tensors`, contiguous, and of `local_weight`."""
@@ -164,7 +187,7 @@ def _backward(
         return grads, None if local_weight is None else torch.empty_like(local_weight)
     q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
     grad_local_weight = kernels.backward(
-        _with_unit_stride(grad_out), q, k, v, key_padding_mask, local_weight, *state, problem, *_separate(grads)
+        _with_unit_stride(grad_out), q, k, v, key_padding_mask, local_weight, state, problem, *_separate(grads)
     )
     return grads, grad_local_weight
 
@@ -176,18 +199,17 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: _Kernels, problem: Problem, mask: Any, local_weight: Any, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        out, *state = _forward(kernels, tensors, mask, local_weight, problem)
-        ctx.save_for_backward(mask, local_weight, *state, *tensors)
+        out, state = _forward(kernels, tensors, mask, local_weight, problem, keep_state=True)
+        ctx.save_for_backward(mask, local_weight, state, *tensors)
         ctx.kernels, ctx.problem = kernels, problem
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        mask, local_weight, key_mean, value_mean, covariance, *tensors = ctx.saved_tensors
+        mask, local_weight, state, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
             grads = _differentiable_backward(grad_outputs[0], tensors, mask, local_weight, ctx.problem)
             return None, None, None, *grads
-        state = key_mean, value_mean, covariance
         grads, grad_local = _backward(ctx.kernels, grad_outputs[0], tensors, mask, local_weight, state, ctx.problem)
         return None, None, None, grad_local, *grads
 
@@ -225,18 +247,18 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
     count = len(tensor_names)
     inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
     optional = "Tensor? key_padding_mask, Tensor? local_weight"
-    state = "Tensor key_mean, Tensor value_mean, Tensor covariance"
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
-        return _forward(kernels, tensors, mask, local_weight, Problem(*problem))
+        tensors, (mask, local_weight, *problem, keep_state) = arguments[:count], arguments[count:]
+        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state)
+        return out, state if keep_state and state is not None else out.new_empty(0, dtype=torch.float32)
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        return _empty_results(arguments[:count])
+        return _empty_results(arguments[:count], keep_state=arguments[-1])
 
     def backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, (mask, local_weight, *rest) = arguments[:count], arguments[count:]
-        grads, grad_local = _backward(kernels, grad_out, tensors, mask, local_weight, rest[:3], Problem(*rest[3:]))
+        grads, grad_local = _backward(kernels, grad_out, tensors, mask, local_weight, rest[0], Problem(*rest[1:]))
         return *grads, grad_out.new_empty(0) if grad_local is None else grad_local
 
     def fake_backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -249,45 +271,43 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
         f"{_NAMESPACE}::{name}_forward",
         forward,
         mutates_args=(),
-        schema=f"({inputs}, {optional}, {_PROBLEM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+        schema=f"({inputs}, {optional}, {_PROBLEM_SCHEMA}, bool keep_state) -> (Tensor, Tensor)",
     )
     backward_op = torch.library.custom_op(
         f"{_NAMESPACE}::{name}_backward",
         backward,
         mutates_args=(),
-        schema=f"(Tensor grad_out, {inputs}, {optional}, {state}, {_PROBLEM_SCHEMA}) -> "
+        schema=f"(Tensor grad_out, {inputs}, {optional}, Tensor state, {_PROBLEM_SCHEMA}) -> "
         f"({', '.join(['Tensor'] * (count + 1))})",
     )
     forward_op.register_fake(fake_forward)  # pyright: ignore[reportUnknownMemberType]
     backward_op.register_fake(fake_backward)  # pyright: ignore[reportUnknownMemberType]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        tensors, (mask, local_weight, *problem) = inputs[:count], inputs[count:]
-        state = output[1:]
-        ctx.mark_non_differentiable(*state)
-        ctx.save_for_backward(mask, local_weight, *state, *tensors)
+        tensors, (mask, local_weight, *problem, _) = inputs[:count], inputs[count:]
+        state = output[1]
+        ctx.mark_non_differentiable(state)
+        ctx.save_for_backward(mask, local_weight, state, *tensors)
         ctx.problem = Problem(*problem)
 
     def derivative(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        mask, local_weight, key_mean, value_mean, covariance, *tensors = ctx.saved_tensors
+        mask, local_weight, state, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
             grad_local, *grads = _differentiable_backward(grad_out, tensors, mask, local_weight, ctx.problem)
         else:
-            *grads, grad_local = backward_op(
-                grad_out, *tensors, mask, local_weight, key_mean, value_mean, covariance, *ctx.problem
-            )
-        return *grads, None, None if local_weight is None else grad_local, *([None] * len(Problem._fields))
+            *grads, grad_local = backward_op(grad_out, *tensors, mask, local_weight, state, *ctx.problem)
+        # Nothing for the mask, the problem's fields and keep_state.
+        return *grads, None, None if local_weight is None else grad_local, *([None] * (len(Problem._fields) + 1))
 
     forward_op.register_autograd(derivative, setup_context=setup_context)  # pyright: ignore[reportUnknownMemberType]
     return getattr(getattr(torch.ops, _NAMESPACE), f"{name}_forward").default
 
 
-def _empty_results(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised output and state: shapes and dtypes of what `Forward` returns."""
+def _empty_results(tensors: Sequence[torch.Tensor], keep_state: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised output and state: shapes and dtypes of what the op returns."""
     q, _, v = _separate(tensors)
-    (B, N, H, D), Dv = q.shape, v.shape[3]
-    state = [q.new_empty(shape, dtype=torch.float32) for shape in ((B, H, D), (B, H, Dv), (B, H, D, Dv))]
-    return v.new_empty(B, N, H, Dv), state[0], state[1], state[2]
+    state = q.new_empty(_state_size(q, v) if keep_state else 0, dtype=torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[3]), state
 
 
 def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 
 def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
@@ -14,6 +15,16 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
         and all(tensor.device.type != "meta" for tensor in tensors)
+    )
+
+
+def is_transformed() -> bool:
+    """Whether something other than plain eager execution may be going on: compiling, tracing, `torch.func`, dual levels."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
     )
 
 

@@ -40,7 +40,9 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "takes no key_padding_mask"
     for name, tensor in (("q", q), ("k", call.k), ("v", call.v)):
         if not _is_readable(tensor):
-            return f"needs the heads of a token side by side in memory, in multiples of 16 bytes; those of {name} are not"
+            return (
+                f"needs the heads of a token side by side in memory, in multiples of 16 bytes; those of {name} are not"
+            )
     return fused_op.transform_reason() or _build_reason(q.device.index, q.dtype, head_dim)
 
 
@@ -48,7 +50,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     """Whether chunks of sixteen bytes can be read where they lie."""
     batch, token, head, channel = tensor.stride()
     chunk = launch.CHUNK
-    return (
+    return bool(
         channel == 1
         and head == tensor.shape[3]
         and token % chunk == 0
@@ -75,7 +77,7 @@ def _cached_build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -
     return None
 
 
-def _forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if torch.cuda.current_device() == q.device.index:
         return launch.forward(q, *arguments)
     with torch.cuda.device(q.device):

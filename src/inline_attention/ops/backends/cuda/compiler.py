@@ -21,6 +21,7 @@ SOURCE = Path(__file__).with_name("kernels.cu")
 # Members of the driver's CUfunction_attribute.
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class CompilerUnavailableError(RuntimeError):
@@ -30,17 +31,23 @@ class CompilerUnavailableError(RuntimeError):
 class Kernel:
     """A compiled `__global__` function whose only parameter is a struct."""
 
-    def __init__(self, function: ctypes.c_void_p, threads: int) -> None:
+    def __init__(self, function: ctypes.c_void_p, threads: int, device_index: int) -> None:
         self._function = function
         self._threads = threads
+        self._device_index = device_index
+        self._launch = _driver().cuLaunchKernel
 
     def launch(self, grid: tuple[int, int], shared_bytes: int, stream: int, parameters: bytes) -> None:
         """Launch on `stream` with `parameters` laid out as the kernel's struct."""
-        buffer = ctypes.create_string_buffer(parameters, len(parameters))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        result = _driver().cuLaunchKernel(
+        pointers = ctypes.byref(ctypes.c_char_p(parameters))  # an array of one pointer, to the one parameter
+        arguments = (
             self._function, grid[0], grid[1], 1, self._threads, 1, 1, shared_bytes, stream, pointers, None
-        )
+        )  # fmt: skip
+        result = self._launch(*arguments)
+        if result == _INVALID_CONTEXT:
+            # A thread that has not touched the GPU yet, as autograd's has not in its first backward pass.
+            _enter_primary_context(self._device_index)
+            result = self._launch(*arguments)
         if result != 0:
             raise RuntimeError(f"a CUDA kernel of inline_attention could not be launched: driver error {result}")
 
@@ -56,14 +63,14 @@ def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, in
     Raises:
         CompilerUnavailableError: With the compiler's or driver's own words.
     """
-    properties = torch.cuda.get_device_properties(device_index)
+    properties: Any = torch.cuda.get_device_properties(device_index)  # pyright: ignore[reportUnknownMemberType]
     binary = compile_binary(f"sm_{properties.major}{properties.minor}", defines)
-    shared_bytes: int = properties.shared_memory_per_block_optin  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
+    shared_bytes: int = properties.shared_memory_per_block_optin
     driver = _driver()
     module = ctypes.c_void_p()
     loaded: dict[str, Kernel] = {}
     with torch.cuda.device(device_index):
-        torch.cuda.current_stream().synchronize()  # makes the device's primary context current
+        _enter_primary_context(device_index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), binary), "load the compiled kernels")
         for name, threads in kernels.items():
             function = ctypes.c_void_p()
@@ -74,8 +81,16 @@ def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, in
                 driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes - static_bytes.value),
                 f"reserve shared memory for {name}",
             )
-            loaded[name] = Kernel(function, threads)
+            loaded[name] = Kernel(function, threads, device_index)
     return loaded
+
+
+def _enter_primary_context(device_index: int) -> None:
+    """Make the context that PyTorch uses on a device current in this thread."""
+    driver, device, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
+    _check(driver.cuDeviceGet(ctypes.byref(device), device_index), "find the device")
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "reach the device's context")
+    _check(driver.cuCtxSetCurrent(context), "enter the device's context")
 
 
 def compile_binary(architecture: str, defines: Mapping[str, int]) -> bytes:
@@ -146,6 +161,7 @@ def _driver() -> Any:
     driver.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
+    driver.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
     driver.cuFuncGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     driver.cuFuncSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     return driver
@@ -167,7 +183,9 @@ def _nvrtc() -> Any:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise CompilerUnavailableError(f"{name}, CUDA's run-time compiler, was found neither with PyTorch nor on the system")
+    raise CompilerUnavailableError(
+        f"{name}, CUDA's run-time compiler, was found neither with PyTorch nor on the system"
+    )
 
 
 def _check(result: int, attempt: str) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from inline_attention.ops.backends.cuda import compiler
-from inline_attention.ops.fused_op import Problem
+from inline_attention.ops.fused_op import Problem, empty_state
 
 # The constants of kernels.cu.
 SLAB, UNIT, CHUNK = 32, 64, 8
@@ -32,6 +32,8 @@ MOST_TILES_DOWN = 256
 TILE_START_ROWS = 8
 # Beyond these a sample is cut into pieces: a block would be busy for too long, or there are too few of them.
 MOST_SAMPLE_TOKENS, FEWEST_SAMPLE_WAVES = 1024, 3
+# So few that a second launch would cost more than it gains, however few the blocks.
+FEW_TOKENS = 256
 MOST_SPLITS = 64
 
 _ACCUMULATE = struct.Struct("QqqQqqQQQQQqqffiiiii0q")
@@ -68,8 +70,29 @@ class Layout(NamedTuple):
 class Splits(NamedTuple):
     """How the tokens of a sample are shared between blocks that accumulate."""
 
-    count: int
+    number: int
     tokens_each: int
+
+
+class Tensors(NamedTuple):
+    """Sizes and strides of one call: what its plan depends on."""
+
+    device: int
+    dtype: torch.dtype
+    query: tuple[int, ...]  # [B, N, H, D]
+    keys: int
+    has_local_term: bool
+
+
+class Plan(NamedTuple):
+    """Everything about a call that does not change with its data."""
+
+    kernels: dict[str, compiler.Kernel]
+    units: int
+    splits: Splits
+    layout: Layout
+    one_block: bool
+    shared_bytes: int
 
 
 def forward(
@@ -79,60 +102,53 @@ def forward(
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
     problem: Problem,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output `[B, N, H, D]` and the state: key mean, value mean, covariance. See `fused_op.Forward`."""
+    keep_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output `[B, N, H, D]` and the state. See `fused_op.Forward`."""
     del key_padding_mask  # None: refused by `unsupported_reason`
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    if local_weight is not None:
+        local_weight = local_weight.contiguous()
+    copies: list[torch.Tensor] = []
+    query, key, value = _address(q, copies), _address(k, copies), _address(v, copies)
     B, N, H, D = q.shape
     M = k.shape[1]
     device = q.device.index
-    kernels, stream, processors = load_kernels(device, q.dtype, D), _stream(device), _processors(device)
+    plan = plan_forward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
+    stream = _stream(device)
     out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)
-    key_mean = torch.empty((B, H, D), dtype=torch.float32, device=q.device)
-    value_mean = torch.empty((B, H, D), dtype=torch.float32, device=q.device)
-    covariance = torch.empty((B, H, D, D), dtype=torch.float32, device=q.device)
-    units = -(-H * D // UNIT)
-    merged = (covariance, key_mean, value_mean)
-    local_weight = None if local_weight is None else local_weight.contiguous()
-    if local_weight is not None and fits_one_block(B * units, M, processors):
-        layout = sample_layout(B, N, H * D, problem)
-        kernels["inline_sample"].launch(
-            (layout.blocks, 1), max(ACCUMULATE_SHARED_BYTES, strip_bytes(D)), stream,
-            _SAMPLE.pack(
-                *_address(k), *_address(v), *(tensor.data_ptr() for tensor in merged), 0, 0, 0, 0,
-                problem.scale / M, 1.0, M, M, 1, H * D, units,
-                *layout, *_address(q), *_address(v), local_weight.data_ptr(), 0, 0, out.data_ptr(),
-            ),
-        )  # fmt: skip
-        return out, key_mean, value_mean, covariance
-    splits = choose_splits(B * units, M, processors)
-    partial = merged if splits.count == 1 else _partial_sums(B * H * splits.count, D, q.device)
+    weight = 0 if local_weight is None else local_weight.data_ptr()
     factor = problem.scale / M
-    kernels["inline_accumulate"].launch(
-        (B * units * splits.count, 1), ACCUMULATE_SHARED_BYTES, stream,
-        _ACCUMULATE.pack(
-            *_address(k), *_address(v), *(tensor.data_ptr() for tensor in partial), 0, 0, 0, 0,
-            factor if splits.count == 1 else 1.0, 1.0, M, splits.tokens_each, splits.count, H * D, units,
-        ),
-    )  # fmt: skip
-    if splits.count > 1:
-        many = splits.count > MANY_SPLITS
-        kernels["inline_merge_many" if many else "inline_merge"].launch(
-            (B * H, D * D // MERGE_THREADS * (MANY_SHARES if many else 1)), 0, stream,
-            _MERGE.pack(
-                *(tensor.data_ptr() for tensor in (*partial, *merged)),
-                factor, 1.0, splits.count, M, splits.tokens_each,
+    state = None
+    if plan.one_block:
+        state = empty_state(q, v) if keep_state else None
+        merged = (0, 0, 0) if state is None else _sections(state.data_ptr(), B * H, D)
+        plan.kernels["inline_sample"].launch(
+            (plan.layout.blocks, 1), plan.shared_bytes, stream,
+            _SAMPLE.pack(
+                *key, *value, *merged, 0, 0, 0, 0, factor, 1.0, M, M, 1, H * D, plan.units,
+                *plan.layout, *query, *value, weight, 0, 0, out.data_ptr(),
             ),
         )  # fmt: skip
-    layout = choose_layout(B, N, H * D, problem, 1, processors)
-    kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
-        (layout.blocks, 1), strip_bytes(D), stream,
-        _OUTPUT.pack(
-            *layout, *_address(q), *_address(v), _pointer(local_weight),
-            covariance.data_ptr(), value_mean.data_ptr(), out.data_ptr(),
+        return out, state
+    state = empty_state(q, v)
+    merged = _sections(state.data_ptr(), B * H, D)
+    splits = plan.splits
+    workspace = None if splits.number == 1 else _workspace(B * H * splits.number, D, q.device)
+    partial = merged if workspace is None else _sections(workspace.data_ptr(), B * H * splits.number, D)
+    plan.kernels["inline_accumulate"].launch(
+        (B * plan.units * splits.number, 1), ACCUMULATE_SHARED_BYTES, stream,
+        _ACCUMULATE.pack(
+            *key, *value, *partial, 0, 0, 0, 0, factor if workspace is None else 1.0, 1.0,
+            M, splits.tokens_each, splits.number, H * D, plan.units,
         ),
     )  # fmt: skip
-    return out, key_mean, value_mean, covariance
+    if workspace is not None:
+        _merge(plan.kernels, "", partial, merged, (factor, 1.0), M, splits, B * H, D, stream)
+    plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
+        (plan.layout.blocks, 1), plan.shared_bytes, stream,
+        _OUTPUT.pack(*plan.layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
+    )  # fmt: skip
+    return out, state
 
 
 def backward(
@@ -142,9 +158,7 @@ def backward(
     v: torch.Tensor,
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    covariance: torch.Tensor,
+    state: torch.Tensor,
     problem: Problem,
     grad_q: torch.Tensor,
     grad_k: torch.Tensor,
@@ -152,58 +166,77 @@ def backward(
 ) -> torch.Tensor | None:
     """Fill the gradients; return that of `local_weight`. See `fused_op.Backward`."""
     del key_padding_mask
-    grad_out, q, k, v = _readable(grad_out), _readable(q), _readable(k), _readable(v)
+    copies: list[torch.Tensor] = []
+    grad, query, key, value = (_address(tensor, copies) for tensor in (grad_out, q, k, v))
+    if local_weight is not None:
+        local_weight = local_weight.contiguous()
     B, N, H, D = q.shape
     M = k.shape[1]
     device = q.device.index
-    kernels, stream, processors = load_kernels(device, q.dtype, D), _stream(device), _processors(device)
-    units = -(-H * D // UNIT)
-    splits = choose_splits(B * units, N, processors)
-    merged = _partial_sums(B * H, D, q.device)
-    partial = merged if splits.count == 1 else _partial_sums(B * H * splits.count, D, q.device)
+    plan = plan_backward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
+    stream = _stream(device)
+    covariance, key_mean, value_mean = _sections(state.data_ptr(), B * H, D)
+    splits, layout = plan.splits, plan.layout
+    sums = _workspace(B * H, D, q.device)
+    merged = _sections(sums.data_ptr(), B * H, D)
+    workspace = None if splits.number == 1 else _workspace(B * H * splits.number, D, q.device)
+    partial = merged if workspace is None else _sections(workspace.data_ptr(), B * H * splits.number, D)
     factors = (problem.scale / M, 1 / M)
-    kernels["inline_accumulate_backward"].launch(
-        (B * units * splits.count, 1), ACCUMULATE_SHARED_BYTES + STAGING_BYTES, stream,
+    plan.kernels["inline_accumulate_backward"].launch(
+        (B * plan.units * splits.number, 1), ACCUMULATE_SHARED_BYTES + STAGING_BYTES, stream,
         _ACCUMULATE.pack(
-            *_address(q), *_address(grad_out), *(tensor.data_ptr() for tensor in partial), covariance.data_ptr(),
-            *_address(grad_q), *(factors if splits.count == 1 else (1.0, 1.0)),
-            N, splits.tokens_each, splits.count, H * D, units,
+            *query, *grad, *partial, covariance, *_address(grad_q, copies),
+            *(factors if workspace is None else (1.0, 1.0)), N, splits.tokens_each, splits.number, H * D, plan.units,
         ),
     )  # fmt: skip
-    if splits.count > 1:
-        many = splits.count > MANY_SPLITS
-        kernels["inline_merge_many_backward" if many else "inline_merge_backward"].launch(
-            (B * H, D * D // MERGE_THREADS * (MANY_SHARES if many else 1)), 0, stream,
-            _MERGE.pack(
-                *(tensor.data_ptr() for tensor in (*partial, *merged)), *factors, splits.count, N, splits.tokens_each
-            ),
-        )  # fmt: skip
+    if workspace is not None:
+        _merge(plan.kernels, "_backward", partial, merged, factors, N, splits, B * H, D, stream)
     grad_covariance, _, grad_mean = merged
-    local_weight = None if local_weight is None else local_weight.contiguous()
-    layout = choose_layout(B, M, H * D, problem, 2 if local_weight is None else 3, processors)
-    grad_local = parts = None
-    if local_weight is not None:
-        grad_local = torch.empty_like(local_weight)
-        if layout.tiles > 1:
-            parts = torch.empty((B, layout.tiles, H * D, 9), dtype=torch.float32, device=q.device)
-    kernels["inline_gradient" if local_weight is None else "inline_gradient_local"].launch(
-        (layout.blocks, 1), strip_bytes(D), stream,
+    grad_local = None if local_weight is None else torch.empty_like(local_weight)
+    parts = None
+    if local_weight is not None and layout.tiles > 1:
+        parts = torch.empty((B, layout.tiles, H * D, 9), dtype=torch.float32, device=q.device)
+    plan.kernels["inline_gradient" if local_weight is None else "inline_gradient_local"].launch(
+        (layout.blocks, 1), plan.shared_bytes, stream,
         _GRADIENT.pack(
-            *layout, *_address(grad_out), *_address(k), *_address(v), _pointer(local_weight),
-            grad_covariance.data_ptr(), grad_mean.data_ptr(), key_mean.data_ptr(), value_mean.data_ptr(),
-            *_address(grad_k), *_address(grad_v), _pointer(grad_local), _pointer(parts),
+            *layout, *grad, *key, *value, _pointer(local_weight),
+            grad_covariance, grad_mean, key_mean, value_mean,
+            *_address(grad_k, copies), *_address(grad_v, copies), _pointer(grad_local), _pointer(parts),
         ),
     )  # fmt: skip
-    if grad_local is None or parts is None:
-        return grad_local
-    kernels["inline_sum_tiles"].launch(
-        (-(-grad_local.numel() // TILE_SUM_ELEMENTS), 1), 0, stream,
-        _TILE_SUM.pack(parts.data_ptr(), grad_local.data_ptr(), layout.tiles, H * D * 9, grad_local.numel()),
-    )  # fmt: skip
+    if grad_local is not None and parts is not None:
+        plan.kernels["inline_sum_tiles"].launch(
+            (-(-grad_local.numel() // TILE_SUM_ELEMENTS), 1), 0, stream,
+            _TILE_SUM.pack(parts.data_ptr(), grad_local.data_ptr(), layout.tiles, H * D * 9, grad_local.numel()),
+        )  # fmt: skip
     return grad_local
 
 
-@cache
+@lru_cache(4096)
+def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
+    """How the forward pass of a call is cut up."""
+    B, N, H, D = tensors.query
+    units, processors = -(-H * D // UNIT), _processors(tensors.device)
+    kernels = load_kernels(tensors.device, tensors.dtype, D)
+    if tensors.has_local_term and fits_one_block(B * units, tensors.keys, processors):
+        layout = sample_layout(B, N, H * D, problem)
+        shared_bytes = max(ACCUMULATE_SHARED_BYTES, strip_bytes(D))
+        return Plan(kernels, units, Splits(1, tensors.keys), layout, True, shared_bytes)
+    splits = choose_splits(B * units, tensors.keys, processors)
+    layout = choose_layout(B, N, H * D, problem, 1, processors)
+    return Plan(kernels, units, splits, layout, False, strip_bytes(D))
+
+
+@lru_cache(4096)
+def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
+    """How the backward pass of a call is cut up."""
+    B, N, H, D = tensors.query
+    units, processors = -(-H * D // UNIT), _processors(tensors.device)
+    layout = choose_layout(B, tensors.keys, H * D, problem, 3 if tensors.has_local_term else 2, processors)
+    kernels = load_kernels(tensors.device, tensors.dtype, D)
+    return Plan(kernels, units, choose_splits(B * units, N, processors), layout, False, strip_bytes(D))
+
+
 def choose_splits(rows: int, tokens: int, processors: int) -> Splits:
     """Cut `tokens` so that `rows` × splits blocks fill the processors in few, equal waves."""
     slots = 4 * processors
@@ -218,7 +251,6 @@ def choose_splits(rows: int, tokens: int, processors: int) -> Splits:
     return best
 
 
-@cache
 def choose_layout(batches: int, tokens: int, channels: int, problem: Problem, roles: int, processors: int) -> Layout:
     """Tiles high enough that their borders cost little, low enough that every processor has some."""
     units = -(-channels // UNIT)
@@ -242,8 +274,9 @@ def choose_layout(batches: int, tokens: int, channels: int, problem: Problem, ro
 
 
 def fits_one_block(rows: int, tokens: int, processors: int) -> bool:
-    """Whether one block per unit of a sample does both passes well: few tokens, and many blocks."""
-    return tokens <= MOST_SAMPLE_TOKENS and rows >= FEWEST_SAMPLE_WAVES * 3 * processors
+    """Whether one block per unit of a sample does both passes well: few tokens, or not many and many blocks."""
+    many_blocks = rows >= FEWEST_SAMPLE_WAVES * 3 * processors
+    return tokens <= (MOST_SAMPLE_TOKENS if many_blocks else FEW_TOKENS)
 
 
 def sample_layout(batches: int, tokens: int, channels: int, problem: Problem) -> Layout:
@@ -260,23 +293,48 @@ def strip_bytes(head_dim: int) -> int:
     return TILE_THREADS // 32 * 4 * (neighbours + own)
 
 
-def _partial_sums(heads: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    product, left, right = torch.empty(heads * head_dim * (head_dim + 2), device=device).split(
-        [heads * head_dim * head_dim, heads * head_dim, heads * head_dim]
-    )
-    return product, left, right
+def _merge(
+    kernels: dict[str, compiler.Kernel],
+    suffix: str,
+    partial: tuple[int, int, int],
+    merged: tuple[int, int, int],
+    factors: tuple[float, float],
+    tokens: int,
+    splits: Splits,
+    heads: int,
+    head_dim: int,
+    stream: int,
+) -> None:
+    many = splits.number > MANY_SPLITS
+    kernels[f"inline_merge{'_many' if many else ''}{suffix}"].launch(
+        (heads, head_dim * head_dim // MERGE_THREADS * (MANY_SHARES if many else 1)), 0, stream,
+        _MERGE.pack(*partial, *merged, *factors, splits.number, tokens, splits.tokens_each),
+    )  # fmt: skip
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where sixteen bytes at a time cannot be read where they lie."""
+def _workspace(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(heads * head_dim * (head_dim + 2), dtype=torch.float32, device=device)
+
+
+def _sections(start: int, heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Addresses of the matrices, left means and right means in a state or a workspace that starts at `start`."""
+    left = start + 4 * heads * head_dim * head_dim
+    return start, left, left + 4 * heads * head_dim
+
+
+def _address(tensor: torch.Tensor, copies: list[torch.Tensor]) -> tuple[int, int, int]:
+    """Pointer and strides of samples and tokens, in elements.
+
+    A tensor that cannot be read sixteen bytes at a time is copied, and the copy is kept in `copies` until its kernels
+    are queued. (`unsupported_reason` refuses such q, k and v; gradients come as autograd makes them.)
+    """
     batch, token, head, _ = tensor.stride()
-    if head == tensor.shape[3] and not (token % CHUNK or batch % CHUNK or tensor.data_ptr() % 16):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _address(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+    pointer = tensor.data_ptr()
+    if head == tensor.shape[3] and not ((batch | token) % CHUNK or pointer % 16):
+        return pointer, batch, token
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    copies.append(copy)
+    return copy.data_ptr(), copy.stride(0), copy.stride(1)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:
@@ -289,7 +347,8 @@ def _stream(device_index: int) -> int:
 
 @cache
 def _processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    properties: Any = torch.cuda.get_device_properties(device_index)  # pyright: ignore[reportUnknownMemberType]
+    return properties.multi_processor_count
 
 
 @cache

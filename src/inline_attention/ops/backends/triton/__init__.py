@@ -39,7 +39,7 @@ def can_be_automatic(call: AttentionCall) -> bool:
     return call.q.device.type != "cpu"
 
 
-def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     from inline_attention.ops.backends.triton.forward import forward
 
     return forward(*arguments)

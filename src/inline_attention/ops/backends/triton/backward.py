@@ -36,7 +36,7 @@ from inline_attention.ops.backends.triton.primitives import (
     sum_over_heads,
     transpose_taps,
 )
-from inline_attention.ops.fused_op import Problem
+from inline_attention.ops.fused_op import Problem, split_state
 
 
 @triton.jit
@@ -275,15 +275,14 @@ def backward(
     v: torch.Tensor,
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    covariance: torch.Tensor,
+    state: torch.Tensor,
     problem: Problem,
     grad_q: torch.Tensor,
     grad_k: torch.Tensor,
     grad_v: torch.Tensor,
 ) -> torch.Tensor | None:
     """Fill the gradients of q, k and v and return that of `local_weight`, as `fused_op.Backward` asks."""
+    covariance, key_mean, value_mean = split_state(state, q, v)
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
     device = q.device
     heads = tuning.head_group(H, D, DV)

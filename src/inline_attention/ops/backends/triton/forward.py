@@ -34,7 +34,7 @@ from inline_attention.ops.backends.triton.primitives import (
     store_tokens,
     transpose_taps,
 )
-from inline_attention.ops.fused_op import Problem
+from inline_attention.ops.fused_op import Problem, empty_state, split_state
 
 
 @triton.jit
@@ -267,14 +267,15 @@ def forward(
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
     problem: Problem,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    keep_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[B, N, H, Dv]` and state, as `fused_op.Forward` asks."""
+    del keep_state  # the output kernel reads it from memory in any case
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
     device = q.device
     out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
-    key_mean = torch.empty((B, H, D), dtype=torch.float32, device=device)
-    value_mean = torch.empty((B, H, DV), dtype=torch.float32, device=device)
-    covariance = torch.empty((B, H, D, DV), dtype=torch.float32, device=device)
+    state = empty_state(q, v)
+    covariance, key_mean, value_mean = split_state(state, q, v)
     heads = tuning.head_group(H, D, DV)
     half_products = tuning.half_products(q.dtype, problem.feature_map)
     mask_strides = (0, 0) if key_padding_mask is None else key_padding_mask.stride()
@@ -314,4 +315,4 @@ def forward(
             key_padding_mask is not None, local_weight is not None, heads.resident,
             **tuning.launch_options(plan),
         )  # fmt: skip
-    return out, key_mean, value_mean, covariance
+    return out, state
