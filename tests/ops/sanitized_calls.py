@@ -1,4 +1,4 @@
-"""Small calls of every GPU kernel, for compute-sanitizer: `compute-sanitizer --tool memcheck python sanitized_calls.py`."""
+"""Small calls of every GPU kernel: `compute-sanitizer --tool memcheck python sanitized_calls.py`."""
 
 import torch
 

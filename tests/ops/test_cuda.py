@@ -1,4 +1,4 @@
-"""The CUDA C++ backend: that it compiles for every architecture, cuts work without gaps, refuses, falls back, is right."""
+"""The CUDA C++ backend: it compiles for every architecture, cuts work without gaps, refuses, falls back, is right."""
 
 import shutil
 import subprocess

@@ -34,8 +34,8 @@ class Problem(NamedTuple):
     num_prefix_tokens: int
 
 
-# (q, k, v, key_padding_mask, local_weight, problem, keep_state) to (out, state): out `[B, N, H, Dv]`, contiguous, in the
-# dtype of v; the state a vector as `split_state` reads it, or None if it is not to be kept and was not needed. The last
+# (q, k, v, key_padding_mask, local_weight, problem, keep_state) to (out, state): out `[B, N, H, Dv]`, contiguous, in
+# the dtype of v; the state a vector as `split_state` reads it, or None if not to be kept and not needed. The last
 # dimension of q, k and v has unit stride.
 Forward: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem, bool],

@@ -19,11 +19,11 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether something other than plain eager execution may be going on: compiling, tracing, `torch.func`, dual levels."""
-    return bool(
+    """Whether anything but plain eager execution may be going on: compiling, tracing, `torch.func`, dual levels."""
+    return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        or torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        or bool(torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownArgumentType]
         or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
     )
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -63,7 +63,7 @@ def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, in
     Raises:
         CompilerUnavailableError: With the compiler's or driver's own words.
     """
-    properties: Any = torch.cuda.get_device_properties(device_index)  # pyright: ignore[reportUnknownMemberType]
+    properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     binary = compile_binary(f"sm_{properties.major}{properties.minor}", defines)
     shared_bytes: int = properties.shared_memory_per_block_optin
     driver = _driver()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -347,7 +347,7 @@ def _stream(device_index: int) -> int:
 
 @cache
 def _processors(device_index: int) -> int:
-    properties: Any = torch.cuda.get_device_properties(device_index)  # pyright: ignore[reportUnknownMemberType]
+    properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     return properties.multi_processor_count
 
 

@@ -31,6 +31,7 @@ from inline_attention.ops.backends.triton.primitives import (
     map_features,
     matrix_offsets,
     multiply,
+    multiply_mean,
     spread_over_heads,
     store_tokens,
     sum_over_heads,
@@ -165,9 +166,11 @@ def _backward_key_value_kernel(
     )
     matrix = tl.load(sums + offset, mask=diagonal, other=0.0) * (scale * inverse_count)
     if HALF_PRODUCTS:
-        # Values and keys enter the products as they are, and their means leave here.
-        grad_key_base -= tl.sum(matrix * value_mean[None, :], axis=1)
-        grad_value_base -= tl.sum(matrix * key_mean[:, None], axis=0)
+        # Values and keys enter the products as they are, and what their means contribute leaves again.
+        if FOR_KEYS:
+            mean_grad_key = multiply_mean(value_mean, tl.trans(matrix), v.dtype.element_ty, BLOCK_TOKENS)
+        if FOR_VALUES:
+            mean_grad_value = multiply_mean(key_mean, matrix, k.dtype.element_ty, BLOCK_TOKENS)
     if HAS_LOCAL:
         taps += sample * 9 * heads * DV
     for start in range(first, last, BLOCK_TOKENS):
@@ -184,7 +187,7 @@ def _backward_key_value_kernel(
         key = map_features(raw, FEATURE_MAP)
         if FOR_KEYS:
             if HALF_PRODUCTS:
-                grad_key = multiply(raw_value, tl.trans(matrix))
+                grad_key = multiply(raw_value, tl.trans(matrix)) - mean_grad_key[None, :]
             else:
                 grad_key = multiply(raw_value.to(tl.float32) - value_mean[None, :], tl.trans(matrix))
             grad_key = map_derivative(raw, grad_key + grad_key_base[None, :], FEATURE_MAP)
@@ -192,7 +195,7 @@ def _backward_key_value_kernel(
             store_tokens(grad_k, grad_k_stride_token, grad_k_stride_head, token, present, head, dim, heads, grad_key, D)
         if FOR_VALUES:
             if HALF_PRODUCTS:
-                grad_value = multiply(key.to(raw_key.dtype), matrix)
+                grad_value = multiply(key.to(raw_key.dtype), matrix) - mean_grad_value[None, :]
             else:
                 grad_value = multiply(key - key_mean[None, :], matrix)
             grad_value += grad_value_base[None, :]

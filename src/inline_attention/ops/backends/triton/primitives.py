@@ -166,6 +166,22 @@ def multiply(tile, matrix):
 
 
 @triton.jit
+def multiply_mean(mean, matrix, DTYPE: tl.constexpr, ROWS: tl.constexpr):
+    """mean · matrix `[columns]`, by the arithmetic that `multiply` puts tiles of ROWS tokens of DTYPE through.
+
+    Where every token equals the mean, as with a single key, subtracting this leaves exactly nothing.
+    """
+    rest = mean
+    product = tl.zeros([matrix.shape[1]], tl.float32)
+    for _ in tl.static_range(3):
+        part = rest.to(DTYPE)
+        rest -= part.to(tl.float32)
+        tile = tl.broadcast_to(part[None, :], [ROWS, mean.shape[0]])
+        product += tl.max(multiply(tile, matrix), axis=0)  # all rows are equal
+    return product
+
+
+@triton.jit
 def accumulate_outer(left, right, total):
     """total + leftᵀ · right over the tokens of two tiles of one dtype, with float32 sums."""
     return tl.dot(tl.trans(left), right, total, input_precision="ieee")
