@@ -1,5 +1,6 @@
 """The CUDA C++ backend: it compiles for every architecture, cuts work without gaps, refuses, falls back, is right."""
 
+import copy
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from inline_attention import inline_attention, inline_attention_qkvpacked
+from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import dispatch
 from inline_attention.ops.backends import cuda
 from inline_attention.ops.backends.cuda import compiler, launch
@@ -77,7 +79,7 @@ def test_a_struct_that_python_packs_otherwise_does_not_compile():
 def test_splits_cover_every_token():
     for tokens in (1, 2, 63, 64, 65, 196, 3137, 65536, 1 << 20):
         for rows in (1, 3, 100, 5000):
-            count, each = launch.choose_splits(rows, tokens, 132)
+            count, each = launch.choose_splits(rows, tokens, 528)
             assert (count - 1) * each < tokens <= count * each
             assert count <= launch.MOST_SPLITS
 
@@ -87,7 +89,7 @@ def test_tiles_cover_the_grid(roles):
     for height, width in ((1, 1), (1, 4000), (4000, 1), (7, 13), (14, 14), (57, 31), (256, 256), (1024, 1024)):
         for batches in (1, 3, 700):
             tokens = 5 + height * width
-            layout = launch.choose_layout(batches, tokens, 192, _problem(height, width, 5), roles, 132)
+            layout = launch.choose_layout(batches, tokens, 6, 32, _problem(height, width, 5), roles, 132)
             assert layout.tile_height % 2 == 0
             assert layout.tiles_across * launch.GROUPS * launch.STRIP >= width
             down = layout.tiles // layout.tiles_across
@@ -97,7 +99,7 @@ def test_tiles_cover_the_grid(roles):
 
 def test_runs_cover_the_tokens_where_there_is_no_grid():
     for tokens in (1, 17, 5000, 1 << 20):
-        layout = launch.choose_layout(2, tokens, 96, _problem(0, 0), 1, 132)
+        layout = launch.choose_layout(2, tokens, 3, 32, _problem(0, 0), 1, 132)
         assert (layout.tiles - 1) * layout.run < tokens <= layout.tiles * layout.run
 
 
@@ -186,7 +188,7 @@ def test_refusals_on_a_gpu():
 
 @pytest.mark.gpu
 def test_falls_back_where_the_compiler_is_missing(monkeypatch):
-    monkeypatch.setattr(cuda, "_build_reason", lambda *_: "NVRTC was not found")
+    monkeypatch.setattr(cuda, "build_reason", lambda *_: "NVRTC was not found")
     qkv = torch.randn(2, 11, 3, 2, 32, device="cuda").bfloat16()  # a shape no other test has asked for
     with pytest.raises(ValueError, match="NVRTC was not found"):
         inline_attention_qkvpacked(qkv, backend="cuda")
@@ -209,6 +211,27 @@ def test_compiled_graphs_keep_the_op(dynamic):
             results.append((out, *torch.autograd.grad(out.float().sum(), (qkv, weight))))
         for plain, other in zip(*results, strict=True):
             torch.testing.assert_close(plain, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+@pytest.mark.parametrize("tokens", [1, 31, 32, 197, 3137])
+def test_predicted_local_weights(tokens, head_dim, dtype):
+    for heads in (1, 3, 6):
+        layer = LocalWeightPredictor(heads * head_dim, heads, device="cuda", dtype=dtype)
+        torch.nn.init.normal_(layer[2].weight)
+        torch.nn.init.normal_(layer[0].bias)
+        torch.nn.init.normal_(layer[2].bias)
+        x = torch.randn(3, tokens, 2 * heads * head_dim, device="cuda").add_(0.2).to(dtype)[..., : heads * head_dim]
+        exact = copy.deepcopy(layer).double()(x.double().mean(1))
+        with torch.no_grad():
+            fused = layer.predict(x)
+            assert torch.equal(fused, torch.compile(layer.predict, fullgraph=True)(x))
+        torch.testing.assert_close(fused.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+        composed = layer.predict(x)
+        assert composed.requires_grad
+        torch.testing.assert_close(fused, composed.detach(), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.gpu

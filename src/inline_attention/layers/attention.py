@@ -266,7 +266,7 @@ class TokenAttention(nn.Module, ABC):
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
         weight = None
         if self.residual is not None:
-            weight = self.residual(mean_token(tokens, key_padding_mask))
+            weight = self.residual.predict(tokens, key_padding_mask)
         if self.static_local is not None:
             static = self.static_local.weight.view(1, self.num_heads, self.head_dim, 3, 3)
             if weight is None:
@@ -411,16 +411,6 @@ def heads_last(x: torch.Tensor) -> torch.Tensor:
     # Fused kernels return what is contiguous after this transpose; their decomposition, which an exported graph may
     # be lowered to, does not, and a recorded view would fail.
     return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
-
-
-def mean_token(tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:
-    """Mean over the real tokens, `[B, N, C]` → `[B, C]`, summed in float32 at least."""
-    if key_padding_mask is None:
-        return tokens.mean(1)
-    sum_dtype = torch.promote_types(tokens.dtype, torch.float32)
-    total = tokens.masked_fill(~key_padding_mask[:, :, None], 0).sum(1, dtype=sum_dtype)
-    count = key_padding_mask.sum(1, keepdim=True).clamp(min=1)
-    return (total / count).to(tokens.dtype)
 
 
 def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from inline_attention.ops.local_weights import predict_local_weight
+
 
 class BlockDiagonalLinear(nn.Module):
     """A linear map of `[B, C]` that keeps the heads apart: head h reads and writes only its own channels.
@@ -78,9 +80,30 @@ class LocalWeightPredictor(nn.Sequential):
         weight = cast(torch.Tensor, super().forward(input))  # pyright: ignore[reportUnknownMemberType]
         return torch.unflatten(weight, 1, (self.num_heads, -1, 3, 3))
 
+    def predict(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The weights `[B, H, D, 3, 3]` for tokens `[B, N, C]`, of which the real ones are averaged."""
+        if key_padding_mask is None:
+            hidden, _, last = self
+            assert isinstance(hidden, BlockDiagonalLinear)
+            assert isinstance(last, BlockDiagonalLinear)
+            fused = predict_local_weight(tokens, (hidden.weight, hidden.bias, last.weight, last.bias), self.num_heads)
+            if fused is not None:
+                return fused
+        return self(mean_token(tokens, key_padding_mask))
+
     def predict_nothing(self) -> None:
         """Set the last layer to zero: no local term until training finds one."""
         last = self[-1]
         assert isinstance(last, BlockDiagonalLinear)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
+
+
+def mean_token(tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:
+    """Mean over the real tokens, `[B, N, C]` → `[B, C]`, summed in float32 at least."""
+    if key_padding_mask is None:
+        return tokens.mean(1)
+    sum_dtype = torch.promote_types(tokens.dtype, torch.float32)
+    total = tokens.masked_fill(~key_padding_mask[:, :, None], 0).sum(1, dtype=sum_dtype)
+    count = key_padding_mask.sum(1, keepdim=True).clamp(min=1)
+    return (total / count).to(tokens.dtype)

@@ -16,10 +16,10 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import nn
 
-from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention, mean_token
+from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, tokens_to_map
-from inline_attention.layers.local_weights import BlockDiagonalLinear
+from inline_attention.layers.local_weights import BlockDiagonalLinear, mean_token
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting
 

@@ -20,12 +20,11 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether anything but plain eager execution may be going on: compiling, tracing, `torch.func`, dual levels."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        or bool(torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownArgumentType]
-        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    )
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    functorch: bool = torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    return functorch or level >= 0
 
 
 def is_exporting() -> bool:

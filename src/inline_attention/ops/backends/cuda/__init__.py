@@ -6,6 +6,7 @@ this backend does not take, or where NVRTC is missing, goes to the next one in t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -24,10 +25,9 @@ SMALLEST_CAPABILITY = (8, 0)
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Why this backend cannot run the call, or None."""
     q = call.q
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        return f"needs an NVIDIA GPU, got {q.device.type if torch.version.hip is None else 'ROCm'}"
-    if q.dtype not in DTYPES:
-        return f"takes bfloat16 and float16, got {q.dtype}"
+    reason = device_reason(q)
+    if reason is not None:
+        return reason
     # Comparing, not looking up: in a graph for any size the head dim is a symbol, and this makes it a number.
     head_dim = next((known for known in HEAD_DIMS if q.shape[3] == known), None)
     if head_dim is None or call.v.shape[3] != head_dim:
@@ -42,7 +42,16 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     for name, tensor in (("q", q), ("k", call.k), ("v", call.v)):
         if not _is_readable(tensor):
             return f"needs a token's heads side by side in memory, in multiples of 16 bytes; those of {name} are not"
-    return fused_op.transform_reason() or _build_reason(q.device.index, q.dtype, head_dim)
+    return fused_op.transform_reason() or build_reason(q.device.index, q.dtype, head_dim)
+
+
+def device_reason(tensor: torch.Tensor) -> str | None:
+    """Why no kernel here takes the tensor, or None: it must lie on an NVIDIA GPU and be of half precision."""
+    if tensor.device.type != "cuda" or torch.version.hip is not None:
+        return f"needs an NVIDIA GPU, got {tensor.device.type if torch.version.hip is None else 'ROCm'}"
+    if tensor.dtype not in DTYPES:
+        return f"takes bfloat16 and float16, got {tensor.dtype}"
+    return None
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -53,7 +62,8 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
-def _build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+def build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot be built or loaded on a device, or None; builds them."""
     return _cached_build_reason(device_index, dtype, head_dim)
 
 
@@ -70,17 +80,21 @@ def _cached_build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -
     return None
 
 
+_ALREADY_THERE = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are launched on the device."""
+    return _ALREADY_THERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
 def _forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if torch.cuda.current_device() == q.device.index:
-        return launch.forward(q, *arguments)
-    with torch.cuda.device(q.device):
+    with on_device(q.device):
         return launch.forward(q, *arguments)
 
 
 def _backward(grad_out: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
-    if torch.cuda.current_device() == grad_out.device.index:
-        return launch.backward(grad_out, *arguments)
-    with torch.cuda.device(grad_out.device):
+    with on_device(grad_out.device):
         return launch.backward(grad_out, *arguments)
 
 

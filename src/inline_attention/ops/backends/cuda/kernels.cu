@@ -1049,9 +1049,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_g
 struct TileSumParams { const float* parts; u16* total; int tiles, per_sample; i64 size; };
 static_assert(sizeof(TileSumParams) == TILE_SUM_BYTES, PACKED_OTHERWISE);
 
-// Eight threads share the tiles of an element.
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_tiles(const __grid_constant__ TileSumParams p) {
-  constexpr int ELEMENTS = 32, SHARES = MERGE_THREADS / ELEMENTS;
+// SHARES threads share the tiles of an element.
+template <int SHARES> __device__ __forceinline__ void sum_tiles(const TileSumParams& p) {
+  constexpr int ELEMENTS = MERGE_THREADS / SHARES;
   __shared__ float shares[SHARES][ELEMENTS];
   const int share = threadIdx.x / ELEMENTS, which = threadIdx.x % ELEMENTS;
   const i64 element = min((i64)blockIdx.x * ELEMENTS + which, p.size - 1);
@@ -1065,4 +1065,82 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_tiles(con
 #pragma unroll
   for (int from = 1; from < SHARES; ++from) sum += shares[from][which];
   p.total[element] = (u16)pack(sum, 0.0f);
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<1>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_many_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<8>(p); }
+
+// ---------------------------------------------------------------------------------------------- the 3×3 weights
+
+// From a sample's tokens to its 3×3 weights: mean over the tokens, linear, GELU, linear, each head on its own.
+struct PredictParams {
+  const u16* tokens; i64 batch_stride, token_stride;
+  const u16* hidden_weight; const u16* hidden_bias;  // [channels, HEAD_DIM], [channels]
+  const u16* weight; const u16* bias;                // [9 channels, HEAD_DIM], [9 channels]
+  u16* out;                                          // [B, channels, 9]
+  int count, channels, units, unused;
+};
+static_assert(sizeof(PredictParams) == PREDICT_BYTES, PACKED_OTHERWISE);
+
+constexpr int PREDICT_THREADS = 256;
+
+__device__ __forceinline__ float dot(const u16* row, const float* vector, int chunks) {
+  float sum = 0.0f;
+  for (int i = 0; i < chunks; ++i) {
+    float values[8];
+    unpack(values, *(const uint4*)(row + CHUNK * i), true);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum = fmaf(values[e], vector[CHUNK * i + e], sum);
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(PREDICT_THREADS) inline_predict(const __grid_constant__ PredictParams p) {
+  __shared__ float partial[PREDICT_THREADS / 32][UNIT], mean[UNIT], hidden[UNIT];
+  const int unit = blockIdx.x % p.units, batch = blockIdx.x / p.units, first = unit * UNIT;
+  const int channels = min(UNIT, p.channels - first);
+  const int chunk = threadIdx.x & 7, warp = threadIdx.x >> 5;
+  float sums[8] = {};
+  if (chunk * CHUNK < channels) {
+    const u16* column = p.tokens + batch * p.batch_stride + first + chunk * CHUNK;
+#pragma unroll 4
+    for (int token = threadIdx.x >> 3; token < p.count; token += PREDICT_THREADS / 8) {
+      float values[8];
+      unpack(values, *(const uint4*)(column + token * p.token_stride), true);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i] += values[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    sums[i] += __shfl_xor_sync(~0u, sums[i], 8);
+    sums[i] += __shfl_xor_sync(~0u, sums[i], 16);
+    if ((threadIdx.x & 31) < 8) partial[warp][chunk * CHUNK + i] = sums[i];
+  }
+  __syncthreads();
+  if (threadIdx.x < UNIT) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int from = 0; from < PREDICT_THREADS / 32; ++from) sum += partial[from][threadIdx.x];
+    mean[threadIdx.x] = sum / p.count;
+  }
+  __syncthreads();
+  {
+    // Four threads to an output.
+    const int output = threadIdx.x >> 2, share = threadIdx.x & 3, head = output / HEAD_DIM * HEAD_DIM;
+    float sum = 0.0f;
+    if (output < channels) sum = dot(p.hidden_weight + (i64)(first + output) * HEAD_DIM + share * (HEAD_DIM / 4), mean + head + share * (HEAD_DIM / 4), HEAD_DIM / 4 / CHUNK);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (share == 0 && output < channels) {
+      sum += low_half(p.hidden_bias[first + output]);
+      hidden[output] = 0.5f * sum * (1.0f + erff(sum * 0.70710678f));
+    }
+  }
+  __syncthreads();
+  for (int output = threadIdx.x; output < channels * 9; output += PREDICT_THREADS) {
+    const i64 row = (i64)first * 9 + output;
+    const float sum = dot(p.weight + row * HEAD_DIM, hidden + output / 9 / HEAD_DIM * HEAD_DIM, HEAD_DIM / CHUNK) + low_half(p.bias[row]);
+    p.out[(i64)batch * p.channels * 9 + row] = (u16)pack(sum, 0.0f);
+  }
 }

@@ -25,11 +25,16 @@ MERGE_THREADS = 256
 
 STRIP, GROUPS = 8, 2
 TILE_THREADS = 2 * GROUPS * 32
-TILE_SUM_ELEMENTS = 32
+PREDICT_THREADS = 256
+MANY_TILES, MANY_TILES_SHARES = 8, 8
 MANY_SPLITS, MANY_SHARES = 8, 4
+# Blocks that share a multiprocessor, by head dim: what registers allow.
+TILE_BLOCKS = {32: 3, 64: 2}
+ACCUMULATE_BLOCKS = {32: 4, 64: 3}
+ACCUMULATE_BACKWARD_BLOCKS = {32: 3, 64: 2}
 MOST_TILES_DOWN = 256
 # Rows of strip that starting a tile costs as much as: loading the matrices, and the rows above and below.
-TILE_START_ROWS = 8
+TILE_START_ROWS = {32: 8, 64: 16}
 # Beyond these a sample is cut into pieces: a block would be busy for too long, or there are too few of them.
 MOST_SAMPLE_TOKENS, FEWEST_SAMPLE_WAVES = 1024, 3
 # So few that a second launch would cost more than it gains, however few the blocks.
@@ -43,6 +48,7 @@ _OUTPUT = struct.Struct(f"{_LAYOUT}QqqQqqQQQQ")
 _SAMPLE = struct.Struct(f"{_ACCUMULATE.format}{_OUTPUT.format}")
 _GRADIENT = struct.Struct(f"{_LAYOUT}QqqQqqQqqQQQQQQqqQqqQQ")
 _TILE_SUM = struct.Struct("QQiiq")
+PREDICT = struct.Struct("QqqQQQQQiiii")
 
 
 class Layout(NamedTuple):
@@ -114,7 +120,7 @@ def forward(
     M = k.shape[1]
     device = q.device.index
     plan = plan_forward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
-    stream = _stream(device)
+    stream = current_stream(device)
     out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)
     weight = 0 if local_weight is None else local_weight.data_ptr()
     factor = problem.scale / M
@@ -174,7 +180,7 @@ def backward(
     M = k.shape[1]
     device = q.device.index
     plan = plan_backward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
-    stream = _stream(device)
+    stream = current_stream(device)
     covariance, key_mean, value_mean = _sections(state.data_ptr(), B * H, D)
     splits, layout = plan.splits, plan.layout
     sums = _workspace(B * H, D, q.device)
@@ -205,8 +211,10 @@ def backward(
         ),
     )  # fmt: skip
     if grad_local is not None and parts is not None:
-        plan.kernels["inline_sum_tiles"].launch(
-            (-(-grad_local.numel() // TILE_SUM_ELEMENTS), 1), 0, stream,
+        many = layout.tiles > MANY_TILES
+        elements = MERGE_THREADS // (MANY_TILES_SHARES if many else 1)
+        plan.kernels["inline_sum_many_tiles" if many else "inline_sum_tiles"].launch(
+            (-(-grad_local.numel() // elements), 1), 0, stream,
             _TILE_SUM.pack(parts.data_ptr(), grad_local.data_ptr(), layout.tiles, H * D * 9, grad_local.numel()),
         )  # fmt: skip
     return grad_local
@@ -218,12 +226,12 @@ def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
     B, N, H, D = tensors.query
     units, processors = -(-H * D // UNIT), _processors(tensors.device)
     kernels = load_kernels(tensors.device, tensors.dtype, D)
-    if tensors.has_local_term and fits_one_block(B * units, tensors.keys, processors):
+    if tensors.has_local_term and fits_one_block(B * units, tensors.keys, TILE_BLOCKS[D] * processors):
         layout = sample_layout(B, N, H * D, problem)
         shared_bytes = max(ACCUMULATE_SHARED_BYTES, strip_bytes(D))
         return Plan(kernels, units, Splits(1, tensors.keys), layout, True, shared_bytes)
-    splits = choose_splits(B * units, tensors.keys, processors)
-    layout = choose_layout(B, N, H * D, problem, 1, processors)
+    splits = choose_splits(B * units, tensors.keys, ACCUMULATE_BLOCKS[D] * processors)
+    layout = choose_layout(B, N, H, D, problem, 1, processors)
     return Plan(kernels, units, splits, layout, False, strip_bytes(D))
 
 
@@ -232,14 +240,14 @@ def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
     """How the backward pass of a call is cut up."""
     B, N, H, D = tensors.query
     units, processors = -(-H * D // UNIT), _processors(tensors.device)
-    layout = choose_layout(B, tensors.keys, H * D, problem, 3 if tensors.has_local_term else 2, processors)
+    layout = choose_layout(B, tensors.keys, H, D, problem, 3 if tensors.has_local_term else 2, processors)
+    splits = choose_splits(B * units, N, ACCUMULATE_BACKWARD_BLOCKS[D] * processors)
     kernels = load_kernels(tensors.device, tensors.dtype, D)
-    return Plan(kernels, units, choose_splits(B * units, N, processors), layout, False, strip_bytes(D))
+    return Plan(kernels, units, splits, layout, False, strip_bytes(D))
 
 
-def choose_splits(rows: int, tokens: int, processors: int) -> Splits:
-    """Cut `tokens` so that `rows` × splits blocks fill the processors in few, equal waves."""
-    slots = 4 * processors
+def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
+    """Cut `tokens` so that `rows` × splits blocks fill the GPU's `slots` in few, equal waves."""
     best, best_cost = Splits(1, tokens), math.inf
     for count in range(1, min(MOST_SPLITS, -(-tokens // (2 * STAGE_TOKENS))) + 1):
         each = -(-tokens // (count * STAGE_TOKENS)) * STAGE_TOKENS
@@ -251,11 +259,14 @@ def choose_splits(rows: int, tokens: int, processors: int) -> Splits:
     return best
 
 
-def choose_layout(batches: int, tokens: int, channels: int, problem: Problem, roles: int, processors: int) -> Layout:
+def choose_layout(
+    batches: int, tokens: int, heads: int, head_dim: int, problem: Problem, roles: int, processors: int
+) -> Layout:
     """Tiles high enough that their borders cost little, low enough that every processor has some."""
+    channels = heads * head_dim
     units = -(-channels // UNIT)
     height, width = problem.grid_height, problem.grid_width
-    slots = 3 * processors
+    slots = TILE_BLOCKS[head_dim] * processors
     if height == 0:
         run = max(64, min(512, -(-batches * units * tokens // slots) // 16 * 16))
         return Layout(tokens, channels, units, batches, 0, 0, 0, 0, 1, -(-tokens // run), run, roles)
@@ -264,7 +275,9 @@ def choose_layout(batches: int, tokens: int, channels: int, problem: Problem, ro
     for pieces in range(1, min(MOST_TILES_DOWN, -(-height // 2)) + 1):
         rows = -(-height // (2 * pieces)) * 2
         waves = -(-batches * units * tiles_across * -(-height // rows) * roles // slots)
-        cost = (waves + 1) * (rows + TILE_START_ROWS)  # one more for blocks that start and end at different times
+        cost = (waves + 1) * (
+            rows + TILE_START_ROWS[head_dim]
+        )  # one more for blocks that start and end at different times
         if cost < best_cost:
             tiles_down, tile_height, best_cost = -(-height // rows), rows, cost
     return Layout(
@@ -273,9 +286,9 @@ def choose_layout(batches: int, tokens: int, channels: int, problem: Problem, ro
     )  # fmt: skip
 
 
-def fits_one_block(rows: int, tokens: int, processors: int) -> bool:
+def fits_one_block(rows: int, tokens: int, slots: int) -> bool:
     """Whether one block per unit of a sample does both passes well: few tokens, or not many and many blocks."""
-    many_blocks = rows >= FEWEST_SAMPLE_WAVES * 3 * processors
+    many_blocks = rows >= FEWEST_SAMPLE_WAVES * slots
     return tokens <= (MOST_SAMPLE_TOKENS if many_blocks else FEW_TOKENS)
 
 
@@ -341,7 +354,8 @@ def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _stream(device_index: int) -> int:
+def current_stream(device_index: int) -> int:
+    """The stream that PyTorch queues work on."""
     return torch._C._cuda_getCurrentRawStream(device_index)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 
@@ -362,13 +376,14 @@ def defines(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
         "IS_BF16": int(dtype == torch.bfloat16),
-        "TILE_BLOCKS": 3 if head_dim == 32 else 2,
+        "TILE_BLOCKS": TILE_BLOCKS[head_dim],
         "ACCUMULATE_BYTES": _ACCUMULATE.size,
         "MERGE_BYTES": _MERGE.size,
         "OUTPUT_BYTES": _OUTPUT.size,
         "SAMPLE_BYTES": _SAMPLE.size,
         "GRADIENT_BYTES": _GRADIENT.size,
         "TILE_SUM_BYTES": _TILE_SUM.size,
+        "PREDICT_BYTES": PREDICT.size,
     }
 
 
@@ -385,4 +400,6 @@ KERNELS = {
     "inline_gradient": TILE_THREADS,
     "inline_gradient_local": TILE_THREADS,
     "inline_sum_tiles": MERGE_THREADS,
+    "inline_sum_many_tiles": MERGE_THREADS,
+    "inline_predict": PREDICT_THREADS,
 }

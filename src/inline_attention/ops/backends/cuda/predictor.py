@@ -1,0 +1,104 @@
+"""The 3×3 weights of the local residual from a block's tokens, in one launch: what a model asks for at inference.
+
+Mean over the tokens, linear, GELU, linear, the linear maps block-diagonal over heads. Composed, that is half a dozen
+launches of next to no work each.
+
+Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` = C / H.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inline_attention.ops import fused_op
+from inline_attention.ops.backends import cuda
+from inline_attention.ops.backends.cuda import launch
+from inline_attention.ops.tracing import are_plain_eager_tensors
+
+
+def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...], num_heads: int) -> str | None:
+    """Why the weights cannot be predicted in one launch, or None."""
+    reason = cuda.device_reason(tokens)
+    if reason is not None:
+        return reason
+    if any(parameter.dtype != tokens.dtype or parameter.device != tokens.device for parameter in parameters):
+        return "takes parameters of the tokens' dtype and device"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (tokens, *parameters)):
+        return "has no derivative"
+    if torch.is_autocast_enabled(tokens.device.type):
+        return "leaves the choice of a dtype to autocast"
+    head_dim = next((known for known in cuda.HEAD_DIMS if tokens.shape[2] == known * num_heads), None)
+    if head_dim is None:
+        return f"takes head dims of 32 and 64, got {tokens.shape[2]} channels in {num_heads} heads"
+    return fused_op.transform_reason() or cuda.build_reason(tokens.device.index, tokens.dtype, head_dim)
+
+
+def predict(
+    tokens: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    hidden_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """The weights `[B, H, D, 3, 3]`.
+
+    Args:
+        tokens: `[B, N, C]`, of which the mean is taken.
+        hidden_weight: `[C, D, 1]` of the first map, as a grouped 1×1 convolution stores it.
+        hidden_bias: `[C]`.
+        weight: `[9 C, D, 1]` of the second map; channel c owns rows 9c … 9c + 8.
+        bias: `[9 C]`.
+        num_heads: H.
+    """
+    arguments = (tokens, hidden_weight, hidden_bias, weight, bias, num_heads)
+    if are_plain_eager_tensors(tokens) and torch._C._len_torch_dispatch_stack() == 0:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        return _launch(*arguments)
+    return _op(*arguments)
+
+
+def _launch(
+    tokens: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    hidden_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    B, N, C = tokens.shape
+    D = C // num_heads
+    device = tokens.device.index
+    out = torch.empty((B, num_heads, D, 3, 3), dtype=tokens.dtype, device=tokens.device)
+    if B == 0:
+        return out
+    if tokens.stride(2) != 1 or (tokens.stride(0) | tokens.stride(1)) % launch.CHUNK or tokens.data_ptr() % 16:
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+    parameters = [parameter.contiguous() for parameter in (hidden_weight, hidden_bias, weight, bias)]
+    units = -(-C // launch.UNIT)
+    with cuda.on_device(tokens.device):
+        launch.load_kernels(device, tokens.dtype, D)["inline_predict"].launch(
+            (B * units, 1), 0, launch.current_stream(device),
+            launch.PREDICT.pack(
+                tokens.data_ptr(), tokens.stride(0), tokens.stride(1),
+                *(parameter.data_ptr() for parameter in parameters), out.data_ptr(), N, C, units, 0,
+            ),
+        )  # fmt: skip
+    return out
+
+
+def _fake(tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    (B, _, C), num_heads = tokens.shape, arguments[-1]
+    return tokens.new_empty(B, num_heads, C // num_heads, 3, 3)
+
+
+_op = torch.library.custom_op(
+    "inline_attention::cuda_predict_local_weight",
+    _launch,
+    mutates_args=(),
+    schema=(
+        "(Tensor tokens, Tensor hidden_weight, Tensor hidden_bias, Tensor weight, Tensor bias, int num_heads) -> Tensor"
+    ),
+)
+_op.register_fake(_fake)  # pyright: ignore[reportUnknownMemberType]
