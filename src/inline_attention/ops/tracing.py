@@ -23,8 +23,8 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return True
     functorch: bool = torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-    level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    return functorch or level >= 0
+    level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+    return bool(functorch or level >= 0)
 
 
 def is_exporting() -> bool:
