@@ -8,9 +8,11 @@ before its logits agree with those of the same weights on plain PyTorch in float
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -85,6 +87,7 @@ class ModelSettings:
         cases: Models and sizes.
         compile_mode: Of `torch.compile`.
         seconds: Time spent on measuring each case, as far as `LEAST_ROUNDS` allow.
+        time_limit: Seconds after which no further case is begun, as on a machine lent for a while.
     """
 
     device: torch.device
@@ -92,6 +95,7 @@ class ModelSettings:
     cases: tuple[ModelCase, ...]
     compile_mode: str = "default"
     seconds: float = 2.0
+    time_limit: float = math.inf
 
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST_ERROR:
@@ -197,7 +201,12 @@ def measure_models(
         on_result: Called with the report after every case.
     """
     report = ModelReport(describe_environment(), settings)
+    deadline = time.monotonic() + settings.time_limit
     for case in settings.cases:
+        if time.monotonic() > deadline:
+            if on_progress is not None:
+                on_progress(f"{case.model} {case.size}² {case.mode}: left out, the time is up")
+            continue
         result = _measure_case(case, settings, on_progress or (lambda _: None))
         report.results.append(result)
         if on_progress is not None:

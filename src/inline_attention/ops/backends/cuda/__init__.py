@@ -28,8 +28,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     reason = device_reason(q)
     if reason is not None:
         return reason
-    # Comparing, not looking up: in a graph for any size the head dim is a symbol, and this makes it a number.
-    head_dim = next((known for known in HEAD_DIMS if q.shape[3] == known), None)
+    head_dim = known_head_dim(q.shape[3])
     if head_dim is None or call.v.shape[3] != head_dim:
         return f"takes head dims D = Dv of 32 and 64, got D = {q.shape[3]}, Dv = {call.v.shape[3]}"
     if call.feature_map != "identity" or call.normalization != "subtract":
@@ -43,6 +42,14 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         if not _is_readable(tensor):
             return f"needs a token's heads side by side in memory, in multiples of 16 bytes; those of {name} are not"
     return fused_op.transform_reason() or build_reason(q.device.index, q.dtype, head_dim)
+
+
+def known_head_dim(head_dim: int) -> int | None:
+    """The head dim if the kernels take it: a number even where it comes as a symbol, in a graph for any size."""
+    for known in HEAD_DIMS:
+        if head_dim == known:
+            return known
+    return None
 
 
 def device_reason(tensor: torch.Tensor) -> str | None:

@@ -40,6 +40,8 @@ MOST_SAMPLE_TOKENS, FEWEST_SAMPLE_WAVES = 1024, 3
 # So few that a second launch would cost more than it gains, however few the blocks.
 FEW_TOKENS = 256
 MOST_SPLITS = 64
+# Tokens that merging the splits costs as much as: a launch, and the partial sums read again.
+MERGE_TOKENS = 384
 
 _ACCUMULATE = struct.Struct("QqqQqqQQQQQqqffiiiii0q")
 _MERGE = struct.Struct("QQQQQQffiii0q")
@@ -253,7 +255,7 @@ def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
         each = -(-tokens // (count * STAGE_TOKENS)) * STAGE_TOKENS
         count = -(-tokens // each)
         # A block costs its tokens, and about as much as two stages of them to start and to finish.
-        cost = -(-rows * count // slots) * (each + 2 * STAGE_TOKENS) + (2 * STAGE_TOKENS if count > 1 else 0)
+        cost = -(-rows * count // slots) * (each + 2 * STAGE_TOKENS) + (MERGE_TOKENS if count > 1 else 0)
         if cost < best_cost:
             best, best_cost = Splits(count, each), cost
     return best

@@ -29,7 +29,7 @@ def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...
         return "has no derivative"
     if torch.is_autocast_enabled(tokens.device.type):
         return "leaves the choice of a dtype to autocast"
-    head_dim = next((known for known in cuda.HEAD_DIMS if tokens.shape[2] == known * num_heads), None)
+    head_dim = cuda.known_head_dim(tokens.shape[2] // num_heads)
     if head_dim is None:
         return f"takes head dims of 32 and 64, got {tokens.shape[2]} channels in {num_heads} heads"
     return fused_op.transform_reason() or cuda.build_reason(tokens.device.index, tokens.dtype, head_dim)
@@ -93,7 +93,7 @@ def _fake(tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return tokens.new_empty(B, num_heads, C // num_heads, 3, 3)
 
 
-_op = torch.library.custom_op(
+_definition = torch.library.custom_op(
     "inline_attention::cuda_predict_local_weight",
     _launch,
     mutates_args=(),
@@ -101,4 +101,5 @@ _op = torch.library.custom_op(
         "(Tensor tokens, Tensor hidden_weight, Tensor hidden_bias, Tensor weight, Tensor bias, int num_heads) -> Tensor"
     ),
 )
-_op.register_fake(_fake)  # pyright: ignore[reportUnknownMemberType]
+_definition.register_fake(_fake)  # pyright: ignore[reportUnknownMemberType]
+_op = torch.ops.inline_attention.cuda_predict_local_weight.default
