@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint format bench bench-gpu clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ format: $(READY)  ## Fix what ruff can fix
 bench: $(READY)  ## Measure attention and memory on this CPU; results in benchmarks/results
 	$(BIN)/python benchmarks/cpu_attention.py
 	$(BIN)/python benchmarks/cpu_memory.py
+
+bench-gpu: $(READY)  ## Measure attention and models on this GPU; results in benchmarks/results
+	$(BIN)/python benchmarks/gpu_attention.py
+	$(BIN)/python benchmarks/gpu_models.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

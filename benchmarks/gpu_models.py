@@ -48,11 +48,12 @@ def cases_on(device: torch.device) -> tuple[ModelCase, ...]:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     processes: Annotated[int, typer.Option(min=0, help="That compile at once; 0 to compile in turn.")] = 8,
+    compile_mode: Annotated[str, typer.Option(help="Of torch.compile, for all contestants.")] = "reduce-overhead",
     time_limit: Annotated[float, typer.Option(help="Seconds after which no further case is begun.")] = math.inf,
 ) -> None:
     start = time.monotonic()
     device = resolve_device("cuda")
-    settings = ModelSettings(device, torch.bfloat16, cases_on(device), seconds=1.0)
+    settings = ModelSettings(device, torch.bfloat16, cases_on(device), compile_mode, seconds=1.0)
     if processes:
         fill_compile_cache(settings, processes, on_progress=lambda line: print(line, flush=True))
     left = time_limit - (time.monotonic() - start)

@@ -57,7 +57,7 @@ def inline_attention(
         local_weight: `[B, H, Dv, 3, 3]`, a 3×3 kernel per sample and channel (cross-correlation, zero padding).
         grid_size: `(h, w)` of the token grid; needed with `local_weight`, where N = M = num_prefix_tokens + h·w.
         num_prefix_tokens: Class or register tokens before the grid; the local term neither reads nor changes them.
-        backend: "auto", "eager", or "reference" (explicit weights, quadratic memory).
+        backend: "auto", or by name "cuda", "triton", "eager", or "reference" (explicit weights, quadratic memory).
 
     Returns:
         `[B, N, H, Dv]`, in the dtype of the inputs.

@@ -226,14 +226,14 @@ def backward(
 def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
     """How the forward pass of a call is cut up."""
     B, N, H, D = tensors.query
-    units, processors = -(-H * D // UNIT), _processors(tensors.device)
+    units, multiprocessors = -(-H * D // UNIT), processors(tensors.device)
     kernels = load_kernels(tensors.device, tensors.dtype, D)
-    if tensors.has_local_term and fits_one_block(B * units, tensors.keys, TILE_BLOCKS[D] * processors):
+    if tensors.has_local_term and fits_one_block(B * units, tensors.keys, TILE_BLOCKS[D] * multiprocessors):
         layout = sample_layout(B, N, H * D, problem)
         shared_bytes = max(ACCUMULATE_SHARED_BYTES, strip_bytes(D))
         return Plan(kernels, units, Splits(1, tensors.keys), layout, True, shared_bytes)
-    splits = choose_splits(B * units, tensors.keys, ACCUMULATE_BLOCKS[D] * processors)
-    layout = choose_layout(B, N, H, D, problem, 1, processors)
+    splits = choose_splits(B * units, tensors.keys, ACCUMULATE_BLOCKS[D] * multiprocessors)
+    layout = choose_layout(B, N, H, D, problem, 1, multiprocessors)
     return Plan(kernels, units, splits, layout, False, strip_bytes(D))
 
 
@@ -241,9 +241,9 @@ def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
 def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
     """How the backward pass of a call is cut up."""
     B, N, H, D = tensors.query
-    units, processors = -(-H * D // UNIT), _processors(tensors.device)
-    layout = choose_layout(B, tensors.keys, H, D, problem, 3 if tensors.has_local_term else 2, processors)
-    splits = choose_splits(B * units, N, ACCUMULATE_BACKWARD_BLOCKS[D] * processors)
+    units, multiprocessors = -(-H * D // UNIT), processors(tensors.device)
+    layout = choose_layout(B, tensors.keys, H, D, problem, 3 if tensors.has_local_term else 2, multiprocessors)
+    splits = choose_splits(B * units, N, ACCUMULATE_BACKWARD_BLOCKS[D] * multiprocessors)
     kernels = load_kernels(tensors.device, tensors.dtype, D)
     return Plan(kernels, units, splits, layout, False, strip_bytes(D))
 
@@ -262,13 +262,13 @@ def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
 
 
 def choose_layout(
-    batches: int, tokens: int, heads: int, head_dim: int, problem: Problem, roles: int, processors: int
+    batches: int, tokens: int, heads: int, head_dim: int, problem: Problem, roles: int, multiprocessors: int
 ) -> Layout:
     """Tiles high enough that their borders cost little, low enough that every processor has some."""
     channels = heads * head_dim
     units = -(-channels // UNIT)
     height, width = problem.grid_height, problem.grid_width
-    slots = TILE_BLOCKS[head_dim] * processors
+    slots = TILE_BLOCKS[head_dim] * multiprocessors
     if height == 0:
         run = max(64, min(512, -(-batches * units * tokens // slots) // 16 * 16))
         return Layout(tokens, channels, units, batches, 0, 0, 0, 0, 1, -(-tokens // run), run, roles)
@@ -362,7 +362,8 @@ def current_stream(device_index: int) -> int:
 
 
 @cache
-def _processors(device_index: int) -> int:
+def processors(device_index: int) -> int:
+    """Multiprocessors of a device."""
     properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     return properties.multi_processor_count
 

@@ -17,6 +17,8 @@ from inline_attention.ops.backends import cuda
 from inline_attention.ops.backends.cuda import launch
 from inline_attention.ops.tracing import are_plain_eager_tensors
 
+MOST_TOKENS_PER_BLOCK = 1024
+
 
 def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...], num_heads: int) -> str | None:
     """Why the weights cannot be predicted in one launch, or None."""
@@ -75,14 +77,17 @@ def _launch(
         return out
     if tokens.stride(2) != 1 or (tokens.stride(0) | tokens.stride(1)) % launch.CHUNK or tokens.data_ptr() % 16:
         tokens = tokens.clone(memory_format=torch.contiguous_format)
-    parameters = [parameter.contiguous() for parameter in (hidden_weight, hidden_bias, weight, bias)]
     units = -(-C // launch.UNIT)
+    if N > MOST_TOKENS_PER_BLOCK and B * units < launch.processors(device):
+        # A block sums a sample's tokens alone. Too few of them for so many: PyTorch's reduction spreads the work.
+        tokens = tokens.mean(1, keepdim=True)
+    parameters = [parameter.contiguous() for parameter in (hidden_weight, hidden_bias, weight, bias)]
     with cuda.on_device(tokens.device):
         launch.load_kernels(device, tokens.dtype, D)["inline_predict"].launch(
             (B * units, 1), 0, launch.current_stream(device),
             launch.PREDICT.pack(
                 tokens.data_ptr(), tokens.stride(0), tokens.stride(1),
-                *(parameter.data_ptr() for parameter in parameters), out.data_ptr(), N, C, units, 0,
+                *(parameter.data_ptr() for parameter in parameters), out.data_ptr(), tokens.shape[1], C, units, 0,
             ),
         )  # fmt: skip
     return out
