@@ -32,16 +32,17 @@ def test_opcheck(packed, masked):
     tensors, mask, weight = arguments(packed, masked)
     forward = OPS.triton_packed_forward if packed else OPS.triton_forward
     backward = OPS.triton_packed_backward if packed else OPS.triton_backward
-    torch.library.opcheck(forward, (*tensors, mask, weight, *PROBLEM, True))
-    torch.library.opcheck(forward, (*(tensor.detach() for tensor in tensors), mask, weight.detach(), *PROBLEM, False))
-    out, *state = forward(*tensors, mask, weight, *PROBLEM, True)
+    torch.library.opcheck(forward, (*tensors, mask, weight, *PROBLEM))
+    inference = OPS.triton_packed_inference if packed else OPS.triton_inference
+    torch.library.opcheck(inference, (*(tensor.detach() for tensor in tensors), mask, weight.detach(), *PROBLEM))
+    out, *state = forward(*tensors, mask, weight, *PROBLEM)
     plain = [tensor.detach() for tensor in (*tensors, weight)]
     torch.library.opcheck(
         backward, (torch.randn_like(out), *plain[:-1], mask, plain[-1], *(s.detach() for s in state), *PROBLEM)
     )
     without = (0.5, "identity", "subtract", 0, 0, 0)
-    torch.library.opcheck(forward, (*tensors, mask, None, *without, True))
-    out, *state = forward(*tensors, mask, None, *without, True)
+    torch.library.opcheck(forward, (*tensors, mask, None, *without))
+    out, *state = forward(*tensors, mask, None, *without)
     torch.library.opcheck(
         backward, (torch.randn_like(out), *plain[:-1], mask, None, *(s.detach() for s in state), *without)
     )
@@ -67,7 +68,7 @@ def test_one_compiled_graph_keeps_the_op_and_serves_every_size(packed):
         weight = torch.randn(batch, 5, 8, 3, 3)
         torch.testing.assert_close(compiled(qkv, weight, height, width), attend(qkv, weight, height, width))
     assert len(seen) == 1
-    name = "triton_packed_forward" if packed else "triton_forward"
+    name = "triton_packed_inference" if packed else "triton_inference"
     assert any(name in str(node.target) for node in seen[0].graph.nodes)
 
 
@@ -129,7 +130,7 @@ def test_second_derivatives(packed, through_op):
 
     def penalty(backend):
         if through_op and backend == "triton":
-            out = op(*tensors, mask, weight, *PROBLEM, True)[0]
+            out = op(*tensors, mask, weight, *PROBLEM)[0]
         else:
             q, k, v = tensors[0].unbind(2) if packed else tensors
             packed_call = packed and backend == "triton"
@@ -202,7 +203,7 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
 
     def forward(q, k, v, mask, local_weight, problem, keep_state):
         assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
-        return fused_op._empty_results((q, k, v), keep_state)
+        return fused_op._empty_results((q, k, v))
 
     def backward(grad_out, q, k, v, mask, local_weight, state, problem, *grads):
         assert grad_out.stride(-1) == 1

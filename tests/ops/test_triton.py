@@ -159,7 +159,7 @@ def test_a_row_without_any_key_is_finite():
     q = torch.randn(2, 5, 1, 3, requires_grad=True)
     mask = torch.tensor([[True] * 5, [False] * 5])
     op = torch.ops.inline_attention.triton_forward
-    out = op(q, q, q, mask, None, 0.5, "identity", "subtract", 0, 0, 0, True)[0]
+    out = op(q, q, q, mask, None, 0.5, "identity", "subtract", 0, 0, 0)[0]
     out.square().sum().backward()
     assert (out[1] == 0).all()
     assert q.grad.isfinite().all()

@@ -1,9 +1,10 @@
 """From a pair of fused kernels to a backend: custom ops, their fakes, and derivatives of any order.
 
-A kernel library supplies two plain functions, `Forward` and `Backward`. `register` makes four custom ops of them (on
-separate q, k, v and on packed qkv, forward and backward), which compilers, dispatch modes and tensor subclasses see as
-one node each. A plain eager call takes a shorter way to the same two functions: an autograd function of ours, without
-the dispatcher, because a custom op's wrappers cost more host time than the launches inside.
+A kernel library supplies two plain functions, `Forward` and `Backward`. `register` makes custom ops of them (on
+separate q, k, v and on packed qkv: forward, backward, and a plainer forward for inference), which compilers, dispatch
+modes and tensor subclasses see as one node each. A plain eager call takes a shorter way to the same two functions: an
+autograd function of ours, without the dispatcher, because a custom op's wrappers cost more host time than the launches
+inside.
 
 Saved for backward are the inputs and the small state. Second derivatives go through `composed`.
 
@@ -47,6 +48,8 @@ Forward: TypeAlias = Callable[
 Backward: TypeAlias = Callable[..., torch.Tensor | None]
 
 _NAMESPACE = "inline_attention"
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_OPTIONAL_SCHEMA = "Tensor? key_padding_mask, Tensor? local_weight"
 _PROBLEM_SCHEMA = (
     "float scale, str feature_map, str normalization, SymInt grid_height, SymInt grid_width, SymInt num_prefix_tokens"
 )
@@ -104,6 +107,8 @@ def register(
     kernels = _Kernels(forward, backward)
     separate_op = _define_ops(name, kernels, ("q", "k", "v"))
     packed_op = _define_ops(f"{name}_packed", kernels, ("qkv",))
+    separate_inference_op = _define_inference_op(name, kernels, ("q", "k", "v"))
+    packed_inference_op = _define_inference_op(f"{name}_packed", kernels, ("qkv",))
 
     def attend(
         tensors: Sequence[torch.Tensor],
@@ -114,8 +119,12 @@ def register(
     ) -> torch.Tensor:
         differentiable = torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight)
         if _must_be_traceable(tensors):
-            op = packed_op if len(tensors) == 1 else separate_op
-            return op(*tensors, key_padding_mask, local_weight, *problem, differentiable)[0]
+            is_packed = len(tensors) == 1
+            if differentiable:
+                op = packed_op if is_packed else separate_op
+                return op(*tensors, key_padding_mask, local_weight, *problem)[0]
+            inference_op = packed_inference_op if is_packed else separate_inference_op
+            return inference_op(*tensors, key_padding_mask, local_weight, *problem)
         if differentiable:
             return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, key_padding_mask, local_weight, *tensors))
         return _forward(kernels, separate, key_padding_mask, local_weight, problem, keep_state=False)[0]
@@ -167,7 +176,7 @@ def _forward(
     keep_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if tensors[0].shape[0] == 0:
-        return _empty_results(tensors, keep_state)
+        return _empty_results(tensors)
     q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
     return kernels.forward(q, k, v, key_padding_mask, local_weight, problem, keep_state)
 
@@ -246,15 +255,15 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
     """
     count = len(tensor_names)
     inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
-    optional = "Tensor? key_padding_mask, Tensor? local_weight"
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        tensors, (mask, local_weight, *problem, keep_state) = arguments[:count], arguments[count:]
-        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state)
-        return out, state if keep_state and state is not None else out.new_empty(0, dtype=torch.float32)
+        tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
+        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=True)
+        assert state is not None
+        return out, state
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        return _empty_results(arguments[:count], keep_state=arguments[-1])
+        return _empty_results(arguments[:count])
 
     def backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, (mask, local_weight, *rest) = arguments[:count], arguments[count:]
@@ -271,20 +280,20 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
         f"{_NAMESPACE}::{name}_forward",
         forward,
         mutates_args=(),
-        schema=f"({inputs}, {optional}, {_PROBLEM_SCHEMA}, bool keep_state) -> (Tensor, Tensor)",
+        schema=f"({inputs}, {_OPTIONAL_SCHEMA}, {_PROBLEM_SCHEMA}) -> (Tensor, Tensor)",
     )
     backward_op = torch.library.custom_op(
         f"{_NAMESPACE}::{name}_backward",
         backward,
         mutates_args=(),
-        schema=f"(Tensor grad_out, {inputs}, {optional}, Tensor state, {_PROBLEM_SCHEMA}) -> "
+        schema=f"(Tensor grad_out, {inputs}, {_OPTIONAL_SCHEMA}, Tensor state, {_PROBLEM_SCHEMA}) -> "
         f"({', '.join(['Tensor'] * (count + 1))})",
     )
     forward_op.register_fake(fake_forward)  # pyright: ignore[reportUnknownMemberType]
     backward_op.register_fake(fake_backward)  # pyright: ignore[reportUnknownMemberType]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        tensors, (mask, local_weight, *problem, _) = inputs[:count], inputs[count:]
+        tensors, (mask, local_weight, *problem) = inputs[:count], inputs[count:]
         state = output[1]
         ctx.mark_non_differentiable(state)
         ctx.save_for_backward(mask, local_weight, state, *tensors)
@@ -296,17 +305,38 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
             grad_local, *grads = _differentiable_backward(grad_out, tensors, mask, local_weight, ctx.problem)
         else:
             *grads, grad_local = backward_op(grad_out, *tensors, mask, local_weight, state, *ctx.problem)
-        # Nothing for the mask, the problem's fields and keep_state.
-        return *grads, None, None if local_weight is None else grad_local, *([None] * (len(Problem._fields) + 1))
+        return *grads, None, None if local_weight is None else grad_local, *([None] * len(Problem._fields))
 
     forward_op.register_autograd(derivative, setup_context=setup_context)  # pyright: ignore[reportUnknownMemberType]
     return getattr(getattr(torch.ops, _NAMESPACE), f"{name}_forward").default
 
 
-def _empty_results(tensors: Sequence[torch.Tensor], keep_state: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised output and state: shapes and dtypes of what the op returns."""
+def _define_inference_op(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> Callable[..., torch.Tensor]:
+    """Define `{name}_inference`, which returns the output alone and has no derivative.
+
+    Not a `custom_op`: that wraps every call for autograd and dynamo, in Python, which takes as long as all the rest.
+    """
+    count = len(tensor_names)
+    inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
+
+    def infer(*arguments: Any) -> torch.Tensor:
+        tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
+        return _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=False)[0]
+
+    def fake_infer(*arguments: Any) -> torch.Tensor:
+        return _empty_results(arguments[:count])[0]
+
+    schema = f"{name}_inference({inputs}, {_OPTIONAL_SCHEMA}, {_PROBLEM_SCHEMA}) -> Tensor"
+    _LIBRARY.define(schema)  # pyright: ignore[reportUnknownMemberType]
+    _LIBRARY.impl(f"{name}_inference", infer, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
+    torch.library.register_fake(f"{_NAMESPACE}::{name}_inference", fake_infer, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
+    return getattr(getattr(torch.ops, _NAMESPACE), f"{name}_inference").default
+
+
+def _empty_results(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised output and state: shapes and dtypes of what the forward op returns."""
     q, _, v = _separate(tensors)
-    state = q.new_empty(_state_size(q, v) if keep_state else 0, dtype=torch.float32)
+    state = q.new_empty(_state_size(q, v), dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[3]), state
 
 

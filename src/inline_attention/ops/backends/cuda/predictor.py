@@ -98,13 +98,11 @@ def _fake(tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return tokens.new_empty(B, num_heads, C // num_heads, 3, 3)
 
 
-_definition = torch.library.custom_op(
-    "inline_attention::cuda_predict_local_weight",
-    _launch,
-    mutates_args=(),
-    schema=(
-        "(Tensor tokens, Tensor hidden_weight, Tensor hidden_bias, Tensor weight, Tensor bias, int num_heads) -> Tensor"
-    ),
+_LIBRARY = torch.library.Library("inline_attention", "FRAGMENT")
+_LIBRARY.define(  # pyright: ignore[reportUnknownMemberType]
+    "cuda_predict_local_weight(Tensor tokens, Tensor hidden_weight, Tensor hidden_bias, Tensor weight, Tensor bias, "
+    "int num_heads) -> Tensor"
 )
-_definition.register_fake(_fake)  # pyright: ignore[reportUnknownMemberType]
+_LIBRARY.impl("cuda_predict_local_weight", _launch, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
+torch.library.register_fake("inline_attention::cuda_predict_local_weight", _fake, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
 _op = torch.ops.inline_attention.cuda_predict_local_weight.default
