@@ -12,6 +12,8 @@ from inline_attention import __version__
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 app.add_typer(bench_app, name="bench")
+recipes_app = typer.Typer(help="What can be trained, by which command.")
+app.add_typer(recipes_app, name="recipes")
 
 BenchmarkFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder for results; made if missing.")]
 BenchmarkDevice = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
@@ -123,6 +125,72 @@ def predict(
         device=device,
         batch_size=batch_size,
     )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe (`inline recipes`), or a YAML file of settings.", show_default=False)
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting as key=value, such as optimizer.lr=1e-3; repeatable.")
+    ] = None,
+    list_flags: Annotated[bool, typer.Option("--flags", help="List timm's flags and what they set, and exit.")] = False,
+) -> None:
+    """Train a model: `inline train digits`, `inline train deit_tiny --data-dir IMAGENET -b 512`; --flags lists more."""
+    from inline_attention.cli.train import flags_help, run_train
+
+    if list_flags:
+        typer.echo(flags_help())
+        return
+    run_train(recipe, settings or [], context.args)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[
+        Path,
+        typer.Option("--checkpoint", "-c", help="A file of weights, or a checkpoint.", show_default=False),
+    ],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
+    dataset: Annotated[str, typer.Option(help="folder, digits, cifar10, hfds/NAME or wds/PATTERN.")] = "folder",
+    split: Annotated[str, typer.Option(help="Split or subfolder.")] = "validation",
+    model: Annotated[
+        str | None, typer.Option(help="The model that the weights are of.", show_default="as the file says")
+    ] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Pixels.", show_default="the model's")] = None,
+    use_ema: Annotated[bool, typer.Option("--use-ema", help="Take the averaged weights.")] = False,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images to run at once.")] = 64,
+    workers: Annotated[int, typer.Option("--workers", "-j", min=0, help="Processes that read images.")] = 4,
+    amp: Annotated[str, typer.Option(help="bf16, fp16 or off.")] = "off",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    results_file: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,
+) -> None:
+    """Measure top-1 and top-5 of a checkpoint."""
+    from inline_attention.cli.evaluate import run_eval
+
+    run_eval(
+        checkpoint, results_file, data_dir=data_dir, dataset=dataset, split=split, model_name=model, size=size,
+        use_ema=use_ema, batch_size=batch_size, workers=workers, amp=amp, device=device,
+    )  # fmt: skip
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the recipes: name, the paper's result, command."""
+    if context.invoked_subcommand is None:
+        from inline_attention.cli.recipes import run_recipes_list
+
+        run_recipes_list()
+
+
+@recipes_app.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="Of the recipe.", show_default=False)]) -> None:
+    """Print a recipe's settings as documented YAML."""
+    from inline_attention.cli.recipes import run_recipes_show
+
+    run_recipes_show(name)
 
 
 @bench_app.command("attention")

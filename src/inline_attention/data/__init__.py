@@ -1,5 +1,42 @@
 """Data for training and prediction; knows no model."""
 
+from inline_attention.data.augmentation import SeededMixup
+from inline_attention.data.batch import Batch, Normalize
+from inline_attention.data.broken import BrokenImage, BrokenImageLimit, BrokenImages, BrokenImagesError
+from inline_attention.data.checks import OpenedData, open_and_check
+from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import ImageError, find_images, load_image
+from inline_attention.data.loading import DataWorkerError, ImageLoader, Loader, named_worker_error
+from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
+from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
+from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.data.transforms import evaluation_transform, training_transform
 
-__all__ = ["ImageError", "find_images", "load_image"]
+__all__ = [
+    "Batch",
+    "BrokenImage",
+    "BrokenImageLimit",
+    "BrokenImages",
+    "BrokenImagesError",
+    "DataError",
+    "DataWorkerError",
+    "EvaluationBatches",
+    "ImageError",
+    "ImageLoader",
+    "ImageSource",
+    "Loader",
+    "MemoryImages",
+    "MemoryLoader",
+    "Normalize",
+    "OpenedData",
+    "SeededMixup",
+    "TrainingBatches",
+    "decode_to_memory",
+    "evaluation_transform",
+    "find_images",
+    "load_image",
+    "named_worker_error",
+    "open_and_check",
+    "open_dataset",
+    "training_transform",
+]

@@ -20,11 +20,11 @@ from timm.data.imagenet_info import ImageNetInfo
 from timm.data.transforms_factory import create_transform
 from torch import nn
 
+from inline_attention.data.extreme_shapes import without_far_ends
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, load_image
 from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
 
-LARGEST_ASPECT = 8
 LARGEST_RESIZED_ASPECT = 20  # of a picture resized by its shorter side; a thread of pixels would take minutes
 
 
@@ -109,12 +109,13 @@ class ImageClassifier:
         model_name = model_name or file.metadata.get("model")
         if not model_name:
             raise CheckpointError(f"{path} does not say which model it is of; give its name with --model")
+        arguments = _model_arguments(file.path, file.metadata) if model_name == file.metadata.get("model") else {}
         with torch.device("meta"):
-            classes = number_of_classes(file.weights, create_model(model_name))
+            classes = number_of_classes(file.weights, create_model(model_name, **arguments))
         if classes is None:
             raise CheckpointError(f"{path} has no head to classify with; train or load one")
         class_names = _class_names(file.path, file.metadata, classes)
-        model = create_model(model_name, num_classes=classes)
+        model = create_model(model_name, **(arguments | {"num_classes": classes}))
         load_checkpoint(model, file)
         return cls(model, class_names, size=size, device=device)
 
@@ -149,7 +150,7 @@ class ImageClassifier:
         """
         image = load_image(path)
         if self._size is None:
-            return self._native_transform(_without_far_ends(image))  # pyright: ignore[reportReturnType, reportCallIssue]
+            return self._native_transform(without_far_ends(image))  # pyright: ignore[reportReturnType, reportCallIssue]
         height, width = self._target_size(image)
         if isinstance(self._size, int) and max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
             raise ImageError(path, f"is too long and thin to be enlarged to {width}×{height}; give height and width")
@@ -198,6 +199,17 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
+def _model_arguments(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What the model was built with, as `inline train` notes it."""
+    try:
+        arguments = json.loads(metadata.get("model_arguments", "{}"))
+    except json.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{path} has model_arguments in its metadata that are no JSON mapping; save it again")
+    return arguments
+
+
 def _class_names(path: Path, metadata: Mapping[str, str], classes: int) -> list[str]:
     """The file's own names, ImageNet's for 1000 classes, or numbers."""
     if "class_names" in metadata:
@@ -215,11 +227,3 @@ def _class_names(path: Path, metadata: Mapping[str, str], classes: int) -> list[
         imagenet = ImageNetInfo()
         return [imagenet.index_to_description(index) for index in range(classes)]
     return [f"class {index}" for index in range(classes)]
-
-
-def _without_far_ends(image: Image.Image) -> Image.Image:
-    """Cut the ends off a very long picture: the centre crop drops them anyway, but only after enlarging them."""
-    longest = LARGEST_ASPECT * min(image.size)
-    width, height = min(image.width, longest), min(image.height, longest)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image if (width, height) == image.size else image.crop((left, top, left + width, top + height))

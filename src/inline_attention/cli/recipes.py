@@ -1,0 +1,30 @@
+"""`inline recipes`: what can be trained, by which command, and what comes of it."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from inline_attention.cli.printing import fail
+from inline_attention.recipes import get_recipe, list_recipes
+from inline_attention.recipes.catalog import UnknownRecipeError
+
+
+def run_recipes_list() -> None:
+    """Print a table of all recipes."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("recipe", "top-1 of the paper", "command"):
+        table.add_column(column, no_wrap=column != "command")
+    for recipe in list_recipes():
+        expected = "–" if recipe.expected is None else f"{recipe.expected:.1f} %"
+        table.add_row(recipe.name, expected, recipe.command)
+    Console().print(table)
+
+
+def run_recipes_show(name: str) -> None:
+    """Print a recipe as YAML, ready to be saved, edited and given to `inline train`."""
+    try:
+        typer.echo(get_recipe(name).to_yaml(), nl=False)
+    except UnknownRecipeError as error:
+        fail(error)

@@ -1,0 +1,95 @@
+"""`inline train`: a recipe or a file of settings, timm's flags, and the run they describe."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from inline_attention.cli.printing import fail
+from inline_attention.data.broken import BrokenImagesError
+from inline_attention.data.loading import DataWorkerError
+from inline_attention.engine.checkpoints import CheckpointWriteError
+from inline_attention.engine.config import FLAGS, ConfigError, TrainConfig, read_config, with_overrides
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.engine.processes import DeviceError
+from inline_attention.engine.running import train
+from inline_attention.engine.trainer import CHECKPOINTS, DivergedError
+from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.recipes import get_recipe
+from inline_attention.recipes.catalog import UnknownRecipeError
+
+
+def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> None:
+    """Train and say where the result is.
+
+    Args:
+        recipe: Name of a recipe, or a YAML file of settings.
+        settings: Overrides `key=value`.
+        flags: What else was on the command line: timm's flags.
+
+    Raises:
+        typer.Exit: 1 for what is wrong with the settings or the data, 130 or 143 after SIGINT or SIGTERM.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
+        folder, metrics = train(config)
+    except InterruptedBySignalError as error:
+        typer.echo(f"{error}; saved. Go on with --resume auto, or with --resume and the run's folder", err=True)
+        raise typer.Exit(error.exit_code) from error
+    except (
+        ConfigError, DeviceError, DivergedError, UnknownRecipeError,
+        BrokenImagesError, DataWorkerError, CheckpointWriteError, CheckpointError,
+    ) as error:  # fmt: skip
+        fail(error)
+    if metrics is not None:
+        typer.echo(f"top-1 {metrics.top1:.2f} %, top-5 {metrics.top5:.2f} % of {metrics.count} images")
+    typer.echo(f"best weights: {folder / CHECKPOINTS / 'best' / 'model.safetensors'}")
+
+
+def read_settings(recipe: str) -> TrainConfig:
+    """The settings of a recipe or of a YAML file."""
+    path = Path(recipe)
+    return read_config(path) if path.suffix in (".yaml", ".yml") else get_recipe(recipe).config
+
+
+def overrides_of(arguments: Sequence[str]) -> list[str]:
+    """timm's flags as overrides `key=value`.
+
+    Raises:
+        typer.Exit: For an unknown flag, naming the nearest.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for number, flag in enumerate(FLAGS):
+        if flag.num_values == 0:
+            parser.add_argument(*flag.names, dest=str(number), action="store_const", const=())
+        else:
+            parser.add_argument(*flag.names, dest=str(number), nargs=flag.num_values)
+    given, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        names = [name for flag in FLAGS for name in flag.names]
+        nearest = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "; `inline train --help` lists the flags"
+        fail(f"unknown argument {unknown[0]}{hint}")
+    return [override for number, values in vars(given).items() for override in FLAGS[int(number)].overrides(*values)]
+
+
+def flags_help() -> str:
+    """One line per flag, for the command's help."""
+    lines = []
+    for flag in FLAGS:
+        values = "".join(f" {chr(ord('A') + i)}" for i in range(flag.num_values)) if flag.num_values > 1 else " VALUE"
+        usage = ", ".join(flag.names) + (values if flag.num_values else "")
+        lines.append(f"{usage}: {flag.setting.documentation}")
+    return "\n\n".join(lines)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)

@@ -1,0 +1,108 @@
+"""Images that cannot be read: counted, listed, and no more of them than allowed."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST_OFFENDERS = 5
+REPORT_NAME = "broken_images.csv"
+
+
+class BrokenImagesError(RuntimeError):
+    """More images are broken than the limit allows.
+
+    Attributes:
+        broken: Those found until then.
+    """
+
+    def __init__(self, message: str, broken: tuple[BrokenImage, ...] = ()):
+        super().__init__(message)
+        self.broken = broken
+
+
+@dataclass(frozen=True)
+class BrokenImage:
+    """An image that cannot be read: its path or other name, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BrokenImageLimit:
+    """How many images of a dataset may be broken: both limits hold, and never may all be.
+
+    Attributes:
+        count: Number of images.
+        share: Share of the dataset, from 0 to 1.
+    """
+
+    count: int = 1000
+    share: float = 0.5
+
+    def __post_init__(self):
+        if self.count < 0 or not 0 <= self.share <= 1:
+            raise ValueError(
+                "the limit of broken images must be a count of at least 0 and a share from 0 to 1, "
+                f"got count={self.count}, share={self.share}"
+            )
+
+    def allowed(self, total: int) -> int:
+        """Number of images that may be broken among `total`."""
+        return max(0, min(self.count, int(self.share * total), total - 1))
+
+
+class BrokenImages:
+    """The broken images of one dataset, met so far by this process."""
+
+    def __init__(self, total: int, limit: BrokenImageLimit | None = None):
+        """Start with none.
+
+        Args:
+            total: Images in the dataset.
+            limit: How many of them may be broken.
+        """
+        self.total = total
+        self.allowed = (limit or BrokenImageLimit()).allowed(total)
+        self._found: dict[str, BrokenImage] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[BrokenImage]:
+        return iter(self._found.values())
+
+    def add(self, broken: Iterable[BrokenImage]) -> list[BrokenImage]:
+        """Note some; returns those not met before, for the log.
+
+        Raises:
+            BrokenImagesError: If they are more than allowed; they are noted all the same.
+        """
+        new = [image for image in broken if image.name not in self._found]
+        self._found.update((image.name, image) for image in new)
+        if len(self._found) > self.allowed:
+            first = "".join(f"\n  {image.name}: {image.reason}" for image in list(self)[:FIRST_OFFENDERS])
+            more = len(self) - FIRST_OFFENDERS
+            raise BrokenImagesError(
+                f"at least {len(self):,} of {self.total:,} images cannot be read, at most {self.allowed:,} may be "
+                f"broken; repair or remove them, or raise the limit:{first}"
+                + (f"\n  and {more:,} more" if more > 0 else ""),
+                tuple(self),
+            )
+        return new
+
+    def write_report(self, folder: str | os.PathLike[str], name: str = REPORT_NAME) -> Path:
+        """List them in a CSV file with the columns path and reason; returns the file."""
+        path = Path(folder) / name
+        unfinished = path.with_name(f"{path.name}.tmp")
+        # Names on a file system are bytes, and need not be text.
+        with unfinished.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            writer = csv.writer(file)
+            writer.writerow(["path", "reason"])
+            writer.writerows([image.name, image.reason] for image in self)
+        unfinished.replace(path)
+        return path

@@ -1,0 +1,109 @@
+"""Which samples make up which batch, on which process: known in advance for every batch of every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inline_attention.data.randomness import derived_seed
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """All that determines a batch.
+
+    Attributes:
+        epoch: Epoch, from 0.
+        number: Batch in the epoch, from 0.
+        indices: `[B]` samples of the dataset.
+    """
+
+    epoch: int
+    number: int
+    indices: Tensor
+
+
+class Batches(Protocol):
+    """The batches of one process."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        ...
+
+    def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
+        """The batches of an epoch in order, from `start_batch` on."""
+        ...
+
+
+class TrainingBatches:
+    """Full batches in an order shuffled anew for every epoch; the samples that are left over sit the epoch out.
+
+    All processes together take consecutive pieces of one order: `world_size` times `batch_size` samples a step.
+    """
+
+    def __init__(self, length: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1):
+        """Plan.
+
+        Args:
+            length: Samples in the dataset.
+            batch_size: Samples in a batch of one process.
+            seed: The order depends on it and the epoch alone.
+            rank: This process.
+            world_size: Number of processes.
+
+        Raises:
+            ValueError: If there are not enough samples for one step.
+        """
+        _check_process(batch_size, rank, world_size)
+        if length < batch_size * world_size:
+            raise ValueError(
+                f"one step takes {batch_size * world_size} samples ({batch_size} on each of {world_size} processes), "
+                f"the dataset has {length}; reduce the batch size to {max(1, length // world_size)} or less"
+            )
+        self._length, self._batch_size, self._seed = length, batch_size, seed
+        self._rank, self._world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return self._length // (self._batch_size * self._world_size)
+
+    def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
+        """The batches of an epoch in order, from `start_batch` on."""
+        generator = torch.Generator().manual_seed(derived_seed("shuffle", self._seed, epoch))
+        order = torch.randperm(self._length, generator=generator)
+        for number in range(start_batch, len(self)):
+            first = (number * self._world_size + self._rank) * self._batch_size
+            yield BatchKey(epoch, number, order[first : first + self._batch_size])
+
+
+class EvaluationBatches:
+    """Every sample exactly once over all processes, in order; the last batch may be smaller.
+
+    Nothing is repeated to make processes equal, so one may have a batch more than another: sum up after the epoch, not
+    after each batch.
+    """
+
+    def __init__(self, length: int, batch_size: int, *, rank: int = 0, world_size: int = 1):
+        """Plan. Arguments: see `TrainingBatches`."""
+        _check_process(batch_size, rank, world_size)
+        self._indices = torch.arange(rank, length, world_size) if rank < length else torch.empty(0, dtype=torch.int64)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._indices) // self._batch_size)
+
+    def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
+        """The batches in order, from `start_batch` on; the same in every epoch."""
+        for number in range(start_batch, len(self)):
+            first = number * self._batch_size
+            yield BatchKey(epoch, number, self._indices[first : first + self._batch_size])
+
+
+def _check_process(batch_size: int, rank: int, world_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch size must be at least 1, got {batch_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be at least 0 and below the world size, got {rank=}, {world_size=}")

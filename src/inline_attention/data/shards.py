@@ -1,0 +1,123 @@
+"""Pictures in tar archives laid out for WebDataset: `NAME.jpg` beside `NAME.cls`, which holds the class number.
+
+timm and the webdataset package read such archives as streams, whose order depends on the number of workers and which
+cannot be taken up in the middle. Here the archives are indexed once, after which any picture can be read. Nothing is
+unpacked to the disk, whatever the names inside say.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from inline_attention.data.images import SUFFIXES, ImageError
+from inline_attention.data.sources import DataError, ImageSource, load_image_bytes
+
+
+class ShardSource(ImageSource):
+    """The pictures of some archives. Classes have numbers only."""
+
+    def __init__(self, shards: list[Path], location: str):
+        """Index the archives.
+
+        Args:
+            shards: Uncompressed tar files.
+            location: What they were found by.
+
+        Raises:
+            DataError: If one cannot be read, has a picture without a class, or there is no picture at all.
+        """
+        names: list[bytes] = []
+        rows: list[tuple[int, int, int, int]] = []
+        for number, shard in enumerate(shards):
+            for name, offset, size, target in _index(shard):
+                names.append(os.fsencode(name))
+                rows.append((number, offset, size, target))
+        if not rows:
+            raise DataError(f"{location}: no picture in {len(shards)} archives; expected NAME.jpg beside NAME.cls")
+        table = np.array(rows, dtype=np.int64)
+        targets = table[:, 3]
+        super().__init__(location, [str(number) for number in range(int(targets.max()) + 1)], targets)
+        self._shards = [str(shard) for shard in shards]
+        self._positions = table[:, :3]  # [N, 3]: archive, first byte, number of bytes
+        self._names = np.array(names)
+
+    def load(self, index: int) -> Image.Image:
+        """Read the picture's bytes out of its archive."""
+        shard, offset, size = self._positions[index].tolist()
+        name = self.name(index)
+        try:
+            with open(self._shards[shard], "rb") as file:
+                file.seek(offset)
+                content = file.read(size)
+        except OSError as error:
+            raise ImageError(name, f"cannot be opened: {error.strerror}") from error
+        return load_image_bytes(content, name)
+
+    def name(self, index: int) -> str:
+        """Archive and name in it."""
+        return f"{self._shards[self._positions[index, 0]]}/{os.fsdecode(self._names[index])}"
+
+
+def find_shards(root: str | os.PathLike[str], pattern: str) -> list[Path]:
+    """The archives a pattern names, such as `train-{0000..0099}.tar` or `train-*.tar`, in order.
+
+    Raises:
+        DataError: If one that is named is missing, or none fits.
+    """
+    shards: list[Path] = []
+    for name in _expand_ranges(pattern):
+        path = os.path.join(root, name)
+        matches = sorted(glob.glob(path)) if glob.has_magic(name) else [path]
+        shards += map(Path, matches)
+    missing = [shard for shard in shards if not shard.is_file()]
+    if missing or not shards:
+        what = f"{missing[0]} does not exist" if missing else f"no file fits {pattern!r} in {root}"
+        raise DataError(f"{what}; expected tar archives, as in wds/train-{{0000..0099}}.tar")
+    return shards
+
+
+def _expand_ranges(pattern: str) -> list[str]:
+    """Write `{000..012}` out, with as many digits as its ends have."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if match is None:
+        return [pattern]
+    first, last = match.groups()
+    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    rests = _expand_ranges(pattern[match.end() :])
+    return [f"{pattern[: match.start()]}{number}{rest}" for number in numbers for rest in rests]
+
+
+def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
+    """(name, first byte, number of bytes, class) of each picture in an archive."""
+    pictures: dict[str, tarfile.TarInfo] = {}
+    targets: dict[str, int] = {}
+    try:
+        with tarfile.open(shard, "r:") as archive:  # uncompressed: only then can one read from the middle
+            for member in archive:
+                if not member.isreg():
+                    continue
+                folder, _, file_name = member.name.rpartition("/")
+                stem, _, suffix = file_name.partition(".")
+                key = f"{folder}/{stem}"
+                if f".{suffix.lower()}" in SUFFIXES:
+                    pictures[key] = member
+                elif suffix == "cls" and (file := archive.extractfile(member)):
+                    targets[key] = int(file.read(64))
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        raise DataError(f"{shard} cannot be read as an uncompressed tar archive with classes: {error}") from error
+    unlabelled = [member.name for key, member in pictures.items() if targets.get(key, -1) < 0]
+    if unlabelled:
+        raise DataError(
+            f"{shard} has {len(unlabelled)} pictures without a class, such as {unlabelled[0]}; "
+            "expected a number ≥ 0 in a .cls file of the same name"
+        )
+    for key, member in pictures.items():
+        yield member.name, member.offset_data, member.size, targets[key]

@@ -1,0 +1,70 @@
+"""timm's image transforms, set up so that a picture leaves a worker as bytes wherever it can.
+
+Bytes are a quarter of the traffic between processes and devices; `Normalize` makes numbers of them where they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from PIL import Image
+from timm.data import auto_augment
+from timm.data.transforms_factory import create_transform
+from torch import Tensor
+
+Transform = Callable[[Image.Image], Tensor]
+
+
+def training_transform(
+    size: tuple[int, int], *, mean: Sequence[float], std: Sequence[float], **timm_options: Any
+) -> Transform:
+    """Random crop, flip, colours and erasing, as timm does them.
+
+    Args:
+        size: (height, width) of the result.
+        mean: Per channel, of values from 0 to 1; what crops and rotations leave empty is filled with it.
+        std: Per channel, of values from 0 to 1.
+        timm_options: As for timm's `create_transform`: scale, ratio, hflip, color_jitter, auto_augment, re_prob,
+            re_mode, re_count, interpolation, …
+
+    Returns:
+        Makes a `[C, H, W]` tensor: uint8, or normalised if there is erasing, which fills in normalised noise.
+    """
+    erases = timm_options.get("re_prob", 0) > 0
+    transform: Any = create_transform(
+        (3, *size), is_training=True, mean=tuple(mean), std=tuple(std), normalize=erases, **timm_options
+    )
+    for operation in _operations(transform):
+        if operation.aug_fn is auto_augment.posterize:
+            operation.aug_fn = _posterize
+    return transform
+
+
+def evaluation_transform(size: tuple[int, int], **timm_options: Any) -> Transform:
+    """Resize and centre crop, as timm does them.
+
+    Args:
+        size: (height, width) of the result.
+        timm_options: As for timm's `create_transform`: crop_pct, crop_mode, interpolation, …
+
+    Returns:
+        Makes a `[C, H, W]` uint8 tensor.
+    """
+    transform: Any = create_transform((3, *size), normalize=False, **timm_options)
+    return transform
+
+
+def _operations(transform: Any) -> Iterator[Any]:
+    """The operations that RandAugment, AutoAugment or AugMix choose from."""
+    for step in transform.transforms:
+        yield from getattr(step, "ops", ())
+        for operations in getattr(step, "policy", ()):
+            yield from operations
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **_options: Any) -> Image.Image:
+    """timm asks for 0 bits at the greatest strength: a black picture, which Pillow 13 refuses to make."""
+    if bits_to_keep < 1:
+        return Image.new(image.mode, image.size)
+    return auto_augment.posterize(image, bits_to_keep)

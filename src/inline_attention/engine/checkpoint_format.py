@@ -1,0 +1,225 @@
+"""One checkpoint of a training: a folder of weights, state and a manifest with the checksum of each.
+
+    model.safetensors      the weights, as `inline_attention.models.checkpoints` writes and reads them
+    model_ema.safetensors  their moving average, where there is one
+    state.pt               plain data: optimizer, schedule, random states, positions, counters
+    manifest.json          which step this is, and size and SHA-256 of every file above
+
+The manifest is written last and holds a checksum of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inline_attention.engine.durable_files import follow_pointer, sync_folder, write_durably
+from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
+
+FORMAT = 1
+WEIGHTS, EMA_WEIGHTS, STATE, MANIFEST = "model.safetensors", "model_ema.safetensors", "state.pt", "manifest.json"
+USE_ANOTHER = "use another checkpoint"
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What a checkpoint holds, on the CPU.
+
+    Attributes:
+        weights: The model's, without the prefixes that DDP and `torch.compile` add to names.
+        ema_weights: Their moving average, if one was saved.
+        state: The rest, as it was given to be saved.
+        metadata: The notes in the file of weights, such as `model` and `class_names`.
+    """
+
+    weights: dict[str, Tensor]
+    ema_weights: dict[str, Tensor] | None
+    state: dict[str, Any]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TrainingCheckpoint:
+    """What a checkpoint's manifest says of it. `verify` tells whether the files agree.
+
+    Attributes:
+        path: The folder.
+        sequence: Counts the saves of a run: the newest checkpoint has the highest, whatever its step.
+        step: Optimizer steps done.
+        epoch: The epoch it belongs to, as its writer counts.
+        metric: The figure of merit, if it was measured; possibly NaN.
+        model: The registered name of the model; empty if it has none.
+        files: By name.
+    """
+
+    path: Path
+    sequence: int
+    step: int
+    epoch: int
+    metric: float | None
+    model: str
+    files: Mapping[str, StoredFile]
+
+    def check_sizes(self) -> None:
+        """Check that all files are there and none is cut short, without reading them.
+
+        Raises:
+            CheckpointError: Naming the first file that is not as it was written.
+        """
+        for name, stored in self.files.items():
+            path = self.path / name
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be found ({error.strerror}); {USE_ANOTHER}") from error
+            if size != stored.size:
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {stored.size}; {USE_ANOTHER}")
+
+    def verify(self) -> None:
+        """Check every byte of every file.
+
+        Raises:
+            CheckpointError: Naming the first file that is not as it was written.
+        """
+        self.check_sizes()
+        for name, stored in self.files.items():
+            if _checksum(self.path / name) != stored.sha256:
+                raise CheckpointError(
+                    f"{self.path / name} is damaged: its contents do not match its checksum; {USE_ANOTHER}"
+                )
+
+    def load(self) -> LoadedCheckpoint:
+        """Verify and read all files. Nothing in them is run.
+
+        Raises:
+            UnsafeCheckpointError: If the state asks for code.
+            CheckpointError: If a file is not as it was written.
+        """
+        self.verify()
+        file = open_checkpoint(self.path / WEIGHTS)
+        ema_weights = open_checkpoint(self.path / EMA_WEIGHTS).weights if EMA_WEIGHTS in self.files else None
+        return LoadedCheckpoint(file.weights, ema_weights, _read_state(self.path / STATE), file.metadata)
+
+
+def write_training_checkpoint(
+    folder: Path,
+    *,
+    sequence: int,
+    step: int,
+    epoch: int,
+    metric: float | None,
+    weights: Mapping[str, Tensor],
+    ema_weights: Mapping[str, Tensor] | None,
+    state: Mapping[str, Any],
+    metadata: Mapping[str, str],
+) -> None:
+    """Fill a new, empty folder, and wait until the disk has all of it. `state` is plain data.
+
+    Raises:
+        OSError, RuntimeError: If the disk does not take it.
+    """
+    save_weights(weights, folder / WEIGHTS, metadata=metadata)
+    if ema_weights is not None:
+        save_weights(ema_weights, folder / EMA_WEIGHTS, metadata=metadata)
+    with (folder / STATE).open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    files = {path.name: StoredFile(path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
+    content = {
+        "format": FORMAT,
+        "model": metadata.get("model", ""),
+        "sequence": sequence,
+        "step": step,
+        "epoch": epoch,
+        # JSON has no NaN and no infinities
+        "metric": metric if metric is None or math.isfinite(metric) else str(metric),
+        "files": {name: asdict(file) for name, file in files.items()},
+    }
+    write_durably(folder / MANIFEST, _render(content))
+    sync_folder(folder)
+
+
+def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint:
+    """Read the manifest of a checkpoint, and none of its other files.
+
+    Args:
+        path: Its folder, or a pointer to it such as `checkpoints/last`.
+
+    Raises:
+        CheckpointError: If there is none, it was altered, or a later version of this library wrote it.
+    """
+    folder = Path(path)
+    try:
+        folder = follow_pointer(folder)
+        raw = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: {MANIFEST} cannot be read ({error.strerror}); {USE_ANOTHER}"
+        ) from error
+    try:
+        content = json.loads(raw)
+        if content["format"] > FORMAT:
+            raise CheckpointError(
+                f"{folder} has the format {content['format']}, expected {FORMAT} or less; "
+                "install the version of inline-attention that wrote it, or a later one"
+            )
+        # Rendered again and compared to the byte, so that no alteration passes, be it in white space.
+        if _render({name: value for name, value in content.items() if name != "sha256"}) != raw:
+            raise ValueError("its contents do not match its checksum")
+        files = {name: StoredFile(**content["files"][name]) for name in (WEIGHTS, STATE)}
+        if EMA_WEIGHTS in content["files"]:
+            files[EMA_WEIGHTS] = StoredFile(**content["files"][EMA_WEIGHTS])
+        metric = None if content["metric"] is None else float(content["metric"])
+        return TrainingCheckpoint(
+            folder, content["sequence"], content["step"], content["epoch"], metric, content["model"], files
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged ({error}); {USE_ANOTHER}") from error
+
+
+def _render(content: Mapping[str, Any]) -> bytes:
+    """JSON with a checksum of itself."""
+    checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": checksum}, indent=2) + "\n").encode()
+
+
+def _checksum(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}") from error
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # torch's own message advises to switch the protection off
+        raise UnsafeCheckpointError(
+            f"{path} asks for more than plain data, which this library never writes. "
+            f"It was refused and nothing in it was run; {USE_ANOTHER}"
+        ) from None
+    except Exception as error:  # a file that somebody else wrote can fail anywhere
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read as a training's state ({reason}); {USE_ANOTHER}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a dict; {USE_ANOTHER}")
+    return state

@@ -1,0 +1,304 @@
+"""The checkpoints of a run: written in full or not at all, found again, the newest and the best of them kept."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import operator
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from inline_attention.engine.checkpoint_format import (
+    LoadedCheckpoint,
+    TrainingCheckpoint,
+    open_training_checkpoint,
+    write_training_checkpoint,
+)
+from inline_attention.engine.durable_files import (
+    exclusive,
+    free_bytes,
+    point_to,
+    remove_folder,
+    remove_unfinished,
+    sync_folder,
+    unfinished,
+)
+from inline_attention.engine.plain_data import plain_copy, tensor_bytes
+from inline_attention.models.checkpoints import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointStore",
+    "CheckpointWriteError",
+    "LoadedCheckpoint",
+    "TrainingCheckpoint",
+    "open_training_checkpoint",
+]
+
+LAST, BEST = "last", "best"
+HEADROOM = 1 << 20  # bytes beside those of the tensors: names, numbers, the manifest
+logger = logging.getLogger(__name__)
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written. Those from before are as they were.
+
+    Attributes:
+        needed: About how many bytes it takes.
+        free: How many are free; None where the system does not tell.
+    """
+
+    def __init__(self, message: str, needed: int = 0, free: int | None = None):
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+
+
+class CheckpointStore:
+    """A folder of checkpoints, `step-00001234` and so on, with the pointers `last` and `best` to two of them.
+
+    A process killed at any moment of a save leaves the checkpoints from before, or these and a complete new one.
+    The pointers are for people, and links where the file system has them: `inline predict --checkpoint
+    RUN/checkpoints/best/model.safetensors`. What counts is in the manifests.
+
+    Several ranks may read; one writes.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        higher_is_better: bool = True,
+    ):
+        """Name the folder; it is made by the first save.
+
+        Args:
+            folder: Such as `RUN/checkpoints`.
+            keep_last: How many of the newest to keep; two, so that one that decays on the disk leaves another.
+            keep_best: How many of those with the best metric to keep besides.
+            higher_is_better: Whether a metric is an accuracy rather than a loss.
+        """
+        if keep_last < 1 or keep_best < 0:
+            raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last=}, {keep_best=}")
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.higher_is_better = higher_is_better
+
+    def save(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        ema_weights: Mapping[str, Tensor] | None = None,
+        metric: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> TrainingCheckpoint:
+        """Write a checkpoint, then remove those that are no longer to be kept.
+
+        A checkpoint of the same step is replaced, its metric included. Other processes that save to this folder wait.
+
+        Args:
+            step: Optimizer steps done.
+            epoch: The epoch it belongs to.
+            weights: A state dict; names lose the prefixes of DDP and `torch.compile`.
+            state: All else that going on takes: dicts, lists, tuples, sets, numbers, strings and dense tensors.
+            ema_weights: A state dict of averaged weights.
+            metric: The figure of merit. One that is not finite never counts as best.
+            metadata: Notes for the files of weights, such as `model` and `class_names` (a JSON list).
+
+        Raises:
+            CheckpointWriteError: If the disk is full, read-only or otherwise unwilling.
+            TypeError: If there is something else in the state; the message says where.
+        """
+        contents = {
+            "step": operator.index(step),  # these three may come as NumPy numbers or tensors
+            "epoch": operator.index(epoch),
+            "metric": None if metric is None else float(metric),
+            "weights": weights,
+            "ema_weights": ema_weights,
+            "state": plain_copy(dict(state), "state"),
+            "metadata": metadata or {},
+        }
+        needed = HEADROOM + tensor_bytes(contents["state"])
+        needed += sum(_weights_bytes(tensors) for tensors in (weights, ema_weights or {}))
+        outer = sys.exception()  # the trouble that this save is made in, if any, is not its own
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with exclusive(self.folder) as alone:
+                if alone:
+                    remove_unfinished(self.folder)
+                free = free_bytes(self.folder)
+                if free is not None and free < needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                saved = self._write(contents)
+                self._tidy(saved)
+        except Exception as error:
+            reason = _disk_trouble(error, outer)
+            if reason is None:
+                raise
+            free = free_bytes(self.folder)
+            raise CheckpointWriteError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {reason}. "
+                f"It needs {_megabytes(needed)}, {_megabytes(free)} are free. Checkpoints from before are as they "
+                "were. Free some space, keep fewer checkpoints, or check that the folder is writable",
+                needed,
+                free,
+            ) from error
+        return saved
+
+    def latest_valid(self) -> TrainingCheckpoint | None:
+        """The checkpoint that was saved last and is as it was written; damaged ones are named in the log."""
+        return _first_valid(_newest_first(self._readable(report=True)))
+
+    def best(self) -> TrainingCheckpoint | None:
+        """The checkpoint with the best finite metric that is as it was written; damaged ones are named in the log."""
+        return _first_valid(self._best_first(self._readable(report=True)))
+
+    def _write(self, contents: Mapping[str, Any]) -> TrainingCheckpoint:
+        sequence = 1 + max((checkpoint.sequence for checkpoint in self._readable()), default=0)
+        final = self.folder / f"step-{contents['step']:08d}"
+        temporary = unfinished(final)
+        temporary.mkdir()
+        try:
+            write_training_checkpoint(temporary, sequence=sequence, **contents)
+            path = _rename_to_free_name(temporary, final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        sync_folder(self.folder)
+        return open_training_checkpoint(path)
+
+    def _tidy(self, saved: TrainingCheckpoint) -> None:
+        """Point to the last and the best, and remove what is not to be kept. A failure is no reason to stop training.
+
+        Damaged checkpoints do not count and stay, as somebody may want to rescue what they can, until their step is
+        saved again.
+        """
+        with _only_warning(saved):
+            complete = [checkpoint for checkpoint in self._readable() if _is_complete(checkpoint)]
+            replaced = {path for path in self._folders() if _step_of(path) == saved.step} - {saved.path}
+            current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
+            best = self._best_first(current)[: self.keep_best]
+            kept = {checkpoint.path for checkpoint in (*_newest_first(current)[: self.keep_last], *best)}
+            pointers = {LAST: saved.path.name, BEST: best[0].path.name if best else None}
+            for pointer, name in pointers.items():
+                with _only_warning(saved):
+                    point_to(self.folder / pointer, name)
+            for path in replaced | {checkpoint.path for checkpoint in complete} - kept:
+                with _only_warning(saved):
+                    remove_folder(path)
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*") if path.is_dir()]
+
+    def _readable(self, report: bool = False) -> list[TrainingCheckpoint]:
+        """All checkpoints with an intact manifest; the others are named in the log if asked."""
+        checkpoints: list[TrainingCheckpoint] = []
+        for path in self._folders():
+            try:
+                checkpoints.append(open_training_checkpoint(path))
+            except CheckpointError as error:
+                if report:
+                    logger.warning("skipped a checkpoint: %s", error)
+        return checkpoints
+
+    def _best_first(self, checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
+        """Those with a finite metric; of equals, the earlier one first."""
+        sign = -1 if self.higher_is_better else 1
+        measured = [
+            (sign * checkpoint.metric, checkpoint.sequence, checkpoint)
+            for checkpoint in checkpoints
+            if checkpoint.metric is not None and math.isfinite(checkpoint.metric)
+        ]
+        return [checkpoint for _, _, checkpoint in sorted(measured, key=lambda entry: entry[:2])]
+
+
+def _newest_first(checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
+    # Not by step: whoever goes back to an older checkpoint and on from there goes on from there after a stop, too.
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence, reverse=True)
+
+
+def _first_valid(checkpoints: Sequence[TrainingCheckpoint]) -> TrainingCheckpoint | None:
+    for checkpoint in checkpoints:
+        try:
+            checkpoint.verify()
+        except CheckpointError as error:
+            logger.warning("skipped a checkpoint: %s", error)
+        else:
+            return checkpoint
+    return None
+
+
+def _is_complete(checkpoint: TrainingCheckpoint) -> bool:
+    try:
+        checkpoint.check_sizes()
+    except CheckpointError:
+        return False
+    return True
+
+
+def _step_of(folder: Path) -> int | None:
+    number = folder.name.split("-")[1]
+    return int(number) if number.isdecimal() else None
+
+
+def _rename_to_free_name(source: Path, target: Path) -> Path:
+    """Rename a folder to `target`, or, where that is taken, to `target-2` and so on: no folder replaces another."""
+    for number in count(1):
+        free = target if number == 1 else target.with_name(f"{target.name}-{number}")
+        try:
+            if not free.exists():
+                source.rename(free)
+                return free
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    raise AssertionError("count ends never")
+
+
+@contextmanager
+def _only_warning(saved: TrainingCheckpoint) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s was saved, but what is beside it could not be tidied up: %s", saved.path, error)
+
+
+def _disk_trouble(error: BaseException, outer: BaseException | None) -> str | None:
+    """What the file system said, found behind the errors of torch and safetensors; None if something else is wrong.
+
+    Args:
+        error: What was raised.
+        outer: What was being handled before, where the search ends.
+    """
+    link: BaseException | None = error
+    while link is not None and link is not outer:
+        if isinstance(link, OSError):
+            return link.strerror or str(link)
+        if isinstance(link, SafetensorError):
+            return str(link)
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _weights_bytes(weights: Mapping[str, Tensor]) -> int:
+    """Tensors that share memory are written one by one; what is no tensor is left out."""
+    return sum(value.nbytes for value in weights.values() if isinstance(value, Tensor))
+
+
+def _megabytes(size: int | None) -> str:
+    return "an unknown number of MB" if size is None else f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,77 @@
+"""Changes to a configuration as they are written on a command line: `optimizer.lr=1e-3`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
+from inline_attention.engine.config.schema import TrainConfig
+from inline_attention.engine.config.settings import SETTINGS
+from inline_attention.engine.config.yaml_text import parse_value
+
+
+def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
+    """A configuration with some settings changed.
+
+    Args:
+        config: The settings to start from.
+        overrides: `section.field=value` each, the value in YAML; later ones win. `model.arguments.depth=4` sets one
+            entry of a mapping.
+
+    Raises:
+        ConfigError: With everything that is wrong in any of them.
+    """
+    content: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        path = path.strip()
+        if not equals or not path:
+            problems.append(Problem("", f"expected key=value, such as optimizer.lr=1e-3, got {override!r}"))
+            continue
+        try:
+            value = _parse(path, text)
+        except yaml.YAMLError:
+            problems.append(Problem(path, f"expected a value in YAML, such as 0.5, text, null or [1, 2], got {text!r}"))
+            continue
+        _assign(content, config, path, value)
+    source = "the overrides"
+    try:
+        changed = from_mapping(content, base=config, source=source)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems], source) from None
+    if problems:
+        raise ConfigError(problems, source)
+    return changed
+
+
+def _parse(path: str, text: str) -> Any:
+    setting = SETTINGS.get(path)
+    if setting is None or not setting.accepts_text:
+        return parse_value(text)
+    try:
+        value = parse_value(text)
+    except yaml.YAMLError:
+        return text  # a file name may be anything
+    return value if value is None or isinstance(value, str) else text  # a shell has no quotes to tell "1" from 1
+
+
+def _assign(content: dict[str, Any], config: TrainConfig, path: str, value: Any) -> None:
+    section, _, name = path.partition(".")
+    if not name:
+        content[section] = value
+        return
+    field, _, entry = name.partition(".")
+    setting = SETTINGS.get(f"{section}.{field}")
+    values = content.setdefault(section, {})
+    if not isinstance(values, dict):  # "optimizer=adamw" came before, and will be reported
+        return
+    if not entry or setting is None or not setting.is_mapping:
+        values[name] = value
+        return
+    if not isinstance(values.get(field), dict):
+        values[field] = dict(to_mapping(config)[section][field])
+    values[field][entry] = value

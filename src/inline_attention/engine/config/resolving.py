@@ -1,0 +1,116 @@
+"""Numbers that follow from the settings and the number of devices: accumulation, learning rates, average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inline_attention.engine.config.parsing import ConfigError, Problem
+from inline_attention.engine.config.schema import TrainConfig, TrainingSection
+
+
+@dataclass(frozen=True)
+class ResolvedValues:
+    """What a run really uses.
+
+    Attributes:
+        config: The settings from which the rest follows.
+        world_size: Number of devices.
+        batch_size: Images of one forward pass on one device.
+        grad_accum_steps: Forward passes per update.
+        total_batch_size: Images per update, over all devices.
+        lr: Learning rate at its highest.
+        min_lr: Learning rate at the end.
+        warmup_lr: Learning rate at the start.
+        ema_decay: Decay of the averaged weights per update; None without them.
+    """
+
+    config: TrainConfig
+    world_size: int
+    batch_size: int
+    grad_accum_steps: int
+    total_batch_size: int
+    lr: float
+    min_lr: float
+    warmup_lr: float
+    ema_decay: float | None
+
+    @property
+    def total_epochs(self) -> int:
+        """Epochs with cool-down. Without epochs there is nothing to cool down from."""
+        training, schedule = self.config.training, self.config.schedule
+        return training.epochs + schedule.cooldown_epochs if training.epochs else 0
+
+    def describe(self) -> list[str]:
+        """Lines that say how each number came about."""
+        config, total = self.config, self.total_batch_size
+        training, schedule, base_size = config.training, config.schedule, config.optimizer.lr_base_size
+        rule = "as given" if base_size is None else f"{config.optimizer.lr:g} × {total}/{base_size}"
+        warmup = f", {schedule.warmup_epochs} of warm-up from {self.warmup_lr:g}" if schedule.warmup_epochs else ""
+        if schedule.warmup_epochs > training.epochs:
+            warmup += ", which the run does not outlast"
+        cooldown = f" + {schedule.cooldown_epochs} of cool-down" if schedule.cooldown_epochs else ""
+        lines = [
+            f"batch: {self.batch_size} images × {_devices(self.world_size)} × {self.grad_accum_steps} accumulated = "
+            f"{total} per update",
+            f"learning rate: {self.lr:g} ({rule}), {schedule.name} down to {self.min_lr:g}",
+            f"epochs: {training.epochs}{cooldown}{warmup}",
+        ]
+        if self.ema_decay is not None:
+            rule = "as given"
+            if config.ema.decay_base_size is not None:
+                rule = f"{config.ema.decay:g} ^ ({total}/{config.ema.decay_base_size})"
+            lines.append(f"averaged weights: decay {self.ema_decay:.6g} ({rule})")
+        return lines
+
+
+def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
+    """Work out what follows from the settings on this many devices.
+
+    Args:
+        config: The settings.
+        world_size: Number of devices, each with a process of its own.
+
+    Raises:
+        ConfigError: If the devices cannot share the total batch.
+    """
+    batch, steps, total = _batches(config.training, world_size)
+    base_size, ema = config.optimizer.lr_base_size, config.ema
+    factor = 1.0 if base_size is None else total / base_size
+    power = 1.0 if ema.decay_base_size is None else total / ema.decay_base_size
+    return ResolvedValues(
+        config=config,
+        world_size=world_size,
+        batch_size=batch,
+        grad_accum_steps=steps,
+        total_batch_size=total,
+        lr=config.optimizer.lr * factor,
+        min_lr=config.schedule.min_lr * factor,
+        warmup_lr=config.schedule.warmup_lr * factor,
+        ema_decay=ema.decay**power if ema.enabled else None,
+    )
+
+
+def _batches(training: TrainingSection, world_size: int) -> tuple[int, int, int]:
+    """Images of a forward pass, forward passes per update, and images per update."""
+    limit, total, steps = training.batch_size, training.total_batch_size, training.grad_accum_steps
+    if total is None:
+        steps = steps or 1
+        return limit, steps, limit * steps * world_size
+    devices = _devices(world_size)
+    if steps is not None and total != limit * steps * world_size:
+        message = (
+            f"expected batch_size {limit} × {devices} × grad_accum_steps {steps} = {limit * steps * world_size}, "
+            f"got {total}; set total_batch_size or grad_accum_steps to null"
+        )
+        raise ConfigError([Problem("training.total_batch_size", message)])
+    share, rest = divmod(total, world_size)
+    batch = max((size for size in range(1, min(limit, share) + 1) if share % size == 0), default=0)
+    if rest or 2 * batch <= min(limit, share):  # half empty batches would take twice the time
+        whole = max(1, round(total / (limit * world_size))) * limit * world_size
+        message = f"expected what {devices} can share in equal batches of up to {limit}, got {total}; try {whole}"
+        raise ConfigError([Problem("training.total_batch_size", message)])
+    return batch, share // batch, total
+
+
+def _devices(world_size: int) -> str:
+    return f"{world_size} device{'s' if world_size > 1 else ''}"

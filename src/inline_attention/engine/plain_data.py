@@ -1,0 +1,73 @@
+"""Plain data: what a file can hold that is read back without running anything in it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SCALARS = (type(None), bool, int, float, str, bytes)
+MAPPINGS = (dict, OrderedDict, Counter)  # Counter: torch's MultiStepLR keeps its milestones in one
+SEQUENCES = (list, tuple, set)
+DEEPEST = 100
+
+
+def plain_copy(value: Any, name: str, _depth: int = 0) -> Any:
+    """The same containers and scalars, with tensors detached and on the CPU; the values of CPU tensors are shared.
+
+    Types count exactly: a NumPy number that passes for a `float` would be refused when it is read back.
+
+    Args:
+        value: Scalars, strings, dense tensors, and dicts, lists, tuples and sets of them.
+        name: What errors call it; they go on from there, as in `state['optimizer']['lr']`.
+
+    Raises:
+        TypeError: If something else is in it. The message says where.
+    """
+    kind = type(value)
+    if _depth > DEEPEST:
+        raise TypeError(f"{name[:200]}… is nested more than {DEEPEST} deep; does it contain itself?")
+    if kind in SCALARS:
+        return value
+    if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        return value.detach().cpu()
+    if kind in MAPPINGS:
+        return kind(
+            {
+                plain_copy(key, f"the key {key!r} of {name}", _depth + 1): plain_copy(
+                    item, f"{name}[{key!r}]", _depth + 1
+                )
+                for key, item in value.items()
+            }
+        )
+    if kind in SEQUENCES:
+        return kind([plain_copy(item, f"{name}[{index}]", _depth + 1) for index, item in enumerate(value)])
+    raise TypeError(
+        f"{name} is {_describe(value)}, expected None, a number, a string, a dense torch.Tensor, or a dict, list, "
+        "tuple or set of these: only they can be read back safely; convert it, as with .item(), .tolist(), "
+        "torch.from_numpy() or .full_tensor(), or leave it out"
+    )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in plain data; memory that several share counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(value)}
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, MAPPINGS):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, SEQUENCES):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _describe(value: object) -> str:
+    kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    return f"{kind} ({value.layout}, {value.device})" if isinstance(value, Tensor) else kind

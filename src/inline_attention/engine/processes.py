@@ -1,0 +1,97 @@
+"""The processes of a run: one on a laptop, many under torchrun. The engine asks them, not the environment."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class DeviceError(ValueError):
+    """A device that is not there."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world_size: How many there are.
+        device: Where this one computes.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and talks."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in each."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, condition: bool) -> bool:
+        """Whether the condition holds in any process: all must ask."""
+        if self.world_size == 1:
+            return condition
+        flag = torch.tensor(float(condition), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Iterator[Processes]:
+    """Join the processes that torchrun has started, if it has; leave them in the end.
+
+    Args:
+        device: "auto" (a GPU of its own for each process, if there is one), "cpu", "cuda" or "cuda:N".
+        timeout_minutes: How long to wait for the others before giving up.
+
+    Raises:
+        DeviceError: If there is no such device.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = _choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        yield Processes(0, 1, chosen)
+        return
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=timeout_minutes)
+    )
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"PyTorch finds no GPU here, got device {name!r}; use auto or cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank)
+    return device

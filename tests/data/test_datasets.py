@@ -1,0 +1,331 @@
+"""Datasets by the names that users of timm write."""
+
+import io
+import os
+import pickle
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+
+from data.conftest import noise, write_pictures
+from inline_attention.data import BrokenImages, EvaluationBatches, ImageLoader, evaluation_transform
+from inline_attention.data.cifar10 import CLASS_NAMES
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.images import ImageError
+from inline_attention.data.sources import DataError
+
+
+def test_digits_need_no_files():
+    train, validation = open_dataset("digits"), open_dataset("digits", split="validation")
+    assert (len(train), len(validation)) == (1437, 360)
+    assert train.class_names == tuple("0123456789")
+    assert np.bincount(train.targets).min() > 130
+    assert np.bincount(validation.targets).min() > 30
+    picture = train.load(0)  # a zero: white strokes around a black hole
+    assert (picture.mode, picture.size, train.targets[0]) == ("RGB", (8, 8), 0)
+    assert np.asarray(picture)[..., 0].tolist()[0] == [0, 0, 80, 207, 143, 16, 0, 0]
+    assert train.images.max() == 255
+
+
+@pytest.mark.parametrize("names", [("train", "val"), ("training", "validation"), ("train", "test"), ("train", "eval")])
+def test_folders_of_splits(tmp_path, names):
+    for name, each in zip(names, (3, 2), strict=True):
+        write_pictures(tmp_path / name, each=each)
+    train, validation = open_dataset("folder", tmp_path), open_dataset("", str(tmp_path), "validation")
+    assert (len(train), len(validation)) == (6, 4)
+    assert train.class_names == validation.class_names == ("cat", "dog")
+    assert train.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert validation.name(3) == str(tmp_path / names[1] / "dog" / "1.jpg")
+    assert validation.load(3).size == (48, 40)
+
+
+def test_a_folder_that_is_not_split_and_one_that_lacks_a_split(tmp_path):
+    write_pictures(tmp_path / "single")
+    assert len(open_dataset("folder", tmp_path / "single", "validation")) == 16
+    write_pictures(tmp_path / "half" / "train")
+    with pytest.raises(DataError, match=r"a folder 'train', but none for the split 'validation'; expected one of val,"):
+        open_dataset("folder", tmp_path / "half", "validation")
+
+
+def test_a_folder_takes_all_formats_and_no_hidden_files(tmp_path):
+    root = write_pictures(tmp_path / "x", classes=("a", "nested/b"), each=1)
+    noise(0).save(root / "a" / "x.webp")
+    noise(0).save(root / "a" / "y.BMP")
+    (root / "a" / "notes.txt").touch()
+    (root / "a" / "._0.jpg").touch()
+    (root / ".cache").mkdir()
+    noise(0).save(root / ".cache" / "z.png")
+    (root / "nobody").mkdir()
+    source = open_dataset("folder", root)
+    assert [source.name(i).removeprefix(f"{root}/") for i in range(4)] == [
+        "a/0.jpg",
+        "a/x.webp",
+        "a/y.BMP",
+        "nested/b/0.jpg",
+    ]
+    assert source.class_names == ("a", "b")
+    assert source.empty_classes == ("nobody",)
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    with pytest.raises(DataError, match=r"absent does not exist; give one that holds a folder of pictures per class"):
+        open_dataset("folder", tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file is not a folder"):
+        open_dataset("folder", tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no picture; expected ROOT/CLASS/NAME"):
+        open_dataset("folder", tmp_path / "empty")
+    noise(0).save(tmp_path / "empty" / "stray.png")
+    with pytest.raises(DataError, match=r"1 pictures outside of class folders, such as stray\.png; move them"):
+        open_dataset("folder", tmp_path / "empty")
+    with pytest.raises(DataError, match="needs a folder; give one with --data-dir"):
+        open_dataset("folder")
+    with pytest.raises(
+        DataError, match="unknown dataset 'imagenet'; expected folder, digits, cifar10, hfds/NAME or wds"
+    ):
+        open_dataset("imagenet", tmp_path)
+
+
+def test_classes_can_be_numbered_as_the_model_has_them(tmp_path):
+    source = open_dataset("folder", write_pictures(tmp_path / "x", each=1))
+    renumbered = source.with_classes(["dog", "fox", "cat"])
+    assert (renumbered.targets.tolist(), renumbered.class_names) == ([2, 0], ("dog", "fox", "cat"))
+    assert source.targets.tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"1 classes that are not among the 2 known ones, such as 'dog'"):
+        source.with_classes(["cat", "fox"])
+
+
+# What CIFAR-10's own pickles look like: written by Python 2, with NumPy of its time.
+def as_python_2_wrote_it(pixels, labels):
+    """Python 2's bytes are text to Python 3, which spells them with the opcode for short or long strings."""
+
+    def text(value):
+        return b"U" + bytes([len(value)]) + value
+
+    raw, rows = pixels.tobytes(), len(pixels)
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00t" + text(b"b") + b"tR"
+        b"(K\x01(M" + rows.to_bytes(2, "little") + b"M\x00\x0ct"
+        b"cnumpy\ndtype\n("
+        + text(b"u1")
+        + b"K\x00K\x01tR(K\x03"
+        + text(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89T" + len(raw).to_bytes(4, "little") + raw + b"tb"
+    )
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + numbers + b"u."
+
+
+def as_python_3_writes_it(pixels, labels):
+    return pickle.dumps({b"data": pixels, b"labels": labels}, protocol=2)
+
+
+CIFAR_PIXELS = np.random.default_rng(0).integers(0, 255, (6, 3, 4, 3072), dtype=np.uint8)[:, 0]  # [file, N, 3072]
+CIFAR_LABELS = [[(file + sample) % 10 for sample in range(4)] for file in range(6)]
+CIFAR_FILES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+
+
+def write_cifar(root, version):
+    folder, suffix = ("cifar-10-batches-bin", ".bin") if version == "binary" else ("cifar-10-batches-py", "")
+    contents = {}
+    for name, pixels, labels in zip(CIFAR_FILES, CIFAR_PIXELS, CIFAR_LABELS, strict=True):
+        if version == "binary":
+            content = np.concatenate([np.array(labels, dtype=np.uint8)[:, None], pixels], axis=1).tobytes()
+        else:
+            content = (as_python_2_wrote_it if version == "python 2" else as_python_3_writes_it)(pixels, labels)
+        contents[f"{folder}/{name}{suffix}"] = content
+    return contents
+
+
+def unpack(root, contents):
+    for name, content in contents.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+
+
+def add_to_tar(archive, name, content):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def test_the_fake_of_python_2_is_a_true_one():
+    content = pickle.loads(as_python_2_wrote_it(CIFAR_PIXELS[0], CIFAR_LABELS[0]), encoding="bytes")
+    np.testing.assert_array_equal(content[b"data"], CIFAR_PIXELS[0])
+    assert content[b"labels"] == CIFAR_LABELS[0]
+
+
+@pytest.mark.parametrize("packed", ["archive", "folder", "the folder itself"])
+@pytest.mark.parametrize("version", ["python 2", "python 3", "binary"])
+def test_cifar10(tmp_path, version, packed):
+    contents, root = write_cifar(tmp_path, version), tmp_path
+    if packed == "archive":
+        name = "cifar-10-binary.tar.gz" if version == "binary" else "cifar-10-python.tar.gz"
+        with tarfile.open(tmp_path / name, "w:gz") as archive:
+            for file, content in contents.items():
+                add_to_tar(archive, file, content)
+    else:
+        unpack(tmp_path, contents)
+        root = tmp_path / next(iter(contents)).split("/")[0] if packed == "the folder itself" else tmp_path
+    train, test = open_dataset("cifar10", root), open_dataset("cifar10", root, "validation")
+    assert (len(train), len(test)) == (20, 4)
+    assert train.class_names == CLASS_NAMES
+    assert train.targets.tolist() == [label for labels in CIFAR_LABELS[:5] for label in labels]
+    expected = CIFAR_PIXELS[5, 2].reshape(3, 32, 32).transpose(1, 2, 0)
+    np.testing.assert_array_equal(np.asarray(test.load(2)), expected)
+
+
+def test_cifar10_as_a_folder_of_pictures(tmp_path):
+    write_pictures(tmp_path / "train", classes=CLASS_NAMES, each=1)
+    assert open_dataset("cifar10", tmp_path).class_names == CLASS_NAMES
+    with pytest.raises(DataError, match=r"or put cifar-10-python\.tar\.gz \(from https://www\.cs\.toronto\.edu"):
+        open_dataset("cifar10", tmp_path / "absent")
+
+
+class _RunsCode:
+    def __reduce__(self):
+        return os.mkdir, ("code-ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(_RunsCode()), r"test_batch: asks for (posix|nt)\.mkdir, .* was not run"),
+        (pickle.dumps({b"data": _RunsCode()}, protocol=2), "was not run"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}, protocol=2),
+            "array of type 'f8', expected bytes",
+        ),
+        (pickle.dumps({b"data": np.zeros((2, 7), np.uint8), b"labels": [1, 2]}, protocol=2), r"expected \[N, 3072\]"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, protocol=2),
+            "2 classes from 0 to 9",
+        ),
+        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, protocol=2), "2 classes from 0 to 9"),
+        (pickle.dumps({b"other": 1}), "is damaged: 'data'"),
+        (b"", "is damaged"),
+        (as_python_2_wrote_it(CIFAR_PIXELS[0], CIFAR_LABELS[0])[:5000], "is damaged"),
+    ],
+    ids=["code", "code inside", "dtype", "shape", "class 10", "too few classes", "keys", "empty", "truncated"],
+)
+def test_cifar10_files_of_strangers(tmp_path, monkeypatch, content, message):
+    monkeypatch.chdir(tmp_path)
+    unpack(tmp_path, {"cifar-10-batches-py/test_batch": content})
+    with pytest.raises(DataError, match=message):
+        open_dataset("cifar10", tmp_path, "validation")
+    assert not (tmp_path / "code-ran").exists()
+
+
+def test_cifar10_incomplete(tmp_path):
+    contents = write_cifar(tmp_path, "binary")
+    del contents["cifar-10-batches-bin/data_batch_3.bin"]
+    unpack(tmp_path, contents)
+    with pytest.raises(DataError, match=r"lacks data_batch_3\.bin; unpack cifar-10-binary\.tar\.gz again"):
+        open_dataset("cifar10", tmp_path)
+    (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").write_bytes(b"1234")
+    with pytest.raises(DataError, match="expected records of 3073 bytes, got 4"):
+        open_dataset("cifar10", tmp_path, "validation")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cifar-10-python.tar.gz").write_bytes(b"half a download")
+    with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz is damaged: .*; fetch it again"):
+        open_dataset("cifar10", tmp_path / "other")
+
+
+def jpeg(seed):
+    content = io.BytesIO()
+    noise(seed).save(content, "JPEG")
+    return content.getvalue()
+
+
+def write_shards(root, name, targets, folder=""):
+    for number, target in enumerate(targets):
+        with tarfile.open(root / f"{name}-{number:03d}.tar", "w") as archive:
+            for sample in range(2):
+                add_to_tar(archive, f"{folder}{sample}.cls", str(target).encode())
+                add_to_tar(archive, f"{folder}{sample}.jpg", jpeg(10 * number + sample))
+                add_to_tar(archive, f"{folder}{sample}.json", b"{}")
+
+
+def test_shards_of_webdataset(tmp_path):
+    write_shards(tmp_path, "train", [0, 2, 1])
+    write_shards(tmp_path, "validation", [1])
+    train = open_dataset("wds/{split}-{000..002}.tar", tmp_path)
+    assert (len(train), train.class_names, train.targets.tolist()) == (6, ("0", "1", "2"), [0, 0, 2, 2, 1, 1])
+    assert train.name(3) == f"{tmp_path}/train-001.tar/1.jpg"
+    assert np.abs(np.asarray(train.load(3)).astype(int) - np.asarray(noise(11))).mean() < 20
+    assert len(open_dataset("wds/{split}-*.tar", tmp_path, "validation")) == 2
+    assert len(open_dataset("wds/mine", tmp_path, "train-{001..002}.tar")) == 4
+    with pytest.raises(DataError, match=r"train-003\.tar does not exist; expected tar archives"):
+        open_dataset("wds/train-{000..003}.tar", tmp_path)
+    with pytest.raises(DataError, match="no file fits"):
+        open_dataset("wds/test-*.tar", tmp_path)
+
+
+def test_shards_cannot_write_outside_and_name_what_is_broken(tmp_path):
+    (tmp_path / "in").mkdir()
+    write_shards(tmp_path / "in", "train", [0], folder="../../")
+    with tarfile.open(tmp_path / "in" / "train-000.tar", "a") as archive:
+        add_to_tar(archive, "x.cls", b"0")
+        add_to_tar(archive, "x.jpg", jpeg(0)[:300])
+        link = tarfile.TarInfo("y.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    before = sorted(tmp_path.rglob("*"))
+    source = open_dataset("wds/train-*.tar", tmp_path / "in")
+    assert len(source) == 3
+    assert source.load(0).size == (48, 40)
+    with pytest.raises(ImageError, match=r"in/train-000\.tar/x\.jpg: is damaged"):
+        source.load(2)
+    broken = BrokenImages(3)
+    batches = EvaluationBatches(3, 2)
+    loader = ImageLoader(source, evaluation_transform((8, 8)), batches, broken=broken, replace_broken=False, workers=1)
+    assert [len(batch) for batch in loader.epoch()] == [2]
+    loader.close()
+    assert [image.name for image in broken] == [source.name(2)]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"0.jpg": b"x"}, r"1 pictures without a class, such as 0\.jpg; expected a number ≥ 0 in a \.cls"),
+        ({"0.jpg": b"x", "0.cls": b"-1"}, "pictures without a class"),
+        ({"0.jpg": b"x", "0.cls": b"cat"}, "invalid literal"),
+        ({"0.txt": b"x"}, "no picture in 1 archives"),
+    ],
+)
+def test_shards_that_cannot_be_used(tmp_path, files, message):
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        for name, content in files.items():
+            add_to_tar(archive, name, content)
+    with pytest.raises(DataError, match=message):
+        open_dataset("wds/train.tar", tmp_path)
+    (tmp_path / "train.tar").write_bytes(b"no archive" * 100)
+    with pytest.raises(DataError, match="cannot be read as an uncompressed tar archive"):
+        open_dataset("wds/train.tar", tmp_path)
+
+
+def test_the_hub_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"hfds/mnist is read by .* which is missing; pip install datasets"):
+        open_dataset("hfds/mnist")
+
+
+def test_a_dataset_of_the_hub(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": jpeg(0), "path": None}, {"bytes": b"", "path": None}], "label": [1, 0]}
+    table = pytest.importorskip("pyarrow").Table.from_pydict(rows, schema=features.arrow_schema)
+    (tmp_path / "set").mkdir()
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "set" / "train.parquet")
+    source = open_dataset(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", "train")
+    assert (source.class_names, source.targets.tolist()) == (("cat", "dog"), [1, 0])
+    assert source.load(0).size == (48, 40)
+    with pytest.raises(ImageError, match=r"\(train\)\[1\]"):
+        source.load(1)
+    with pytest.raises(DataError, match="split 'absent', cannot be opened"):
+        open_dataset(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", "absent")

@@ -1,0 +1,273 @@
+"""Runs that are stopped, killed, damaged, poisoned and shared out: nothing is lost, and nothing is counted twice."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from inline_attention.cli.main import app
+from inline_attention.engine import running, trainer
+from inline_attention.engine.building import Objective
+from inline_attention.engine.config import ConfigError, from_yaml, with_overrides
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.engine.reporting import RunReport
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.recipes import get_recipe
+
+TINY = [
+    "model.arguments={patch_size: 2, embed_dim: 32, num_heads: 1, depth: 1}",
+    "model.drop_path=0.1",
+    "training.epochs=2",
+    "training.batch_size=256",
+    "training.total_batch_size=256",
+    "schedule.warmup_epochs=0",
+    "logging.tensorboard=false",
+    "checkpoints.keep_last=2",
+]
+# Worker processes, timm's augmentation, mixing, accumulation and an average: everything that could lose its place.
+ELABORATE = [
+    "data.in_memory=false",
+    "data.workers=2",
+    "augmentation.crop=resized",
+    "augmentation.auto_augment=rand-m5-mstd0.5",
+    "augmentation.reprob=0.25",
+    "augmentation.mixup=0.2",
+    "training.batch_size=128",
+    "training.grad_accum_steps=2",
+    "training.total_batch_size=null",
+    "ema.enabled=true",
+]
+
+
+def config(tmp_path, *overrides):
+    return with_overrides(get_recipe("digits").config, [*TINY, f"run.output={tmp_path}", *overrides])
+
+
+def final_weights(folder: Path, name="model.safetensors"):
+    return load_file(folder / "checkpoints" / "last" / name)
+
+
+def assert_same_end(first: Path, second: Path):
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        if not (first / "checkpoints" / "last" / name).exists():
+            continue
+        weights, others = final_weights(first, name), final_weights(second, name)
+        assert weights.keys() == others.keys()
+        for key in weights:
+            assert torch.equal(weights[key], others[key]), key
+    assert (first / "summary.csv").read_text() == (second / "summary.csv").read_text()
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Send this process a signal after so many updates, once."""
+
+    def arrange(updates: int, number: int = signal.SIGTERM):
+        report_update = RunReport.update_done
+        sent = []
+
+        def update_done(self, update, *arguments):
+            report_update(self, update, *arguments)
+            if update == updates and not sent:
+                sent.append(number)
+                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number)  # impatience changes nothing
+
+        monkeypatch.setattr(RunReport, "update_done", update_done)
+
+    return arrange
+
+
+@pytest.mark.parametrize("extra", [[], ELABORATE], ids=["in_memory", "elaborate"])
+@pytest.mark.parametrize("updates", [3, 5], ids=["mid_epoch", "end_of_epoch"])
+def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, updates, extra):
+    whole, metrics = running.train(config(tmp_path, "run.experiment=whole", *extra))
+    stop_after(updates)
+    with pytest.raises(InterruptedBySignalError) as stopped:
+        running.train(config(tmp_path, "run.experiment=parts", *extra))
+    assert stopped.value.exit_code == 143
+    parts, resumed_metrics = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto", *extra))
+    assert_same_end(whole, parts)
+    assert metrics == resumed_metrics
+    assert metrics.count == 360
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
+    whole, _ = running.train(config(tmp_path, "run.experiment=whole"))
+    parts, _ = running.train(config(tmp_path, "run.experiment=parts", "training.epochs=1"))
+    # Longer again, as a run that was stopped after its first epoch.
+    newest = (parts / "checkpoints" / "last").resolve()
+    running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
+    state = (parts / "checkpoints" / "last").resolve() / "state.pt"
+    state.write_bytes(state.read_bytes()[:-10])
+    running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
+    assert "state.pt" in caplog.text
+    assert newest.exists()
+    assert len(list(csv.DictReader((parts / "summary.csv").open()))) == 2
+    assert whole != parts
+
+
+def test_nan_losses_are_skipped_and_counted_then_end_the_run(tmp_path, monkeypatch):
+    loss = Objective.loss
+    calls, bad_calls = [], [2, 3]
+
+    def sometimes_nan(self, logits, targets):
+        calls.append(None)
+        value = loss(self, logits, targets)
+        return value * torch.nan if len(calls) in bad_calls else value
+
+    monkeypatch.setattr(Objective, "loss", sometimes_nan)
+    folder, _ = running.train(config(tmp_path, "run.experiment=some"))
+    rows = list(csv.DictReader((folder / "summary.csv").open()))
+    assert rows[-1]["skipped_updates"] == "2"
+    assert all(tensor.isfinite().all() for tensor in final_weights(folder).values())
+    bad_calls[:] = range(len(calls) + 2, 1000)
+    with pytest.raises(trainer.DivergedError, match=r"4 losses in a row.*optimizer\.lr"):
+        running.train(config(tmp_path, "run.experiment=all", "limits.nan_losses_in_a_row=3"))
+
+
+def test_everything_wrong_is_said_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        running.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent", "optimizer.name=adamm"))
+    assert "adamm" in str(error.value)
+    with pytest.raises(ConfigError, match="nonexistent"):
+        running.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent"))
+    with pytest.raises(ConfigError, match="use a smaller batch"):
+        running.train(config(tmp_path / "runs", "training.batch_size=2000", "training.total_batch_size=2000"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path):
+    running.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
+    with pytest.raises(ConfigError, match="--resume auto"):
+        running.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
+
+
+def command(tmp_path, *arguments):
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    return [
+        sys.executable, "-m", "inline_attention", "train", "digits", "--output", str(tmp_path), *settings, *arguments
+    ]  # fmt: skip
+
+
+def _checkpoints(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").glob("step-*")}
+
+
+def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
+    arguments = ["--set", "checkpoints.interval_steps=1", "--set", "training.epochs=3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    # In a process of its own as well: the number of threads decides the last bits.
+    subprocess.run(
+        command(tmp_path, "--experiment", "whole", *arguments), check=True, stdout=subprocess.DEVNULL, timeout=300
+    )
+    for kill_after in (0.05, 0.3):
+        process = subprocess.Popen(
+            command(tmp_path, "--experiment", "parts", "--resume", "auto", *arguments), stdout=subprocess.DEVNULL
+        )
+        known = _checkpoints(parts)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and _checkpoints(parts) == known and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(kill_after)
+        process.kill()
+        process.wait()
+    subprocess.run(
+        command(tmp_path, "--experiment", "parts", "--resume", "auto", *arguments),
+        check=True, stdout=subprocess.DEVNULL, timeout=300,
+    )  # fmt: skip
+    assert_same_end(whole, parts)
+
+
+def test_sigterm_ends_the_command_with_143_and_a_checkpoint(tmp_path):
+    process = subprocess.Popen(
+        command(tmp_path, "--experiment", "run", "--epochs", "500"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("update"):
+            break
+    process.terminate()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert "--resume auto" in errors
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_count_every_sample_once_and_one_may_go_on_alone(tmp_path, strategy):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    shared = ["--set", f"distributed.strategy={strategy}", "--set", "training.batch_size=64"]
+    arguments = command(tmp_path, "--experiment", "two", "--set", "training.epochs=1", *shared)[2:]
+    done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "of 360 images" in done.stdout
+    assert "64 images × 2 devices × 2 accumulated" in done.stdout
+    done = subprocess.run(
+        command(tmp_path, "--experiment", "two", "--resume", "auto", "--set", "training.epochs=2"),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "not in the same bits" in done.stdout.replace("\n", " ")
+    # And several may take up what one has saved.
+    done = subprocess.run(
+        [*torchrun, *command(tmp_path, "--experiment", "two", "--resume", "auto", "--epochs", "3", *shared)[2:]],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_run_is_evaluated_and_speaks_in_class_names(tmp_path):
+    folder, metrics = running.train(config(tmp_path, "run.experiment=run"))
+    results = tmp_path / "results.json"
+    arguments = ["eval", "--checkpoint", folder / "checkpoints" / "last", "--dataset", "digits", "--workers", "0"]
+    done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--results-file", results)])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(results.read_text())
+    assert (figures["top1"], figures["top5"], figures["count"]) == (metrics.top1, metrics.top5, 360)
+    metadata = open_checkpoint(folder / "checkpoints" / "last" / "model.safetensors").metadata
+    assert json.loads(metadata["class_names"]) == [str(digit) for digit in range(10)]
+
+
+def test_the_command_says_what_is_wrong():
+    for arguments, message in (
+        (["train", "digts"], "did you mean digits"),
+        (["train", "digits", "--epocs", "3"], "did you mean --epochs"),
+        (["train", "digits", "--set", "optimizer.lrr=3"], "did you mean optimizer.lr"),
+        (["train", "deit_tiny", "--data-dir", "/nonexistent"], "/nonexistent"),
+        (["train", "digits", "--device", "cuda:7"], "no GPU here"),
+        (["recipes", "show", "deit_tyni"], "deit_tiny"),
+        (["eval", "--checkpoint", "/nonexistent.safetensors", "--dataset", "digits"], "/nonexistent.safetensors"),
+    ):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 1, arguments
+        assert message in done.output, done.output
+
+
+def test_recipes_are_listed_and_shown():
+    listed = CliRunner().invoke(app, ["recipes"]).output
+    assert "inline train digits" in listed
+    shown = CliRunner().invoke(app, ["recipes", "show", "digits"]).output
+    assert from_yaml(shown) == get_recipe("digits").config
+    assert "--batch-size, -b VALUE" in CliRunner().invoke(app, ["train", "digits", "--flags"]).output
+
+
+def test_predict_takes_a_run(tmp_path):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    Image.new("RGB", (20, 30), "white").save(tmp_path / "picture.png")
+    weights = folder / "checkpoints" / "best" / "model.safetensors"
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "picture.png"), "--checkpoint", str(weights)])
+    assert done.exit_code == 0, done.output
