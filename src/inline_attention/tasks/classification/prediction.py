@@ -115,7 +115,8 @@ class ImageClassifier:
         if classes is None:
             raise CheckpointError(f"{path} has no head to classify with; train or load one")
         class_names = _class_names(file.path, file.metadata, classes)
-        model = create_model(model_name, **(arguments | {"num_classes": classes}))
+        arguments["num_classes"] = classes
+        model = create_model(model_name, **arguments)
         load_checkpoint(model, file)
         return cls(model, class_names, size=size, device=device)
 
