@@ -1,6 +1,7 @@
 """Runs that are stopped, killed, damaged, poisoned and shared out: nothing is lost, and nothing is counted twice."""
 
 import csv
+import importlib.util
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,3 +273,55 @@ def test_predict_takes_a_run(tmp_path):
     weights = folder / "checkpoints" / "best" / "model.safetensors"
     done = CliRunner().invoke(app, ["predict", str(tmp_path / "picture.png"), "--checkpoint", str(weights)])
     assert done.exit_code == 0, done.output
+
+
+def test_curves_reach_weights_and_biases_and_tensorboard(tmp_path, monkeypatch):
+    logged, finished = [], []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: finished.append(True))
+    started = []
+    fake = SimpleNamespace(init=lambda **options: started.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    extra = ["logging.wandb=true", "logging.tensorboard=true", "logging.interval=2", "training.epochs=1"]
+    folder, metrics = running.train(config(tmp_path, "run.experiment=curves", *extra))
+    assert started[0]["name"] == "curves"
+    assert started[0]["config"]["training"]["epochs"] == 1
+    assert [step for step, _ in logged] == [2, 4, 5]
+    assert logged[-1][1]["epoch/top1"] == metrics.top1
+    assert finished
+    if importlib.util.find_spec("tensorboard") is not None:
+        assert list((folder / "tensorboard").iterdir())
+
+
+def test_weights_and_biases_must_be_installed_to_be_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logging\.wandb.*pip install wandb"):
+        running.train(config(tmp_path, "logging.wandb=true"))
+
+
+def test_fine_tuning_keeps_the_body_and_starts_a_head_anew(tmp_path):
+    first, _ = running.train(config(tmp_path, "run.experiment=first", "training.epochs=1"))
+    pictures = tmp_path / "pictures"
+    for split in ("train", "val"):
+        for name, colour in (("dark", 20), ("light", 230)):
+            (pictures / split / name).mkdir(parents=True)
+            for number in range(8):
+                Image.new("RGB", (8, 8), (colour + number,) * 3).save(pictures / split / name / f"{number}.png")
+    weights = first / "checkpoints" / "last" / "model.safetensors"
+    folder, metrics = running.train(
+        config(
+            tmp_path, "run.experiment=second", f"model.initial_checkpoint={weights}", "model.num_classes=null",
+            "data.dataset=folder", f"data.dir={pictures}", "training.total_batch_size=4", "training.epochs=0",
+        )
+    )  # fmt: skip
+    assert metrics is None
+    folder, metrics = running.train(
+        config(
+            tmp_path, "run.experiment=third", f"model.initial_checkpoint={weights}", "model.num_classes=null",
+            "data.dataset=folder", f"data.dir={pictures}", "training.total_batch_size=4", "optimizer.lr=0",
+            "schedule.min_lr=0",
+        )
+    )  # fmt: skip
+    assert metrics.count == 16
+    before, after = load_file(weights), final_weights(folder)
+    assert after["head.weight"].shape[0] == 2
+    assert all(torch.equal(before[name], after[name]) for name in after if not name.startswith("head."))

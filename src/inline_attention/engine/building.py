@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -19,12 +20,12 @@ from inline_attention.data.checks import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.memory import MemoryLoader, decode_to_memory
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
-from inline_attention.data.sources import ImageSource
+from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.data.transforms import evaluation_transform, training_transform
 from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, TrainConfig
 from inline_attention.engine.config.timm_arguments import input_size, model_arguments
 from inline_attention.engine.processes import Processes
-from inline_attention.models.checkpoints import load_checkpoint
+from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,13 @@ def open_sources(config: TrainConfig) -> Sources:
     )
     if opened.problems or opened.train is None or opened.validation is None:
         raise ConfigError([Problem("data", problem) for problem in opened.problems], source="the data")
-    return Sources(opened.train, opened.validation)
+    if settings.class_map is None:
+        return Sources(opened.train, opened.validation)
+    try:
+        names = [line.strip() for line in Path(settings.class_map).read_text().splitlines() if line.strip()]
+        return Sources(opened.train.with_classes(names), opened.validation.with_classes(names))
+    except (OSError, UnicodeDecodeError, DataError) as error:
+        raise ConfigError([Problem("data.class_map", str(error))]) from error
 
 
 def build_model(config: TrainConfig, num_classes: int) -> nn.Module:
@@ -59,7 +66,9 @@ def build_model(config: TrainConfig, num_classes: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
     model = timm.create_model(config.model.name, **model_arguments(config, num_classes))
     if config.model.initial_checkpoint is not None:
-        load_checkpoint(model, config.model.initial_checkpoint)
+        file = open_checkpoint(config.model.initial_checkpoint)
+        other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
+        load_checkpoint(model, file, reinitialize_head=other_classes)
     if config.training.grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
     return model

@@ -9,16 +9,16 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import timm
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from inline_attention.engine.config import TrainConfig, to_yaml
+from inline_attention.engine.config import ConfigError, Problem, TrainConfig, to_mapping, to_yaml
 from inline_attention.engine.durable_files import unfinished, write_durably
 
 SUMMARY = "summary.csv"
@@ -38,7 +38,7 @@ class RunReport:
         """
         self._folder, self._interval, self._is_main = folder, config.logging.interval, is_main
         self._console = Console(quiet=not is_main)
-        self._board = None
+        self._curves: list[_Curves] = []
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -49,14 +49,16 @@ class RunReport:
             disable=not is_main or not self._console.is_terminal,
         )
         self._task = self._progress.add_task("update", total=total_updates, status="")
-        self._since, self._images_since = time.perf_counter(), 0
+        self._since, self._images_since, self._update = time.perf_counter(), 0, 0
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "args.yaml", to_yaml(config))
         _replace(folder / "environment.json", json.dumps(_environment(), indent=2) + "\n")
         if config.logging.tensorboard:
-            self._board = _open_board(folder / "tensorboard", self.say)
+            self._curves += _tensorboard(folder / "tensorboard", self.say)
+        if config.logging.wandb:
+            self._curves.append(_WeightsAndBiases(folder, config))
 
     def __enter__(self) -> RunReport:
         """Start the progress display."""
@@ -66,8 +68,8 @@ class RunReport:
     def __exit__(self, *_: object) -> None:
         """End it."""
         self._progress.stop()
-        if self._board is not None:
-            self._board.close()
+        for curves in self._curves:
+            curves.close()
 
     def say(self, line: str) -> None:
         """A line on the console."""
@@ -84,6 +86,7 @@ class RunReport:
             lr: Learning rate it was made with.
         """
         self._images_since += images
+        self._update = update
         if update % self._interval:
             self._progress.update(self._task, completed=update)
             return
@@ -95,9 +98,9 @@ class RunReport:
         self._progress.update(self._task, completed=update, status=status)
         if not self._console.is_terminal:
             self.say(f"update {update}: {status}")
-        if self._board is not None:
-            for name, value in (("loss", loss), ("lr", lr), ("images_per_second", speed)):
-                self._board.add_scalar(f"train/{name}", value, update)
+        values = {"train/loss": loss, "train/lr": lr, "train/images_per_second": speed}
+        for curves in self._curves:
+            curves.add(values, update)
 
     def epoch_done(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the table of all epochs so far; the last row is news."""
@@ -112,10 +115,9 @@ class RunReport:
         writer.writeheader()
         writer.writerows(rows)
         _replace(self._folder / SUMMARY, text.getvalue())
-        if self._board is not None:
-            for key, value in row.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(f"epoch/{key}", value, row["epoch"])
+        values = {f"epoch/{key}": value for key, value in row.items() if isinstance(value, float)}
+        for curves in self._curves:
+            curves.add(values, self._update)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -125,13 +127,53 @@ def _replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def _open_board(folder: Path, say: Any) -> Any:
+class _Curves(Protocol):
+    """Somewhere that curves are drawn: values by name, over updates."""
+
+    def add(self, values: Mapping[str, float], update: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any):
+        self._writer = writer
+
+    def add(self, values: Mapping[str, float], update: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, update)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _tensorboard(folder: Path, say: Callable[[str], None]) -> list[_Curves]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        say("no curves for TensorBoard: it is not installed (pip install tensorboard)")
-        return None
-    return SummaryWriter(str(folder))
+        say("no curves for TensorBoard: it is not installed (pip install 'inline-attention[train]')")
+        return []
+    return [_TensorBoard(SummaryWriter(str(folder)))]
+
+
+class _WeightsAndBiases:
+    def __init__(self, folder: Path, config: TrainConfig):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            message = "expected Weights & Biases to be installed (pip install wandb), or false"
+            raise ConfigError([Problem("logging.wandb", message)]) from error
+        # One curve per run folder: a resumed run goes on with its own.
+        self._run: Any = wandb.init(
+            project=config.logging.wandb_project, name=folder.name, id=folder.name, resume="allow", dir=str(folder),
+            config=to_mapping(config),
+        )  # fmt: skip
+
+    def add(self, values: Mapping[str, float], update: int) -> None:
+        self._run.log(dict(values), step=update)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _environment() -> dict[str, Any]:

@@ -93,11 +93,11 @@ class Trainer:
         self.strategy.prepare(self.model)
         self.updates_per_epoch = len(self.loaders.train) // resolved.grad_accum_steps
         self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved))
-        scheduler, _ = create_scheduler_v2(
-            self.optimizer, **schedule_arguments(resolved, max(self.updates_per_epoch, 1))
-        )
-        assert scheduler is not None
-        self.scheduler = scheduler
+        self.scheduler = None
+        if resolved.total_epochs > 0:  # timm asserts that there is something to schedule
+            self.scheduler, _ = create_scheduler_v2(
+                self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
+            )
         self.ema = None
         if resolved.ema_decay is not None:
             self.ema = ModelEmaV3(self.model, decay=resolved.ema_decay, use_warmup=config.ema.warmup)
@@ -279,6 +279,7 @@ class Trainer:
 
     def _set_learning_rate(self) -> float:
         """That of the update to come, which depends on the number of those before alone."""
+        assert self.scheduler is not None
         self.scheduler.step_update(self.position.updates)
         return self.optimizer.param_groups[0]["lr"]
 
