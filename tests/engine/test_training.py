@@ -193,7 +193,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
 
 def test_sigterm_ends_the_command_with_143_and_a_checkpoint(tmp_path):
     process = subprocess.Popen(
-        command(tmp_path, "--experiment", "run", "--epochs", "500"),
+        command(tmp_path, "--experiment", "run", "--set", "training.epochs=500"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -225,9 +225,9 @@ def test_two_processes_count_every_sample_once_and_one_may_go_on_alone(tmp_path,
     assert done.returncode == 0, done.stderr[-3000:]
     assert "not in the same bits" in done.stdout.replace("\n", " ")
     # And several may take up what one has saved.
+    longer = command(tmp_path, "--experiment", "two", "--resume", "auto", "--set", "training.epochs=3", *shared)[2:]
     done = subprocess.run(
-        [*torchrun, *command(tmp_path, "--experiment", "two", "--resume", "auto", "--epochs", "3", *shared)[2:]],
-        capture_output=True, text=True, timeout=300,
+        [*torchrun, *longer], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -325,3 +325,41 @@ def test_fine_tuning_keeps_the_body_and_starts_a_head_anew(tmp_path):
     before, after = load_file(weights), final_weights(folder)
     assert after["head.weight"].shape[0] == 2
     assert all(torch.equal(before[name], after[name]) for name in after if not name.startswith("head."))
+
+
+def test_a_killed_data_worker_is_named_and_ends_the_run(tmp_path):
+    extra = [word for setting in [*ELABORATE, "training.epochs=500"] for word in ("--set", setting)]
+    process = subprocess.Popen(
+        command(tmp_path, "--experiment", "run", *extra), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("update"):
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [child for child in children if "inline_attention" in Path(f"/proc/{child}/cmdline").read_text()]
+    os.kill(int(workers[0]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 1, errors
+    assert "process that prepares images died" in errors
+
+
+def test_a_killed_process_is_restarted_by_torchrun_and_the_run_goes_on(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = ["training.epochs=12", "checkpoints.interval_steps=2", "training.batch_size=128"]
+    extra = [word for setting in settings for word in ("--set", setting)]
+    arguments = command(tmp_path, "--experiment", "run", "--resume", "auto", *extra)[2:]
+    process = subprocess.Popen(
+        [*torchrun, "--max-restarts", "1", "-m", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not _checkpoints(tmp_path / "run") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    assert "resumed from" in output
+    assert "of 360 images" in output
+    assert len(list(csv.DictReader((tmp_path / "run" / "summary.csv").open()))) == 12

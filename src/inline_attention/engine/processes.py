@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 
 
 class DeviceError(ValueError):
@@ -74,9 +76,12 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
-    dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=timeout_minutes)
-    )
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # torchrun starts all processes again when one dies, but keeps the store: what the dead wrote there must not be met.
+    attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:

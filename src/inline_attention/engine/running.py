@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from inline_attention.data.loading import named_worker_error
 from inline_attention.engine.building import open_sources
 from inline_attention.engine.checkpoints import CheckpointStore, TrainingCheckpoint, open_training_checkpoint
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
@@ -58,7 +59,13 @@ def train(config: TrainConfig) -> tuple[Path, Metrics | None]:
                 report.say(f"resumed from {checkpoint.path}: {where}")
                 for note in notes:
                     report.say(note)
-            metrics = trainer.run(report, interruption)
+            try:
+                metrics = trainer.run(report, interruption)
+            except RuntimeError as error:
+                # Torch tells of a dead data worker wherever the program happens to be, not only in the loader.
+                if (named := named_worker_error(error)) is not None:
+                    raise named from error
+                raise
         return folder, metrics
 
 
