@@ -90,6 +90,19 @@ def stop_after(monkeypatch):
     return arrange
 
 
+def test_ctrl_c_saves_and_leaves_with_130(tmp_path, stop_after):
+    stop_after(2, signal.SIGINT)
+    with pytest.raises(InterruptedBySignalError) as stopped:
+        running.train(config(tmp_path, "run.experiment=run"))
+    assert stopped.value.exit_code == 130
+    assert _checkpoints(tmp_path / "run")
+
+
+def test_a_padded_crop_needs_data_in_memory(tmp_path):
+    with pytest.raises(ConfigError, match=r"augmentation\.crop: .*data\.in_memory=true"):
+        running.train(config(tmp_path, "data.in_memory=false"))
+
+
 @pytest.mark.parametrize("extra", [[], ELABORATE], ids=["in_memory", "elaborate"])
 @pytest.mark.parametrize("updates", [3, 5], ids=["mid_epoch", "end_of_epoch"])
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, updates, extra):

@@ -78,6 +78,9 @@ def _check_memory(config: TrainConfig) -> Iterator[Problem]:
             expected = " or ".join("null" if choice is None else str(choice) for choice in choices)
             message = f"expected {expected} with data.in_memory, got {shown(value)}"
             yield Problem(path, f"{message}; set it so, or data.in_memory=false")
+    if not config.data.in_memory and settings.crop == "padded":
+        message = "expected resized, got padded, which only data kept in memory offers"
+        yield Problem("augmentation.crop", f"{message}; set it so, or data.in_memory=true")
 
 
 def _check_augmentation(config: TrainConfig) -> Iterator[Problem]:

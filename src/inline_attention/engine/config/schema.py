@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -283,7 +281,6 @@ class LimitsSection:
         0.01, "Largest share of training images that cannot be read.", at_least=0, at_most=1
     )
     broken_image_count: int = _option(1000, "Largest number of them; both limits hold.", at_least=0)
-    max_pixels: int = _option(DEFAULT_MAX_PIXELS, "Images of more pixels are not decoded.", at_least=1)
     nan_losses_in_a_row: int = _option(
         10, "Updates that may be skipped one after another because their loss is not finite.", at_least=0
     )
