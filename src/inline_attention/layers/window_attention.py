@@ -220,7 +220,26 @@ class StripeAttention(nn.Module):
         drop = self.attn_drop_rate if self.training else 0.0
         out = heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)).flatten(2)
         out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
-        return out + convolution(tokens[:, :, :, 2].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return out + _depthwise(tokens[:, :, :, 2], convolution)
+
+
+def _depthwise(x: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
+    """A depthwise 3×3 convolution of `[maps, height, width, c]`, zero-padded."""
+    if not (x.device.type == "cuda" and torch.compiler.is_compiling()):
+        return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    # A compiler fuses nine shifted products with what is around them; a convolution it copies to and from another
+    # layout, at twice the cost of the convolution.
+    weight, bias = convolution.weight, convolution.bias
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    height, width = x.shape[1:3]
+    padded = F.pad(x, (0, 0, 1, 1, 1, 1)).float()
+    total = torch.zeros_like(padded[:, 1:-1, 1:-1])
+    for row in range(3):
+        for column in range(3):
+            total = total + padded[:, row : row + height, column : column + width] * weight[:, 0, row, column].float()
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(dtype)
 
 
 def _attend_with_bias_per_window(

@@ -1,8 +1,8 @@
 """Whole models: images per second and peak memory of an InLine model against its rivals, in one run.
 
 Rivals: "timm" (timm's own softmax model of that name), "plain" (the same model and weights on plain PyTorch, that is,
-every attention with `backend="eager"`) and "softmax" (the softmax twin from this library). No InLine model is timed
-before its logits agree with those of the same weights on plain PyTorch in float32.
+every block and attention with `backend="eager"`) and "softmax" (the softmax twin from this library). No InLine model is
+timed before its logits agree with those of the same weights on plain PyTorch in float32.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from inline_attention.analysis.benchmark.environment import describe_environment
 from inline_attention.analysis.benchmark.results import Measurement, WrongResultError, ratio, relative_error
 from inline_attention.analysis.benchmark.timing import Work, interleaved_timings, prepare_throughput, release_memory
 from inline_attention.layers.attention import TokenAttention
+from inline_attention.layers.block import Block
 from inline_attention.models import create_model, list_models
 
 Mode = Literal["inference", "training"]
@@ -222,10 +223,10 @@ def count_steps(settings: ModelSettings) -> int:
     return sum(2 + len(case.rivals) for case in settings.cases)
 
 
-def set_attention_backend(model: nn.Module, backend: str) -> nn.Module:
-    """Make every attention layer of a model use this backend of the op; returns the model."""
+def set_backend(model: nn.Module, backend: str) -> nn.Module:
+    """Make every block and attention layer of a model use this backend ("eager": plain PyTorch); returns the model."""
     for module in model.modules():
-        if isinstance(module, TokenAttention):
+        if isinstance(module, (Block, TokenAttention)):
             module.backend = backend
     return model
 
@@ -352,10 +353,13 @@ def _prepare(
     with torch.set_grad_enabled(case.mode == "training"):
         first = logits().detach()
     error = _check(contestant, model, images, first)
+    # While warming up, not later: a replayed CUDA graph allocates nothing, so that only its recording shows its memory.
+    reset_peak(device)
     last = [step() for _ in range(WARM_UP_STEPS)][-1]
+    peak_bytes = read_peak(device, occupied)
     if not last.isfinite().all() or not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise WrongResultError("a step leaves something that is not finite")
-    return step, error, _peak_bytes(step, device, occupied)
+    return step, error, peak_bytes
 
 
 def _build(contestant: str, case: ModelCase, device: torch.device) -> nn.Module:
@@ -371,7 +375,7 @@ def _build(contestant: str, case: ModelCase, device: torch.device) -> nn.Module:
         if contestant == "softmax":
             return create_model(case.model.replace("inline_", "softmax_", 1), **arguments)
         model = create_model(case.model, **arguments)
-    return set_attention_backend(model, "eager" if contestant == "plain" else "auto")
+    return set_backend(model, "eager" if contestant == "plain" else "auto")
 
 
 def _check(contestant: str, model: nn.Module, images: torch.Tensor, logits: torch.Tensor) -> float | None:
@@ -383,7 +387,7 @@ def _check(contestant: str, model: nn.Module, images: torch.Tensor, logits: torc
         raise WrongResultError("the logits are not finite")
     if contestant not in (OURS, "plain"):
         return None
-    exact_model = set_attention_backend(copy.deepcopy(model), "eager").float()
+    exact_model = set_backend(copy.deepcopy(model), "eager").float()
     with torch.no_grad():
         exact = torch.cat([exact_model(image[None].float()) for image in images[:CHECKED_IMAGES]])
     error = relative_error(logits[:CHECKED_IMAGES], exact)
@@ -393,12 +397,17 @@ def _check(contestant: str, model: nn.Module, images: torch.Tensor, logits: torc
     return error
 
 
-def _peak_bytes(step: Callable[[], object], device: torch.device, occupied: int) -> int | None:
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak memory of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def read_peak(device: torch.device, occupied: int) -> int | None:
+    """Bytes of a GPU in use at most since `reset_peak`, beyond what was occupied before; None on a CPU."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - occupied
 

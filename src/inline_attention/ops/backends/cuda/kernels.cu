@@ -1072,13 +1072,22 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_many_tile
 
 // ---------------------------------------------------------------------------------------------- the 3×3 weights
 
-// From a sample's tokens to its 3×3 weights: mean over the tokens, linear, GELU, linear, each head on its own.
+// From a sample's tokens to its 3×3 weights: mean over the tokens, linear, GELU, linear, each head on its own. Where
+// samples are few and large, their tokens are summed by a kernel before, in several blocks each.
+struct TokenSumParams {
+  const u16* tokens; i64 batch_stride, token_stride;
+  float* sums;  // [B, splits, channels]
+  int count, count_each, splits, channels, units, unused;
+};
+static_assert(sizeof(TokenSumParams) == TOKEN_SUM_BYTES, PACKED_OTHERWISE);
+
 struct PredictParams {
   const u16* tokens; i64 batch_stride, token_stride;
+  const float* sums;                                 // [B, splits, channels], or null: sum the tokens here
   const u16* hidden_weight; const u16* hidden_bias;  // [channels, HEAD_DIM], [channels]
   const u16* weight; const u16* bias;                // [9 channels, HEAD_DIM], [9 channels]
   u16* out;                                          // [B, channels, 9]
-  int count, channels, units, unused;
+  int count, splits, channels, units;
 };
 static_assert(sizeof(PredictParams) == PREDICT_BYTES, PACKED_OTHERWISE);
 
@@ -1095,18 +1104,17 @@ __device__ __forceinline__ float dot(const u16* row, const float* vector, int ch
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(PREDICT_THREADS) inline_predict(const __grid_constant__ PredictParams p) {
-  __shared__ float partial[PREDICT_THREADS / 32][UNIT], mean[UNIT], hidden[UNIT];
-  const int unit = blockIdx.x % p.units, batch = blockIdx.x / p.units, first = unit * UNIT;
-  const int channels = min(UNIT, p.channels - first);
+// Sums of `count` tokens' first `channels` of UNIT channels, in the first UNIT threads.
+__device__ __forceinline__ float sum_tokens(const u16* tokens, i64 token_stride, int count, int channels) {
+  __shared__ float partial[PREDICT_THREADS / 32][UNIT];
   const int chunk = threadIdx.x & 7, warp = threadIdx.x >> 5;
   float sums[8] = {};
   if (chunk * CHUNK < channels) {
-    const u16* column = p.tokens + batch * p.batch_stride + first + chunk * CHUNK;
+    const u16* column = tokens + chunk * CHUNK;
 #pragma unroll 4
-    for (int token = threadIdx.x >> 3; token < p.count; token += PREDICT_THREADS / 8) {
+    for (int token = threadIdx.x >> 3; token < count; token += PREDICT_THREADS / 8) {
       float values[8];
-      unpack(values, *(const uint4*)(column + token * p.token_stride), true);
+      unpack(values, *(const uint4*)(column + token * token_stride), true);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[i] += values[i];
     }
@@ -1118,12 +1126,43 @@ extern "C" __global__ void __launch_bounds__(PREDICT_THREADS) inline_predict(con
     if ((threadIdx.x & 31) < 8) partial[warp][chunk * CHUNK + i] = sums[i];
   }
   __syncthreads();
+  float sum = 0.0f;
   if (threadIdx.x < UNIT) {
-    float sum = 0.0f;
 #pragma unroll
     for (int from = 0; from < PREDICT_THREADS / 32; ++from) sum += partial[from][threadIdx.x];
-    mean[threadIdx.x] = sum / p.count;
   }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(PREDICT_THREADS) inline_sum_tokens(const __grid_constant__ TokenSumParams p) {
+  const int split = blockIdx.x % p.splits, unit = blockIdx.x / p.splits % p.units, batch = blockIdx.x / (p.splits * p.units);
+  const int first = unit * UNIT, channels = min(UNIT, p.channels - first), begin = split * p.count_each;
+  const u16* tokens = p.tokens + batch * p.batch_stride + begin * p.token_stride + first;
+  const float sum = sum_tokens(tokens, p.token_stride, min(p.count_each, p.count - begin), channels);
+  if (threadIdx.x < channels) p.sums[((i64)batch * p.splits + split) * p.channels + first + threadIdx.x] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(PREDICT_THREADS) inline_predict(const __grid_constant__ PredictParams p) {
+  __shared__ float mean[UNIT], hidden[UNIT];
+  const int unit = blockIdx.x % p.units, batch = blockIdx.x / p.units, first = unit * UNIT;
+  const int channels = min(UNIT, p.channels - first);
+  float sum = 0.0f;
+  if (p.sums == nullptr) {
+    sum = sum_tokens(p.tokens + batch * p.batch_stride + first, p.token_stride, p.count, channels);
+  } else {
+    constexpr int SHARES = PREDICT_THREADS / UNIT;
+    __shared__ float shares[SHARES][UNIT];
+    const int channel = threadIdx.x % UNIT, share = threadIdx.x / UNIT;
+    if (channel < channels) {
+      const float* part = p.sums + (i64)batch * p.splits * p.channels + first + channel;
+#pragma unroll 4
+      for (int split = share; split < p.splits; split += SHARES) sum += part[(i64)split * p.channels];
+    }
+    shares[share][channel] = sum;
+    __syncthreads();
+    if (threadIdx.x < UNIT) sum = (shares[0][channel] + shares[1][channel]) + (shares[2][channel] + shares[3][channel]);
+  }
+  if (threadIdx.x < UNIT) mean[threadIdx.x] = sum / p.count;
   __syncthreads();
   {
     // Four threads to an output.

@@ -50,7 +50,8 @@ _OUTPUT = struct.Struct(f"{_LAYOUT}QqqQqqQQQQ")
 _SAMPLE = struct.Struct(f"{_ACCUMULATE.format}{_OUTPUT.format}")
 _GRADIENT = struct.Struct(f"{_LAYOUT}QqqQqqQqqQQQQQQqqQqqQQ")
 _TILE_SUM = struct.Struct("QQiiq")
-PREDICT = struct.Struct("QqqQQQQQiiii")
+TOKEN_SUM = struct.Struct("QqqQiiiiii")
+PREDICT = struct.Struct("QqqQQQQQQiiii")
 
 
 class Layout(NamedTuple):
@@ -386,6 +387,7 @@ def defines(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
         "SAMPLE_BYTES": _SAMPLE.size,
         "GRADIENT_BYTES": _GRADIENT.size,
         "TILE_SUM_BYTES": _TILE_SUM.size,
+        "TOKEN_SUM_BYTES": TOKEN_SUM.size,
         "PREDICT_BYTES": PREDICT.size,
     }
 
@@ -404,5 +406,6 @@ KERNELS = {
     "inline_gradient_local": TILE_THREADS,
     "inline_sum_tiles": MERGE_THREADS,
     "inline_sum_many_tiles": MERGE_THREADS,
+    "inline_sum_tokens": PREDICT_THREADS,
     "inline_predict": PREDICT_THREADS,
 }

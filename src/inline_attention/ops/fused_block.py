@@ -1,0 +1,178 @@
+"""What a transformer block does around its attention, fused where that pays: inference in half precision on Hopper.
+
+Composed, these steps take twice the time of InLine attention itself, most of it spent on moving activations through
+memory.
+
+Shapes: `B` batch, `N` tokens, `C` channels, `F` hidden channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+
+from inline_attention.ops import fused_op
+from inline_attention.ops.tracing import are_plain_eager_tensors
+
+# Where it was measured to be faster than the composition.
+CAPABILITIES = ((9, 0),)
+MOST_CHANNELS = 256
+HIDDEN_MULTIPLE, OUTPUT_MULTIPLE = 64, 32
+
+
+class FeedForwardParameters(NamedTuple):
+    """What the second half of a block learns."""
+
+    norm_weight: torch.Tensor  # [C]
+    norm_bias: torch.Tensor  # [C]
+    hidden_weight: torch.Tensor  # [F, C]
+    hidden_bias: torch.Tensor  # [F]
+    weight: torch.Tensor  # [C, F]
+    bias: torch.Tensor  # [C]
+
+
+def fused_feed_forward(
+    x: torch.Tensor, branch: torch.Tensor, parameters: FeedForwardParameters, eps: float
+) -> torch.Tensor | None:
+    """`y + linear(GELU(linear(norm(y))))` for `y = x + branch`, or None where the caller composes.
+
+    Args:
+        x: `[B, N, C]`, the residual stream.
+        branch: `[B, N, C]`, what the first half of the block adds to it.
+        parameters: Of the norm and the two linear maps.
+        eps: Of the norm.
+    """
+    hidden, channels = parameters.hidden_weight.shape
+    if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not _suits_tensor_cores(channels):
+        return None
+    if unsupported_reason(x, branch, *parameters) is not None:
+        return None
+    arguments: list[Any] = [*(tensor.contiguous() for tensor in (x, branch, *parameters)), eps]
+    return (_feed_forward_op if torch.compiler.is_compiling() else _feed_forward)(*arguments)
+
+
+def fused_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`linear(norm(x))`, and float32 `[B, S, C]` whose sum over S is that of `norm(x)` over N; None to compose.
+
+    Args:
+        x: `[B, N, C]`.
+        norm_weight: `[C]`.
+        norm_bias: `[C]`.
+        weight: `[F, C]` of the linear map.
+        bias: `[F]` of the linear map, or None.
+        eps: Of the norm.
+    """
+    outputs, channels = weight.shape
+    if channels > MOST_CHANNELS or outputs % OUTPUT_MULTIPLE != 0 or not _suits_tensor_cores(channels):
+        return None
+    tensors = (x, norm_weight, norm_bias, weight)
+    if unsupported_reason(*tensors, *(() if bias is None else (bias,))) is not None:
+        return None
+    arguments: list[Any] = [*(tensor.contiguous() for tensor in tensors), bias, eps]
+    return (_norm_linear_op if torch.compiler.is_compiling() else _norm_linear)(*arguments)
+
+
+def unsupported_reason(x: torch.Tensor, *tensors: torch.Tensor) -> str | None:
+    """Why there is no fused kernel for these, or that it would not pay; None if it does."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {x.dtype}"
+    if x.device.type != "cuda":
+        return f"needs a CUDA device, got {x.device.type}"
+    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):
+        return "takes tensors of one dtype and device"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
+        return "has no derivative"
+    if torch.is_autocast_enabled(x.device.type):
+        return "leaves the choice of a dtype to autocast"
+    if x.numel() == 0:
+        return "takes at least one token"
+    if not torch.compiler.is_compiling() and not _is_plain_execution(x, *tensors):
+        return "is not for those who watch the operations, such as a counter of FLOPs"
+    return fused_op.transform_reason() or _device_reason(x.device.index)
+
+
+def _suits_tensor_cores(channels: int) -> bool:
+    """Whether channels are a power of two or a sum of two of them, 16 at least: no padding."""
+    return channels % 16 == 0 and channels.bit_count() <= 2
+
+
+def _is_plain_execution(*tensors: torch.Tensor) -> bool:
+    return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _device_reason(index: int | None) -> str | None:
+    return _cached_device_reason(index)
+
+
+@functools.cache
+def _cached_device_reason(index: int | None) -> str | None:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) not in CAPABILITIES:
+        return "was measured to pay on Hopper only"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+# Triton is imported by the first launch. Plain calls launch; compilers get an op that they can look into.
+
+
+def _feed_forward(x: torch.Tensor, branch: torch.Tensor, *parameters_and_eps: torch.Tensor | float) -> torch.Tensor:
+    from inline_attention.ops.backends.triton import feed_forward
+    from inline_attention.ops.backends.triton.tuning import on_device
+
+    with on_device(x.device):
+        return feed_forward.launch(x, branch, *parameters_and_eps)
+
+
+@torch.library.triton_op("inline_attention::feed_forward", mutates_args=())  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _feed_forward_op(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    hidden_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    from inline_attention.ops.backends.triton import feed_forward
+
+    launched = torch.library.wrap_triton(feed_forward.inline_feed_forward)  # pyright: ignore[reportUnknownMemberType]
+    return feed_forward.launch(
+        x, branch, norm_weight, norm_bias, hidden_weight, hidden_bias, weight, bias, eps, launched=launched
+    )
+
+
+def _norm_linear(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from inline_attention.ops.backends.triton import norm_linear
+    from inline_attention.ops.backends.triton.tuning import on_device
+
+    with on_device(x.device):
+        return norm_linear.launch(x, *arguments)
+
+
+@torch.library.triton_op("inline_attention::norm_linear", mutates_args=())  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _norm_linear_op(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from inline_attention.ops.backends.triton import norm_linear
+
+    launched = torch.library.wrap_triton(norm_linear.inline_norm_linear)  # pyright: ignore[reportUnknownMemberType]
+    return norm_linear.launch(x, norm_weight, norm_bias, weight, bias, eps, launched=launched)

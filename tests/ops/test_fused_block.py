@@ -1,0 +1,219 @@
+"""The fused parts of a block: against float64 under Triton's interpreter here, and on a GPU inside whole models."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inline_attention import create_model
+from inline_attention.layers.block import Block
+from inline_attention.ops import fused_block
+from inline_attention.ops.fused_block import FeedForwardParameters, fused_feed_forward, fused_norm_linear
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
+EPS = 1e-6
+
+
+def tensors(rows: int, channels: int, hidden: int, dtype: torch.dtype, device: str = "cpu"):
+    """Residual stream and branch `[1, rows, C]`, and parameters, of the magnitudes that models have."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    parameters = FeedForwardParameters(
+        draw(channels), draw(channels),
+        draw(hidden, channels, scale=channels**-0.5), draw(hidden),
+        draw(channels, hidden, scale=hidden**-0.5), draw(channels),
+    )  # fmt: skip
+    return draw(1, rows, channels), draw(1, rows, channels), parameters
+
+
+def exact(x: torch.Tensor, branch: torch.Tensor, parameters: FeedForwardParameters) -> torch.Tensor:
+    y = x.double() + branch.double()
+    norm_weight, norm_bias, hidden_weight, hidden_bias, weight, bias = (tensor.double() for tensor in parameters)
+    normed = F.layer_norm(y, y.shape[-1:], norm_weight, norm_bias, EPS)
+    return y + F.linear(F.gelu(F.linear(normed, hidden_weight, hidden_bias)), weight, bias)
+
+
+def composed(x: torch.Tensor, branch: torch.Tensor, parameters: FeedForwardParameters) -> torch.Tensor:
+    y = x + branch
+    normed = F.layer_norm(y, y.shape[-1:], parameters.norm_weight, parameters.norm_bias, EPS)
+    activation = F.gelu(F.linear(normed, parameters.hidden_weight, parameters.hidden_bias))
+    return y + F.linear(activation, parameters.weight, parameters.bias)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "channels", "hidden", "dtype", "tolerance"),
+    [
+        (131, 192, 128, torch.float16, 1e-3),
+        (5, 64, 128, torch.float16, 1e-3),
+        (70, 96, 64, torch.float32, 1e-5),
+        (1, 256, 64, torch.float32, 1e-5),
+    ],
+)
+def test_feed_forward_kernel(rows, channels, hidden, dtype, tolerance):
+    from inline_attention.ops.backends.triton import feed_forward
+
+    x, branch, parameters = tensors(rows, channels, hidden, dtype)
+    expected = exact(x, branch, parameters)
+    got = feed_forward.launch(x, branch, *parameters, EPS)
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@interpreted
+def test_gelu_far_from_zero():
+    from inline_attention.ops.backends.triton import feed_forward
+
+    # A hidden channel takes each value in turn and is all that the output shows of it.
+    values = torch.tensor([-40.0, -6.0, -3.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 3.0, 6.0, 40.0])
+    zeros = torch.zeros(1, len(values), 16)
+    for index, value in enumerate(values):
+        bias = torch.zeros(64)
+        bias[index] = value
+        weight = torch.zeros(16, 64)
+        weight[3, index] = 1.0
+        parameters = (torch.zeros(16), torch.zeros(16), torch.zeros(64, 16), bias, weight, torch.zeros(16))
+        got = feed_forward.launch(zeros, zeros, *parameters, EPS)[0, 0, 3]
+        torch.testing.assert_close(got, F.gelu(value), rtol=1e-5, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "outputs"), [(2, 97, 192, 64), (3, 5, 64, 192), (1, 64, 256, 32), (1, 129, 96, 288)]
+)
+def test_norm_linear_kernel(batch, tokens, channels, outputs, has_bias):
+    from inline_attention.ops.backends.triton import norm_linear
+
+    x = torch.randn(batch, tokens, channels) + 2.0
+    norm_weight, norm_bias = torch.randn(2, channels)
+    weight, bias = torch.randn(outputs, channels), torch.randn(outputs) if has_bias else None
+    normed = F.layer_norm(x, (channels,), norm_weight, norm_bias, EPS)
+    got, sums = norm_linear.launch(x, norm_weight, norm_bias, weight, bias, EPS)
+    torch.testing.assert_close(got, F.linear(normed, weight, bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums.sum(1), normed.sum(1), rtol=1e-5, atol=1e-4)
+
+
+def test_a_cpu_composes():
+    x, branch, parameters = tensors(3, 64, 64, torch.bfloat16)
+    assert fused_feed_forward(x, branch, parameters, EPS) is None
+    norm = parameters.norm_weight, parameters.norm_bias
+    assert fused_norm_linear(x, *norm, parameters.hidden_weight, parameters.hidden_bias, EPS) is None
+
+
+class FusedError(Exception):
+    """Raised by what stands in for a fused kernel."""
+
+
+@pytest.fixture
+def _fusing_is_noticed(monkeypatch):
+    def noticed(*_):
+        raise FusedError
+
+    monkeypatch.setattr("inline_attention.layers.block.fused_feed_forward", noticed)
+
+
+@pytest.fixture
+def _fusing_of_norms_is_noticed(monkeypatch):
+    def noticed(*_):
+        raise FusedError
+
+    monkeypatch.setattr("inline_attention.layers.attention.fused_norm_linear", noticed)
+
+
+def make_block() -> Block:
+    from inline_attention import InLineAttention
+
+    return Block(64, InLineAttention(64, 2), mlp_ratio=2.0, norm_eps=EPS, drop=0.1).eval()
+
+
+@pytest.mark.usefixtures("_fusing_is_noticed")
+def test_a_block_fuses_only_what_nobody_watches():
+    x = torch.randn(1, 4, 64)
+    block = make_block()
+    with pytest.raises(FusedError):
+        block(x, (2, 2))
+    seen = []
+    for module in (block.mlp, block.mlp.fc1, block.mlp.act, block.norm2):
+        handle = module.register_forward_hook(lambda *_: seen.append(1))
+        block(x, (2, 2))
+        handle.remove()
+    assert len(seen) == 4
+    block.train()(x, (2, 2))  # dropout
+    block.eval().backend = "eager"
+    block(x, (2, 2))
+    block.backend = "auto"
+    block.mlp.fc1 = nn.Sequential(block.mlp.fc1)  # an adapter, as of LoRA, has taken its place
+    block(x, (2, 2))
+
+
+@pytest.mark.usefixtures("_fusing_of_norms_is_noticed")
+def test_an_attention_fuses_only_what_nobody_watches():
+    x = torch.randn(1, 4, 64)
+    block = make_block()
+    with pytest.raises(FusedError):
+        block(x, (2, 2))
+    for module in (block.norm1, block.attn, block.attn.qkv):
+        handle = module.register_forward_pre_hook(lambda *_: None)
+        block(x, (2, 2))
+        handle.remove()
+    block(x, (2, 2), torch.ones(1, 4, dtype=torch.bool))  # a mask: the mean is not over all tokens
+    block.attn.backend = "eager"
+    block(x, (2, 2))
+    block.attn.backend = "auto"
+    block.attn.qkv = nn.Sequential(block.attn.qkv)
+    block(x, (2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("channels", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("rows", [1, 127, 50000])
+def test_feed_forward_is_closer_to_exact_than_the_composition(rows, channels, dtype):
+    if fused_block._cached_device_reason(0) is not None:
+        pytest.skip(fused_block._cached_device_reason(0))
+    x, branch, parameters = tensors(rows, channels, 4 * channels, dtype, "cuda")
+    expected = exact(x, branch, parameters)
+    got = fused_feed_forward(x, branch, parameters, EPS)
+    assert got is not None
+    error, usual = ((result - expected).norm() for result in (got, composed(x, branch, parameters)))
+    assert error <= usual
+    assert torch.equal(got, fused_feed_forward(x, branch, parameters, EPS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1, 192), (2, 197, 192), (3, 4097, 64), (1, 784, 96), (2, 65, 256)], ids=str)
+def test_norm_linear_on_a_gpu(shape):
+    if fused_block._cached_device_reason(0) is not None:
+        pytest.skip(fused_block._cached_device_reason(0))
+    channels = shape[2]
+    x = torch.randn(shape, device="cuda").bfloat16()
+    norm_weight, norm_bias = torch.randn(2, channels, device="cuda").bfloat16()
+    weight, bias = (torch.randn(3 * channels, channels, device="cuda") / 16).bfloat16(), norm_bias.repeat(3)
+    got, sums = fused_norm_linear(x, norm_weight, norm_bias, weight, bias, EPS)
+    normed = F.layer_norm(x.double(), shape[2:], norm_weight.double(), norm_bias.double(), EPS)
+    expected = F.linear(normed, weight.double(), bias.double())
+    usual = F.linear(F.layer_norm(x, shape[2:], norm_weight, norm_bias, EPS), weight, bias)
+    assert (got - expected).norm() <= 1.01 * (usual - expected).norm()
+    assert (sums.sum(1) - normed.sum(1)).norm() <= 2**-8 * normed.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
+def test_whole_models_agree_with_plain_pytorch(name, compiled):
+    from inline_attention.analysis.benchmark.models import set_backend
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = create_model(name, depth=2) if "deit" in name else create_model(name)
+    model = model.cuda().bfloat16().eval()
+    images = torch.randn(2, 3, 224, 224, device="cuda").bfloat16()
+    with torch.inference_mode():
+        got = (torch.compile(model) if compiled else model)(images)
+        expected = set_backend(model, "eager").float()(images.float())
+    assert (got - expected).norm() <= 2e-2 * expected.norm()
