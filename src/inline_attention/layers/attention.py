@@ -22,7 +22,6 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.fused_block import fused_norm_linear
 from inline_attention.ops.tracing import is_exporting
 from inline_attention.ops.validation import check_feature_map, check_normalization
 
@@ -215,36 +214,7 @@ class TokenAttention(nn.Module, ABC):
             out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
         else:
             out = self.mix(*self._project(x), key_padding_mask, local_weight, grid_size)
-        return self._project_out(out)
-
-    def forward_fused(
-        self, x: torch.Tensor, norm: nn.LayerNorm, grid_size: tuple[int, int] | None = None
-    ) -> torch.Tensor | None:
-        """`forward(norm(x), grid_size)` with the norm and the projections in one kernel; None where there is none.
-
-        Args:
-            x: `[B, N, C]`, not normalised.
-            norm: What would normalise it.
-            grid_size: As for `forward`.
-        """
-        qkv = self.qkv
-        if self.backend != "auto" or type(qkv) is not nn.Linear or has_hooks(self, qkv):
-            return None
-        if self.q_norm is not None or self.k_norm is not None:
-            return None
-        projected = fused_norm_linear(x, norm.weight, norm.bias, qkv.weight, qkv.bias, norm.eps)
-        if projected is None:
-            return None
-        tokens, sums = projected
-        local_weight = None if self.residual is None else self.residual.predict_from_sums(sums, x.shape[1])
-        local_weight = self._with_static_weight(local_weight, x)
-        grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size)
-        packed = torch.unflatten(tokens, -1, (3, self.num_heads, self.head_dim))
-        return self._project_out(self.mix_packed(packed, None, local_weight, grid_size))
-
-    def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
-        """From `[B, N, H, D]` to the layer's output."""
-        out = mixed.flatten(2)
+        out = out.flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
@@ -297,15 +267,12 @@ class TokenAttention(nn.Module, ABC):
         weight = None
         if self.residual is not None:
             weight = self.residual.predict(tokens, key_padding_mask, fused=self.backend == "auto")
-        return self._with_static_weight(weight, tokens)
-
-    def _with_static_weight(self, predicted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
-        if self.static_local is None:
-            return predicted
-        static = self.static_local.weight.view(1, self.num_heads, self.head_dim, 3, 3)
-        if predicted is None:
-            return static.expand(tokens.shape[0], -1, -1, -1, -1).to(tokens.dtype)
-        return predicted + static.to(predicted.dtype)
+        if self.static_local is not None:
+            static = self.static_local.weight.view(1, self.num_heads, self.head_dim, 3, 3)
+            if weight is None:
+                return static.expand(tokens.shape[0], -1, -1, -1, -1).to(tokens.dtype)
+            weight = weight + static.to(weight.dtype)
+        return weight
 
     def _resolve_grid(self, num_tokens: int, grid_size: tuple[int, int] | None) -> tuple[int, int]:
         if grid_size is not None:
@@ -465,9 +432,3 @@ def _drop_rate(attention: nn.Module, name: str) -> float:
 def _learned_norm(attention: nn.Module, name: str) -> nn.Module | None:
     norm = getattr(attention, name, None)
     return None if isinstance(norm, nn.Identity) else norm
-
-
-def has_hooks(*modules: nn.Module) -> bool:
-    """Whether somebody listens to a module's forward, so that it must be called."""
-    # torch has no public name for the question.
-    return any(len(module._forward_hooks) + len(module._forward_pre_hooks) > 0 for module in modules)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownArgumentType]

@@ -10,8 +10,7 @@ from timm.layers.drop import DropPath
 from timm.layers.mlp import Mlp
 from torch import nn
 
-from inline_attention.layers.attention import TokenAttention, has_hooks
-from inline_attention.ops.fused_block import FeedForwardParameters, fused_feed_forward
+from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward
 
 
 class Block(nn.Module):
@@ -53,35 +52,27 @@ class Block(nn.Module):
         self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`[B, N, C]` → `[B, N, C]`."""
-        branch = self.drop_path1(self._attend(x, grid_size, key_padding_mask))
+        options = {"local_input": x} if self.local_from_input else {}
+        branch = self.drop_path1(self.attn(self.norm1(x), grid_size, key_padding_mask, **options))
         fused = self._fused_second_half(x, branch)
         if fused is not None:
             return fused
         x = x + branch
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
-    def _attend(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self.local_from_input:
-            return self.attn(self.norm1(x), grid_size, key_padding_mask, local_input=x)
-        attention, norm = self.attn, self.norm1
-        if isinstance(attention, TokenAttention) and key_padding_mask is None and self._may_fuse(norm):
-            fused = attention.forward_fused(x, norm, grid_size) if type(norm) is nn.LayerNorm else None
-            if fused is not None:
-                return fused
-        return self.attn(self.norm1(x), grid_size, key_padding_mask)
-
     def _fused_second_half(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor | None:
-        """What `forward` returns, in one kernel; None where there is none."""
+        """What `forward` returns, in one kernel; None where there is none, or where a module must be called."""
         norm, hidden, last = self.norm2, self.mlp.fc1, self.mlp.fc2
-        if not self._may_fuse(norm, self.mlp, hidden, self.mlp.act, last, self.drop_path2):
+        if self.training or self.backend != "auto":
             return None
         if type(norm) is not nn.LayerNorm or type(hidden) is not nn.Linear or type(last) is not nn.Linear:
+            return None
+        if any(_has_hooks(module) for module in (norm, self.mlp, hidden, self.mlp.act, last, self.drop_path2)):
             return None
         parameters = (norm.weight, norm.bias, hidden.weight, hidden.bias, last.weight, last.bias)
         return fused_feed_forward(x, branch, FeedForwardParameters(*parameters), norm.eps)
 
-    def _may_fuse(self, *modules: nn.Module) -> bool:
-        """Whether modules may be passed over: nothing is dropped at random, and nobody listens."""
-        return not self.training and self.backend == "auto" and not has_hooks(*modules)
+
+def _has_hooks(module: nn.Module) -> bool:
+    # torch has no public name for the question.
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) > 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownArgumentType]

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from inline_attention.ops.local_weights import predict_local_weight, predict_local_weight_from_sums
+from inline_attention.ops.local_weights import predict_local_weight
 
 
 class BlockDiagonalLinear(nn.Module):
@@ -91,22 +91,14 @@ class LocalWeightPredictor(nn.Sequential):
             fused: Use a fused kernel where there is one.
         """
         if fused and key_padding_mask is None:
-            weight = predict_local_weight(tokens, self._parameters_in_order(), self.num_heads)
+            hidden, _, last = self
+            assert isinstance(hidden, BlockDiagonalLinear)
+            assert isinstance(last, BlockDiagonalLinear)
+            parameters = (hidden.weight, hidden.bias, last.weight, last.bias)
+            weight = predict_local_weight(tokens, parameters, self.num_heads)
             if weight is not None:
                 return weight
         return self(mean_token(tokens, key_padding_mask))
-
-    def predict_from_sums(self, sums: torch.Tensor, count: int) -> torch.Tensor:
-        """The weights for `count` tokens of each sample whose sums, in pieces, are float32 `[B, S, C]`."""
-        parameters = self._parameters_in_order()
-        weight = predict_local_weight_from_sums(sums, count, parameters, self.num_heads)
-        return self((sums.sum(1) / count).to(parameters[0].dtype)) if weight is None else weight
-
-    def _parameters_in_order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        hidden, _, last = self
-        assert isinstance(hidden, BlockDiagonalLinear)
-        assert isinstance(last, BlockDiagonalLinear)
-        return hidden.weight, hidden.bias, last.weight, last.bias
 
     def predict_nothing(self) -> None:
         """Set the last layer to zero: no local term until training finds one."""

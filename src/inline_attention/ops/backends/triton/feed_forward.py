@@ -101,8 +101,7 @@ def _load_sum(x, branch, offsets, inside):
 
 
 @triton.jit
-def normalize(x, weight, bias, channel, mean, deviation):
-    """Rows less their mean, times their inverse deviation, scaled and shifted."""
+def _normalize(x, weight, bias, channel, mean, deviation):
     scale = tl.load(weight + channel).to(tl.float32)
     shift = tl.load(bias + channel).to(tl.float32)
     return (x - mean[:, None]) * deviation[:, None] * scale[None, :] + shift[None, :]
@@ -135,11 +134,11 @@ def inline_feed_forward(
         centred_b = y_b - mean[:, None]
         squares += tl.sum(centred_b * centred_b, 1)
     deviation = tl.rsqrt(squares / CHANNELS + eps)
-    norm_a = normalize(y_a, norm_weight, norm_bias, a, mean, deviation).to(dtype)
+    norm_a = _normalize(y_a, norm_weight, norm_bias, a, mean, deviation).to(dtype)
     # The sums begin with the residual and the last bias, which then need no registers of their own.
     sum_a = y_a + tl.load(bias + a).to(tl.float32)[None, :]
     if SECOND > 0:
-        norm_b = normalize(y_b, norm_weight, norm_bias, b, mean, deviation).to(dtype)
+        norm_b = _normalize(y_b, norm_weight, norm_bias, b, mean, deviation).to(dtype)
         sum_b = y_b + tl.load(bias + b).to(tl.float32)[None, :]
     for start in range(0, HIDDEN, BLOCK_HIDDEN):
         hidden = start + tl.arange(0, BLOCK_HIDDEN)

@@ -1,4 +1,4 @@
-"""The fused parts of a block: against float64 under Triton's interpreter here, and on a GPU inside whole models."""
+"""The fused half of a block: against float64 under Triton's interpreter here, and on a GPU inside whole models."""
 
 import os
 
@@ -9,8 +9,8 @@ from torch import nn
 
 from inline_attention import create_model
 from inline_attention.layers.block import Block
-from inline_attention.ops import fused_block
-from inline_attention.ops.fused_block import FeedForwardParameters, fused_feed_forward, fused_norm_linear
+from inline_attention.ops import feed_forward as feed_forward_op
+from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
 EPS = 1e-6
@@ -81,28 +81,9 @@ def test_gelu_far_from_zero():
         torch.testing.assert_close(got, F.gelu(value), rtol=1e-5, atol=1e-6)
 
 
-@interpreted
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(
-    ("batch", "tokens", "channels", "outputs"), [(2, 97, 192, 64), (3, 5, 64, 192), (1, 64, 256, 32), (1, 129, 96, 288)]
-)
-def test_norm_linear_kernel(batch, tokens, channels, outputs, has_bias):
-    from inline_attention.ops.backends.triton import norm_linear
-
-    x = torch.randn(batch, tokens, channels) + 2.0
-    norm_weight, norm_bias = torch.randn(2, channels)
-    weight, bias = torch.randn(outputs, channels), torch.randn(outputs) if has_bias else None
-    normed = F.layer_norm(x, (channels,), norm_weight, norm_bias, EPS)
-    got, sums = norm_linear.launch(x, norm_weight, norm_bias, weight, bias, EPS)
-    torch.testing.assert_close(got, F.linear(normed, weight, bias), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(sums.sum(1), normed.sum(1), rtol=1e-5, atol=1e-4)
-
-
 def test_a_cpu_composes():
     x, branch, parameters = tensors(3, 64, 64, torch.bfloat16)
     assert fused_feed_forward(x, branch, parameters, EPS) is None
-    norm = parameters.norm_weight, parameters.norm_bias
-    assert fused_norm_linear(x, *norm, parameters.hidden_weight, parameters.hidden_bias, EPS) is None
 
 
 class FusedError(Exception):
@@ -115,14 +96,6 @@ def _fusing_is_noticed(monkeypatch):
         raise FusedError
 
     monkeypatch.setattr("inline_attention.layers.block.fused_feed_forward", noticed)
-
-
-@pytest.fixture
-def _fusing_of_norms_is_noticed(monkeypatch):
-    def noticed(*_):
-        raise FusedError
-
-    monkeypatch.setattr("inline_attention.layers.attention.fused_norm_linear", noticed)
 
 
 def make_block() -> Block:
@@ -151,31 +124,13 @@ def test_a_block_fuses_only_what_nobody_watches():
     block(x, (2, 2))
 
 
-@pytest.mark.usefixtures("_fusing_of_norms_is_noticed")
-def test_an_attention_fuses_only_what_nobody_watches():
-    x = torch.randn(1, 4, 64)
-    block = make_block()
-    with pytest.raises(FusedError):
-        block(x, (2, 2))
-    for module in (block.norm1, block.attn, block.attn.qkv):
-        handle = module.register_forward_pre_hook(lambda *_: None)
-        block(x, (2, 2))
-        handle.remove()
-    block(x, (2, 2), torch.ones(1, 4, dtype=torch.bool))  # a mask: the mean is not over all tokens
-    block.attn.backend = "eager"
-    block(x, (2, 2))
-    block.attn.backend = "auto"
-    block.attn.qkv = nn.Sequential(block.attn.qkv)
-    block(x, (2, 2))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("channels", [16, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("rows", [1, 127, 50000])
 def test_feed_forward_is_closer_to_exact_than_the_composition(rows, channels, dtype):
-    if fused_block._cached_device_reason(0) is not None:
-        pytest.skip(fused_block._cached_device_reason(0))
+    if feed_forward_op._cached_device_reason(0) is not None:
+        pytest.skip(feed_forward_op._cached_device_reason(0))
     x, branch, parameters = tensors(rows, channels, 4 * channels, dtype, "cuda")
     expected = exact(x, branch, parameters)
     got = fused_feed_forward(x, branch, parameters, EPS)
@@ -183,23 +138,6 @@ def test_feed_forward_is_closer_to_exact_than_the_composition(rows, channels, dt
     error, usual = ((result - expected).norm() for result in (got, composed(x, branch, parameters)))
     assert error <= usual
     assert torch.equal(got, fused_feed_forward(x, branch, parameters, EPS))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 1, 192), (2, 197, 192), (3, 4097, 64), (1, 784, 96), (2, 65, 256)], ids=str)
-def test_norm_linear_on_a_gpu(shape):
-    if fused_block._cached_device_reason(0) is not None:
-        pytest.skip(fused_block._cached_device_reason(0))
-    channels = shape[2]
-    x = torch.randn(shape, device="cuda").bfloat16()
-    norm_weight, norm_bias = torch.randn(2, channels, device="cuda").bfloat16()
-    weight, bias = (torch.randn(3 * channels, channels, device="cuda") / 16).bfloat16(), norm_bias.repeat(3)
-    got, sums = fused_norm_linear(x, norm_weight, norm_bias, weight, bias, EPS)
-    normed = F.layer_norm(x.double(), shape[2:], norm_weight.double(), norm_bias.double(), EPS)
-    expected = F.linear(normed, weight.double(), bias.double())
-    usual = F.linear(F.layer_norm(x, shape[2:], norm_weight, norm_bias, EPS), weight, bias)
-    assert (got - expected).norm() <= 1.01 * (usual - expected).norm()
-    assert (sums.sum(1) - normed.sum(1)).norm() <= 2**-8 * normed.norm()
 
 
 @pytest.mark.gpu

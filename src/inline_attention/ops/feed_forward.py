@@ -1,7 +1,6 @@
-"""What a transformer block does around its attention, fused where that pays: inference in half precision on Hopper.
+"""The second half of a transformer block, fused where that pays: inference in half precision on Hopper.
 
-Composed, these steps take twice the time of InLine attention itself, most of it spent on moving activations through
-memory.
+Composed, it takes twice the time of InLine attention itself, most of it spent on moving activations through memory.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `F` hidden channels.
 """
@@ -20,7 +19,7 @@ from inline_attention.ops.tracing import are_plain_eager_tensors
 # Where it was measured to be faster than the composition.
 CAPABILITIES = ((9, 0),)
 MOST_CHANNELS = 256
-HIDDEN_MULTIPLE, OUTPUT_MULTIPLE = 64, 32
+HIDDEN_MULTIPLE = 64
 
 
 class FeedForwardParameters(NamedTuple):
@@ -52,34 +51,6 @@ def fused_feed_forward(
         return None
     arguments: list[Any] = [*(tensor.contiguous() for tensor in (x, branch, *parameters)), eps]
     return (_feed_forward_op if torch.compiler.is_compiling() else _feed_forward)(*arguments)
-
-
-def fused_norm_linear(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`linear(norm(x))`, and float32 `[B, S, C]` whose sum over S is that of `norm(x)` over N; None to compose.
-
-    Args:
-        x: `[B, N, C]`.
-        norm_weight: `[C]`.
-        norm_bias: `[C]`.
-        weight: `[F, C]` of the linear map.
-        bias: `[F]` of the linear map, or None.
-        eps: Of the norm.
-    """
-    outputs, channels = weight.shape
-    if channels > MOST_CHANNELS or outputs % OUTPUT_MULTIPLE != 0 or not _suits_tensor_cores(channels):
-        return None
-    tensors = (x, norm_weight, norm_bias, weight)
-    if unsupported_reason(*tensors, *(() if bias is None else (bias,))) is not None:
-        return None
-    arguments: list[Any] = [*(tensor.contiguous() for tensor in tensors), bias, eps]
-    return (_norm_linear_op if torch.compiler.is_compiling() else _norm_linear)(*arguments)
 
 
 def unsupported_reason(x: torch.Tensor, *tensors: torch.Tensor) -> str | None:
@@ -124,7 +95,7 @@ def _cached_device_reason(index: int | None) -> str | None:
     return None
 
 
-# Triton is imported by the first launch. Plain calls launch; compilers get an op that they can look into.
+# A plain call launches, a compiler gets an op that it can look into. Triton is imported by the first of either.
 
 
 def _feed_forward(x: torch.Tensor, branch: torch.Tensor, *parameters_and_eps: torch.Tensor | float) -> torch.Tensor:
@@ -153,26 +124,3 @@ def _feed_forward_op(
     return feed_forward.launch(
         x, branch, norm_weight, norm_bias, hidden_weight, hidden_bias, weight, bias, eps, launched=launched
     )
-
-
-def _norm_linear(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from inline_attention.ops.backends.triton import norm_linear
-    from inline_attention.ops.backends.triton.tuning import on_device
-
-    with on_device(x.device):
-        return norm_linear.launch(x, *arguments)
-
-
-@torch.library.triton_op("inline_attention::norm_linear", mutates_args=())  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
-def _norm_linear_op(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from inline_attention.ops.backends.triton import norm_linear
-
-    launched = torch.library.wrap_triton(norm_linear.inline_norm_linear)  # pyright: ignore[reportUnknownMemberType]
-    return norm_linear.launch(x, norm_weight, norm_bias, weight, bias, eps, launched=launched)
