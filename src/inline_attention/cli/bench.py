@@ -178,8 +178,10 @@ def _run(
                 print(text, flush=True)  # a log is read while the run goes on, and kept if it is killed
 
         def save(report: Report) -> None:
+            # After every case: a run that is cut off leaves its figures.
             with _writing_to(output):
                 write_json(output / f"{name}.json", report.as_json())
+                write_markdown(output / f"{name}.md", title, report.environment, as_markdown(tables_of(report)))
 
         report = measure(on_progress=report_progress, on_result=save)
     tables = tables_of(report)
