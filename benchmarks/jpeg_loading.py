@@ -1,0 +1,136 @@
+"""Images per second and CPU core from a folder of JPEG files: our loader beside torchvision's ImageFolder.
+
+    python benchmarks/jpeg_loading.py [--output DIR] [--images 640] [--rounds 7]
+
+Both decode the same files with one worker process, take a random crop of 224² and a flip (the defaults of both:
+RandomResizedCrop, bilinear here), normalise, and hand over batches of 64. Rounds take turns. Ours also checks every
+file as it decodes it, honours EXIF orientation, and draws its randomness from (seed, epoch, index). Results:
+benchmarks/results/jpeg_loading.{json,md}.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.data import ImageLoader, Normalize, TrainingBatches, training_transform
+from inline_attention.data.broken import BrokenImages
+from inline_attention.data.folders import FolderSource
+from inline_attention.data.scenes import render_scene
+
+RESULTS = Path(__file__).parent / "results"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE, LONGER_SIDE, QUALITY = 224, 500, 90  # ImageNet's pictures are 500 × 375 in the median
+BATCH, CLASSES = 64, 8
+
+
+def write_pictures(folder: Path, count: int) -> int:
+    """JPEG files in class folders; returns their bytes."""
+    total = 0
+    for index in range(count):
+        path = folder / f"class_{index % CLASSES}" / f"{index}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(render_scene(0, "train", index, LONGER_SIDE).image).save(path, quality=QUALITY)
+        total += path.stat().st_size
+    return total
+
+
+def our_epochs(folder: Path) -> Iterator[int]:
+    """Images of each epoch, as it ends."""
+    source = FolderSource(folder)
+    loader = ImageLoader(
+        source,
+        training_transform((SIZE, SIZE), mean=MEAN, std=STD, interpolation="bilinear", color_jitter=0.0),
+        TrainingBatches(len(source), BATCH, seed=0),
+        normalize=Normalize(MEAN, STD),
+        broken=BrokenImages(len(source)),
+        replace_broken=True,
+        workers=1,
+    )
+    epoch = 0
+    while True:
+        yield sum(len(batch) for batch in loader.epoch(epoch))
+        epoch += 1
+
+
+def torchvision_epochs(folder: Path) -> Iterator[int]:
+    """Images of each epoch, as it ends."""
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    loader: DataLoader[Any] = DataLoader(
+        ImageFolder(str(folder), transform), BATCH, shuffle=True, num_workers=1, drop_last=True, persistent_workers=True
+    )
+    while True:
+        yield sum(len(images) for images, _ in loader)
+
+
+def measure(
+    contestants: dict[str, Callable[[Path], Iterator[int]]], folder: Path, rounds: int
+) -> dict[str, list[float]]:
+    """Images per second of each round; a first one, which starts workers and reads the disk, is thrown away."""
+    epochs = {name: start(folder) for name, start in contestants.items()}
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, run in epochs.items():
+            start = time.perf_counter()
+            images = next(run)
+            if number > 0:
+                rates[name].append(images / (time.perf_counter() - start))
+        print(
+            f"round {number}: " + ", ".join(f"{name} {rate[-1]:.0f}" for name, rate in rates.items() if rate),
+            flush=True,
+        )
+    return rates
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+    images: Annotated[int, typer.Option(min=BATCH, help="JPEG files to make and read.")] = 640,
+    rounds: Annotated[int, typer.Option(min=1, help="Epochs that each loader is timed for.")] = 7,
+) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        size = write_pictures(Path(folder), images)
+        rates = measure({"ours": our_epochs, "torchvision": torchvision_epochs}, Path(folder), rounds)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    advantage = statistics.median(
+        ours / theirs for ours, theirs in zip(rates["ours"], rates["torchvision"], strict=True)
+    )
+    environment = describe_environment()
+    about = f"{images} files of {size / images / 1024:.0f} KiB, longer side {LONGER_SIDE}, one worker process each"
+    write_json(
+        output / "jpeg_loading.json",
+        {"environment": environment, "about": about, "images_per_second": rates, "times_faster": advantage},
+    )
+    rows = [[name, f"{median:.0f}"] for name, median in medians.items()]
+    body = f"{about}. Ratio of neighbouring rounds in the median: **{advantage:.2f}×**.\n\n"
+    write_markdown(
+        output / "jpeg_loading.md",
+        "JPEG files to batches",
+        environment,
+        body + markdown_table(["loader", "images/s and core, median"], rows),
+    )
+    print(f"{medians}, ours is {advantage:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    typer.run(main)
