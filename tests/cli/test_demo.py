@@ -1,16 +1,28 @@
 """`inline demo` from the outside."""
 
 import csv
+import errno
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from inline_attention import __version__, analysis
 from inline_attention.analysis.cost import ATTENTIONS
-from inline_attention.cli import demo
+from inline_attention.cli import demo, demo_training
 from inline_attention.cli.main import app
+from inline_attention.engine.checkpoints import CheckpointWriteError
+from inline_attention.engine.config import model_arguments, with_overrides
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.models import create_model
+from inline_attention.recipes import get_recipe
+from inline_attention.tasks.classification.evaluation import ClassificationMetrics
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -37,7 +49,7 @@ def rows(path):
 def test_demo_writes_pictures_and_tables_and_prints_the_path_last(invoke, tmp_path):
     pytest.importorskip("matplotlib")
     output = tmp_path / "made" / "on demand"
-    result = invoke("demo", "--output", output, "--sizes", "64,256")
+    result = invoke("demo", "--output", output, "--sizes", "64,256", "--no-train")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == str(output)
     for name in ("injectivity.png", "cost.png"):
@@ -50,6 +62,114 @@ def test_demo_writes_pictures_and_tables_and_prints_the_path_last(invoke, tmp_pa
     assert all(float(row["milliseconds"]) > 0 and "torch" in row["machine"] for row in cost)
     for word in ("collide", "distinct", *(attention.label for attention in ATTENTIONS.values())):
         assert word in result.output
+    assert not (output / "digits_runs").exists()
+
+
+def test_demo_trains_all_three_through_the_engine(invoke, tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = tmp_path / "digits_runs"
+    stale, foreign = runs / "linear_deit_tiny" / "checkpoints" / "step-1", runs / "of my own"
+    for folder in (stale, foreign):
+        folder.mkdir(parents=True)
+    result = invoke("demo", "--output", tmp_path, "--sizes", "64", "--epochs", "1")
+    assert result.exit_code == 0, result.output
+    report = tmp_path / "report.html"
+    assert result.output.splitlines()[-1] == str(report)
+    assert "softmax_deit_tiny" in report.read_text(encoding="utf-8")
+    assert "lr" not in result.output.split()  # the engine leaves the console to the demo
+    for name in ("curves.png", "predictions.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG_SIGNATURE)
+    assert foreign.exists()
+    assert not stale.exists()
+    table = rows(tmp_path / "accuracy.csv")
+    assert [row["attention"] for row in table] == ["inline", "softmax", "linear"]
+    for row in table:
+        folder = runs / f"{row['attention']}_deit_tiny"
+        assert row["folder"] == str(folder)
+        (epoch,) = rows(folder / "summary.csv")
+        assert float(row["top1"]) == float(epoch["top1"])
+        with safe_open(folder / "checkpoints" / "last" / "model.safetensors", "pt") as file:
+            assert file.metadata()["model"] == folder.name
+            assert json.loads(file.metadata()["class_names"]) == list("0123456789")
+            assert int(row["parameters"]) == sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        assert f"{int(row['parameters']):,}" in result.output
+        assert f"{float(row['top1']):.1f}" in result.output
+
+
+def test_the_three_differ_in_their_attention_alone(tmp_path):
+    configs = {kind: demo_training._config(kind, tmp_path, None) for kind in ("inline", "softmax", "linear")}
+    recipe = get_recipe("digits").config
+    for kind, config in configs.items():
+        assert config.model.name == f"{kind}_deit_tiny"
+        assert config.model.arguments == recipe.model.arguments
+        for section in ("data", "augmentation", "optimizer", "schedule", "loss", "training"):
+            assert getattr(config, section) == getattr(recipe, section)
+
+
+def test_speed_counts_full_batches_over_the_whole_run(monkeypatch, tmp_path):
+    """And torch has its threads back afterwards."""
+    clock = iter(range(0, 1000, 10))
+
+    def pretend_to_train(config, on_epoch):
+        assert torch.get_num_threads() == 1
+        weights = tmp_path / config.model.name / "checkpoints" / "last" / "model.safetensors"
+        weights.parent.mkdir(parents=True)
+        save_file({"a": torch.zeros(3, 4)}, weights)
+        on_epoch({"epoch": 1})
+        return tmp_path / config.model.name, ClassificationMetrics(50.0, 90.0, 1.0, 360)
+
+    monkeypatch.setattr(demo_training, "train", pretend_to_train)
+    monkeypatch.setattr(demo_training.time, "perf_counter", lambda: next(clock))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        trained = demo_training.train_all(tmp_path / "out", Console(quiet=True), epochs=5)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    for model in trained:
+        assert (model.seconds, model.parameters, model.top1) == (10, 12, 50.0)
+        assert model.images_per_second == 5 * 11 * 128 / 10  # of 1,437 pictures 29 sit each epoch out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "hint"),
+    [
+        (InterruptedBySignalError(2), 130, "stopped by SIGINT"),
+        (InterruptedBySignalError(15), 143, "stopped by SIGTERM"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "--output"),
+        (CheckpointWriteError("no room for a checkpoint"), 1, "no room for a checkpoint"),
+    ],
+    ids=["ctrl-c", "terminated", "disk full", "no checkpoint"],
+)
+def test_training_that_ends_early_says_why(invoke, monkeypatch, tmp_path, error, code, hint):
+    pytest.importorskip("matplotlib")
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(demo, "_show_injectivity_and_cost", lambda *_: ([], []))
+    monkeypatch.setattr(demo_training, "train", fail)
+    result = invoke("demo", "--output", tmp_path)
+    assert result.exit_code == code
+    assert hint in result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("inline", "leads"), [(95.0, True), (80.0, False)])
+def test_a_lead_is_explained_where_there_is_one(tmp_path, inline, leads):
+    trained = [
+        demo_training.TrainedModel(kind, tmp_path, 100, top1, 360, 60, 1.0, 1.0)
+        for kind, top1 in (("inline", inline), ("softmax", 88.0), ("linear", 89.0))
+    ]
+    assert ("3×3 local term" in demo_training.explain_lead(trained)) == leads
+    assert "one seed" in str(demo_training.accuracy_table(trained).caption)
+
+
+def test_the_command_without_the_local_term_is_valid():
+    config = with_overrides(get_recipe("digits").config, [demo_training.WITHOUT_LOCAL_TERM])
+    with torch.device("meta"):
+        model = create_model(config.model.name, **model_arguments(config))
+    assert all(block.attn.residual is None for block in model.blocks)
 
 
 @pytest.mark.usefixtures("nothing_is_measured")

@@ -1,4 +1,7 @@
-"""Measurements of attention and models (plain tables) and pictures of them; only `analysis.plots` needs matplotlib."""
+"""Measurements of attention and models (plain tables), and pictures of them.
+
+What measures needs no matplotlib; what draws does: `plots`, `drawing` and `benchmark.plots`.
+"""
 
 from inline_attention.analysis.cost import CostPoint, describe_machine, measure_attention_cost
 from inline_attention.analysis.injectivity import CollisionCase, InjectivityResult, measure_injectivity

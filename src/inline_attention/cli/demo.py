@@ -1,8 +1,9 @@
-"""`inline demo`: measure injectivity and cost, print both as tables, draw both as pictures."""
+"""`inline demo`: measure injectivity and cost, train InLine and its twins; print tables, draw pictures."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,35 +22,70 @@ from inline_attention.analysis.cost import (
     measure_attention_cost,
 )
 from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, InjectivityResult, measure_injectivity
+from inline_attention.analysis.predictions import predict_dataset
+from inline_attention.analysis.subjects import trained_subject
+from inline_attention.analysis.training_curves import read_training_curves
+from inline_attention.cli.demo_training import RUNS, TrainedModel, accuracy_table, explain_lead, train_all
 from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.report import run_report
+from inline_attention.data.datasets import open_dataset
+from inline_attention.engine.checkpoints import LAST, CheckpointWriteError
+from inline_attention.engine.config import ConfigError
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.engine.trainer import CHECKPOINTS, DivergedError
+
+SHOWN_PREDICTIONS = 40
 
 
-def run_demo(output: Path, sizes: Sequence[int] | None = None) -> None:
-    """Measure, print the tables, write pictures and tables to `output`, print its path last.
+def run_demo(
+    output: Path, sizes: Sequence[int] | None = None, *, training: bool = True, epochs: int | None = None
+) -> None:
+    """Measure, train, print the tables, write pictures, tables and a report to `output`, print its path last.
 
     Args:
-        output: Folder to write to; made if missing.
+        output: Folder to write to; made if missing. What an earlier demo wrote there is replaced, its runs included.
         sizes: Numbers of tokens to measure, ascending; `DEFAULT_SIZES` by default.
+        training: Whether to train InLine and its twins on handwritten digits.
+        epochs: Of training; the recipe's by default.
 
     Raises:
-        typer.Exit: With code 1 where matplotlib is missing or the folder cannot be written; the reason is printed.
+        typer.Exit: With code 1 where matplotlib is missing, the folder cannot be written or training fails, with 130 or
+            143 after SIGINT or SIGTERM while training; the reason is printed.
     """
-    try:
-        from inline_attention.analysis import plots
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        fail("the demo draws with matplotlib, which is not installed: pip install 'inline-attention[plots]'")
+    _require_matplotlib()
     with _writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
-
     console = Console()
+    written, cost = _show_injectivity_and_cost(output, console, sizes or DEFAULT_SIZES)
+    runs: list[Path] = []
+    if training:
+        files, runs = _show_training(output, console, epochs)
+        written += files
+    typer.echo(f"{', '.join(written[:-1])} and {written[-1]} are in")
+    typer.echo(output)
+    if runs:
+        typer.echo("All of it as one page, to open in a browser:")
+        run_report(runs, output / "report.html", device="cpu", cost=cost, console=console)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        fail("the demo draws with matplotlib, which is not installed: pip install 'inline-attention[plots]'")
+
+
+def _show_injectivity_and_cost(
+    output: Path, console: Console, sizes: Sequence[int]
+) -> tuple[list[str], list[CostPoint]]:
+    """Measure, print, write; the files' names, and what attention costs."""
+    from inline_attention.analysis import plots
+
     results = measure_injectivity()
-    points = _measure_cost_with_progress(console, sizes or DEFAULT_SIZES)
+    points = _measure_cost_with_progress(console, sizes)
     console.print(_injectivity_table(results))
     console.print(_cost_table(points))
-
     machine = describe_machine()
     with _writing_to(output):
         plots.draw_injectivity(results, output / "injectivity.png")
@@ -63,8 +99,39 @@ def run_demo(output: Path, sizes: Sequence[int] | None = None) -> None:
             ),
         )
         _write_csv(output / "cost.csv", (*CostPoint._fields, "machine"), ((*point, machine) for point in points))
-    typer.echo("injectivity.png, injectivity.csv, cost.png and cost.csv are in")
-    typer.echo(output)
+    return ["injectivity.png", "injectivity.csv", "cost.png", "cost.csv"], points
+
+
+def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[list[str], list[Path]]:
+    """Train the three, print, write; the files' names, and the folders of the runs."""
+    from inline_attention.analysis.drawing.predictions import draw_predictions
+    from inline_attention.analysis.drawing.training_curves import draw_training_curves
+
+    with _writing_to(output):
+        trained = _train_or_fail(output, console, epochs)
+        console.print(accuracy_table(trained))
+        typer.echo(explain_lead(trained), nl=False)
+        _write_csv(
+            output / "accuracy.csv",
+            [field.name for field in dataclasses.fields(TrainedModel)],
+            (dataclasses.astuple(model) for model in trained),
+        )
+        draw_training_curves(read_training_curves([model.folder for model in trained]), output)
+        # The last weights, as in the table: the best on the test pictures would be chosen by what they are tested on.
+        subject = trained_subject(trained[0].folder / CHECKPOINTS / LAST, device="cpu")
+        predictions = predict_dataset(subject, open_dataset("digits", split="validation"), keep=SHOWN_PREDICTIONS)
+        draw_predictions(predictions, subject.label, "handwritten digits", output)
+    return ["accuracy.csv", "curves.png", "predictions.png", f"{RUNS}/"], [model.folder for model in trained]
+
+
+def _train_or_fail(output: Path, console: Console, epochs: int | None) -> list[TrainedModel]:
+    try:
+        return train_all(output, console, epochs=epochs)
+    except InterruptedBySignalError as error:
+        typer.echo(f"{error}. What was measured is in {output}; the next demo trains anew", err=True)
+        raise typer.Exit(error.exit_code) from error
+    except (ConfigError, CheckpointWriteError, DivergedError) as error:
+        fail(error)
 
 
 def _measure_cost_with_progress(console: Console, sizes: Sequence[int]) -> list[CostPoint]:

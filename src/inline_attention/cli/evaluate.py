@@ -1,9 +1,10 @@
-"""`inline eval`: top-1 and top-5 of a checkpoint on a dataset."""
+"""`inline eval`: what the model of a checkpoint is worth on a dataset."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import typer
 
 from inline_attention.cli.printing import fail
 from inline_attention.data.broken import BrokenImagesError
+from inline_attention.data.loading import DataWorkerError
 from inline_attention.data.sources import DataError
 from inline_attention.engine.measuring import evaluate_checkpoint
 from inline_attention.engine.processes import DeviceError
@@ -24,15 +26,25 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
         typer.Exit: With code 1 and a reason where that is not possible.
     """
     try:
+        if results_file is not None:  # before the work is done, not after
+            results_file.parent.mkdir(parents=True, exist_ok=True)
         metrics = evaluate_checkpoint(checkpoint, **options)
-    except (CheckpointError, DataError, DeviceError, BrokenImagesError, ValueError) as error:
+    except (
+        CheckpointError, DataError, DeviceError, BrokenImagesError, DataWorkerError, ImportError, ValueError, OSError
+    ) as error:  # fmt: skip
         fail(error)
     if metrics is None:
         return  # another process speaks
-    typer.echo(
-        f"top-1 {metrics.top1:.3f} %, top-5 {metrics.top5:.3f} %, loss {metrics.loss:.4f}, {metrics.count} images"
-    )
+    typer.echo(str(metrics))
     if results_file is not None:
-        results_file.write_text(
-            json.dumps({"checkpoint": str(checkpoint), **dataclasses.asdict(metrics)}, indent=2) + "\n"
-        )
+        assert dataclasses.is_dataclass(metrics)
+        assert not isinstance(metrics, type)
+        content = {"checkpoint": str(checkpoint), **_with_nulls(dataclasses.asdict(metrics))}
+        results_file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _with_nulls(value: Any) -> Any:
+    """JSON has no NaN, which figures are of which there is nothing to measure."""
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -8,12 +8,16 @@ from typing import Annotated
 import typer
 
 from inline_attention import __version__
+from inline_attention.cli.analyze import analyze_app
+from inline_attention.cli.data import data_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+app.add_typer(analyze_app, name="analyze")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 app.add_typer(bench_app, name="bench")
 recipes_app = typer.Typer(help="What can be trained, by which command.")
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
 
 BenchmarkFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder for results; made if missing.")]
 BenchmarkDevice = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
@@ -47,12 +51,21 @@ def demo(
         str | None,
         typer.Option(help="Numbers of tokens to measure, such as 64,256.", show_default="196,784,3136,12544"),
     ] = None,
+    training: Annotated[
+        bool, typer.Option("--train/--no-train", help="Train InLine and its twins on handwritten digits.")
+    ] = True,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the digits.", show_default="as `inline recipes show digits`")
+    ] = None,
 ) -> None:
-    """Show in under a minute, on a CPU, what InLine is: injective as softmax, cheap as linear attention."""
+    """Show on a CPU what InLine is, injective as softmax and cheap as linear attention, and train all three: 3 minutes.
+
+    What an earlier demo left in the output folder is replaced.
+    """
     token_counts = None if sizes is None else _parse_sizes(sizes)
     from inline_attention.cli.demo import run_demo
 
-    run_demo(output, token_counts)
+    run_demo(output, token_counts, training=training, epochs=epochs)
 
 
 @app.command()
@@ -94,7 +107,10 @@ def predict(
     model: Annotated[
         str | None, typer.Option(help="The model that the weights are of.", show_default="as the file says")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many classes to print.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="How many classes or objects to print.")] = 5,
+    least_score: Annotated[
+        float, typer.Option(min=0, max=1, help="Of a detector: objects with less are left out.")
+    ] = 0.5,
     size: Annotated[
         str | None,
         typer.Option(
@@ -104,27 +120,19 @@ def predict(
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write the picture with its classes drawn on it here; of several, a folder of them."),
+        typer.Option(help="Write the picture with what was found drawn on it here; of several, a folder of them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images to run at once.")] = 8,
 ) -> None:
-    """Name what is in pictures."""
+    """Say what is in pictures: classes by a classifier, objects by a detector, classes of pixels by a segmenter."""
     image_size = None if size is None else _parse_image_size(size)
     from inline_attention.cli.predict import run_predict
+    from inline_attention.cli.predictors import PredictOptions
 
-    run_predict(
-        images,
-        checkpoint=checkpoint,
-        model_name=model,
-        top=top,
-        size=image_size,
-        save=save,
-        as_json=as_json,
-        device=device,
-        batch_size=batch_size,
-    )
+    options = PredictOptions(model, top, image_size, least_score, device, batch_size)
+    run_predict(images, checkpoint=checkpoint, options=options, save=save, as_json=as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -147,6 +155,55 @@ def train(
     run_train(recipe, settings or [], context.args)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def ablate(
+    context: typer.Context,
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe (`inline recipes`), or a YAML file of settings.", show_default=False)
+    ],
+    axes: Annotated[
+        list[str],
+        typer.Option(
+            "--axis",
+            help="feature_map, normalization, local_residual, window, heads or attention, with values of your own as "
+            "in heads=2,4; repeat for products.",
+            show_default=False,
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every combination.")] = 3,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of runs and results; the same one goes on.")
+    ] = Path("out/ablation"),
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting as key=value, for all runs; repeatable.")
+    ] = None,
+) -> None:
+    """Train a recipe with some things varied, over several seeds: `inline ablate digits --axis feature_map`."""
+    from inline_attention.cli.ablate import run_ablate
+
+    run_ablate(recipe, axes, seeds, output, settings or [], context.args)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, or folders with runs in them.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    ablation: Annotated[
+        list[Path] | None, typer.Option(help="Result of `inline ablate`: its folder or JSON file; repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Write one page with the argument for InLine, checked on your own runs: `inline report out/demo/digits_runs`.
+
+    What is measured is kept in a JSON file beside the page, and not measured again.
+    """
+    from inline_attention.cli.report import run_report
+
+    run_report(runs, output, ablations=ablation or [], device=device)
+
+
 @app.command("eval")
 def evaluate(
     checkpoint: Annotated[
@@ -154,8 +211,14 @@ def evaluate(
         typer.Option("--checkpoint", "-c", help="A file of weights, or a checkpoint.", show_default=False),
     ],
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
-    dataset: Annotated[str, typer.Option(help="folder, digits, cifar10, hfds/NAME or wds/PATTERN.")] = "folder",
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Of a classifier: folder, digits, cifar10, hfds/NAME or wds/PATTERN.", show_default="folder"),
+    ] = None,
     split: Annotated[str, typer.Option(help="Split or subfolder.")] = "validation",
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Of detectors and segmenters: repair faults of the data in what is used.")
+    ] = False,
     model: Annotated[
         str | None, typer.Option(help="The model that the weights are of.", show_default="as the file says")
     ] = None,
@@ -167,12 +230,12 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     results_file: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,
 ) -> None:
-    """Measure top-1 and top-5 of a checkpoint."""
+    """Measure a checkpoint: top-1 and top-5 of a classifier, AP of a detector, mIoU of a segmenter."""
     from inline_attention.cli.evaluate import run_eval
 
     run_eval(
-        checkpoint, results_file, data_dir=data_dir, dataset=dataset, split=split, model_name=model, size=size,
-        use_ema=use_ema, batch_size=batch_size, workers=workers, amp=amp, device=device,
+        checkpoint, results_file, data_dir=data_dir, dataset=dataset, split=split, repair=repair, model_name=model,
+        size=size, use_ema=use_ema, batch_size=batch_size, workers=workers, amp=amp, device=device,
     )  # fmt: skip
 
 

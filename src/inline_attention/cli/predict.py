@@ -1,4 +1,4 @@
-"""`inline predict`: name what is in pictures."""
+"""`inline predict`: say and draw what is in pictures."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 
+from inline_attention.cli.predictors import PredictOptions, Predictor, Result, build_predictor
 from inline_attention.cli.printing import fail, progress_bar
 from inline_attention.data.images import find_images, load_image
 from inline_attention.models.checkpoints import CheckpointError
-from inline_attention.tasks.classification.annotation import annotate
-from inline_attention.tasks.classification.prediction import ImageClassifier, ImageResult
 
 WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -25,15 +24,11 @@ def run_predict(
     paths: list[Path],
     *,
     checkpoint: Path,
-    model_name: str | None,
-    top: int,
-    size: int | tuple[int, int] | None,
+    options: PredictOptions,
     save: Path | None,
     as_json: bool,
-    device: str,
-    batch_size: int,
 ) -> None:
-    """Classify pictures and print the likeliest classes of each; see `inline predict --help` for the arguments.
+    """Run a model on pictures and print what it found in each; see `inline predict --help` for the arguments.
 
     Raises:
         typer.Exit: With code 1 where no picture could be read, or nothing could be run or saved; the reason is printed.
@@ -45,30 +40,31 @@ def run_predict(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on odd pictures and weights; what matters of them is in the results
         try:
-            classifier = ImageClassifier.from_checkpoint(checkpoint, model_name=model_name, size=size, device=device)
+            predictor = build_predictor(checkpoint, options)
         except (CheckpointError, ValueError) as error:
             fail(error)
-        results: list[ImageResult] = []
-        stream = _failing_cleanly(classifier.classify_files(files, top=top, batch_size=batch_size))
+        contents: list[dict[str, Any]] = []
+        stream = _failing_cleanly(predictor.results(files))
         with progress_bar(Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
             for target, result in zip(targets, progress.track(stream, len(files), description="images"), strict=True):
-                results.append(result)
+                found = {"error": result.error} if result.error else predictor.content(result)
+                contents.append({"path": str(result.path), **found})
                 if not as_json or result.error:
-                    _print_result(result)
+                    _print_result(result, predictor)
                 if target and not result.error:
-                    _save_annotated(result, target)
+                    _save_annotated(result, predictor, target)
     if as_json:
-        typer.echo(json.dumps([_as_json(result) for result in results], indent=2, ensure_ascii=False))
-    broken = sum(bool(result.error) for result in results)
-    if broken == len(results):
+        typer.echo(json.dumps(contents, indent=2, ensure_ascii=False))
+    broken = sum("error" in content for content in contents)
+    if broken == len(contents):
         fail(f"no picture could be used, of {broken} tried")
     if broken:
-        typer.secho(f"{broken} of {len(results)} files skipped", fg="yellow", err=True)
+        typer.secho(f"{broken} of {len(contents)} files skipped", fg="yellow", err=True)
     if save:
         typer.echo(f"annotated: {save}", err=as_json)
 
 
-def _failing_cleanly(results: Iterator[ImageResult]) -> Iterator[ImageResult]:
+def _failing_cleanly(results: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from results
     except (RuntimeError, ValueError, AssertionError) as error:  # out of memory, a size the model does not take
@@ -76,19 +72,13 @@ def _failing_cleanly(results: Iterator[ImageResult]) -> Iterator[ImageResult]:
         fail(f"the model cannot run on these images ({reason}); try another --size or a smaller --batch-size")
 
 
-def _print_result(result: ImageResult) -> None:
+def _print_result(result: Result, predictor: Predictor) -> None:
     if result.error:
         typer.secho(f"skipped {result.path}: {result.error}", fg="red", err=True)
         return
     typer.secho(result.path, bold=True)
-    for prediction in result.predictions:
-        typer.echo(f"  {prediction.probability:6.1%}  {prediction.name}")
-
-
-def _as_json(result: ImageResult) -> dict[str, object]:
-    if result.error:
-        return {"path": str(result.path), "error": result.error}
-    return {"path": str(result.path), "predictions": [asdict(prediction) for prediction in result.predictions]}
+    for line in predictor.lines(result):
+        typer.echo(f"  {line}")
 
 
 def _save_targets(files: list[Path], save: Path) -> list[Path]:
@@ -113,8 +103,8 @@ def _save_targets(files: list[Path], save: Path) -> list[Path]:
     return targets
 
 
-def _save_annotated(result: ImageResult, target: Path) -> None:
+def _save_annotated(result: Result, predictor: Predictor, target: Path) -> None:
     try:
-        annotate(load_image(result.path), result.predictions).save(target, quality=92)
+        predictor.annotated(load_image(result.path), result).save(target, quality=92)
     except (OSError, ValueError) as error:
         fail(f"cannot write {target}: {error}; choose another place with --save")

@@ -10,16 +10,21 @@ from inline_attention.cli.printing import fail
 from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.recipes.catalog import UnknownRecipeError
 
+WIDTH_OF_FILES = 140  # a recipe on a line, so that `inline recipes | grep swin` gives commands
+
 
 def run_recipes_list() -> None:
     """Print a table of all recipes."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("recipe", "top-1 of the paper", "command"):
         table.add_column(column, no_wrap=column != "command")
     for recipe in list_recipes():
         expected = "–" if recipe.expected is None else f"{recipe.expected:.1f} %"
         table.add_row(recipe.name, expected, recipe.command)
-    Console().print(table)
+    console.print(table)
 
 
 def run_recipes_show(name: str) -> None:

@@ -14,7 +14,8 @@ import typer
 from inline_attention.cli.printing import fail
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
-from inline_attention.engine.checkpoints import CheckpointWriteError
+from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
+from inline_attention.engine.checkpoints import BEST, CheckpointWriteError
 from inline_attention.engine.config import FLAGS, ConfigError, TrainConfig, read_config, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.processes import DeviceError
@@ -37,6 +38,8 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
         typer.Exit: 1 for what is wrong with the settings or the data, 130 or 143 after SIGINT or SIGTERM.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    if recipe.startswith("-"):
+        fail(f"expected a recipe before all flags, as in `inline train digits {recipe}`, got {recipe}")
     try:
         config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
         folder, metrics = train(config)
@@ -48,9 +51,13 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
         BrokenImagesError, DataWorkerError, CheckpointWriteError, CheckpointError,
     ) as error:  # fmt: skip
         fail(error)
+    except OSError as error:  # the run's folder: nothing else is written, and pictures have errors of their own
+        fail(f"{error}; make room or make it writable, then go on with --resume auto")
     if metrics is not None:
-        typer.echo(f"top-1 {metrics.top1:.2f} %, top-5 {metrics.top5:.2f} % of {metrics.count} images")
-    typer.echo(f"best weights: {folder / CHECKPOINTS / 'best' / 'model.safetensors'}")
+        typer.echo(str(metrics))
+    best = folder / CHECKPOINTS / BEST
+    averaged = best / EMA_WEIGHTS  # where there is an average, the figures are its
+    typer.echo(f"best weights: {averaged if averaged.exists() else best / WEIGHTS}")
 
 
 def read_settings(recipe: str) -> TrainConfig:
@@ -69,6 +76,8 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     for number, flag in enumerate(FLAGS):
         if flag.num_values == 0:
             parser.add_argument(*flag.names, dest=str(number), action="store_const", const=())
+        elif flag.bare is not None:
+            parser.add_argument(*flag.names, dest=str(number), nargs="?", type=_alone, const=(flag.bare,))
         else:
             parser.add_argument(*flag.names, dest=str(number), nargs=flag.num_values)
     given, unknown = parser.parse_known_args(list(arguments))
@@ -85,9 +94,15 @@ def flags_help() -> str:
     lines = []
     for flag in FLAGS:
         values = "".join(f" {chr(ord('A') + i)}" for i in range(flag.num_values)) if flag.num_values > 1 else " VALUE"
+        if flag.bare is not None:
+            values = " [VALUE]"
         usage = ", ".join(flag.names) + (values if flag.num_values else "")
         lines.append(f"{usage}: {flag.setting.documentation}")
     return "\n\n".join(lines)
+
+
+def _alone(value: str) -> tuple[str]:
+    return (value,)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,161 @@
+"""CIFAR-10 from scratch: InLine-DeiT-T and its softmax and linear twins, one recipe, several seeds.
+
+    python benchmarks/cifar10.py --data-dir DIR [--runs out/cifar10] [--time-limit 560] [--only softmax:1] [--long]
+
+The recipe `cifar10` (32×32 pictures as 256 tokens of 2×2 pixels), the same epochs for all. Runs are the engine's, under
+--runs: stopped at the time limit or killed, the same command goes on, and finished ones are not repeated. Results:
+benchmarks/results/cifar10.{json,md}, rewritten after every run from all that are finished.
+
+`--long` trains InLine alone, with one seed, for longer and with more augmentation, against the goal of 92 % in ten
+minutes. Results: benchmarks/results/cifar10_long.{json,md}.
+
+DIR holds CIFAR-10 as its authors distribute it, or a folder of pictures per class under train/ and test/.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from inline_attention.analysis.ablation.files import latest_environment, plain_results
+from inline_attention.analysis.ablation.grid import Cell, cell, grid
+from inline_attention.analysis.ablation.runs import OtherSettingsError
+from inline_attention.analysis.ablation.tables import CellResult, as_markdown
+from inline_attention.analysis.ablation.training import collect, train_cells
+from inline_attention.analysis.benchmark.results import write_json, write_markdown
+from inline_attention.engine.config import ConfigError, TrainConfig, with_overrides
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.recipes import get_recipe
+
+RESULTS = Path(__file__).parent / "results"
+ATTENTIONS = ("inline", "softmax", "linear")
+LONG = ("training.epochs=120", "augmentation.auto_augment=rand-m9-mstd0.5-inc1", "augmentation.reprob=0.25")
+GOAL_TOP1, GOAL_SECONDS = 92.0, 600.0
+# Evaluations and checkpoints are for few epochs: the time from one epoch's end to the next is then that of training.
+SPARSE = ("training.validation_interval=5", "checkpoints.interval_epochs=5", "checkpoints.keep_last=1")
+
+
+def cifar10_settings(data_dir: Path, compile_model: bool, overrides: Sequence[str]) -> TrainConfig:
+    """The recipe on this data."""
+    data = [f"data.dir={data_dir}", "data.workers=8"]
+    if (data_dir / "train").is_dir():
+        data += ["data.dataset=folder", "data.val_split=test"]
+    compiling = f"training.compile={str(compile_model).lower()}"
+    return with_overrides(get_recipe("cifar10").config, [*data, *SPARSE, compiling, *overrides])
+
+
+def describe(config: TrainConfig) -> str:
+    training = config.training
+    how = "compiled" if training.compile else "eager"
+    return (
+        f"{training.epochs} epochs, batch {training.batch_size}, {how}, {training.amp}; top-1 of the test pictures "
+        "after the last epoch; images/s of training alone, without evaluation."
+    )
+
+
+def leads(results: Sequence[CellResult]) -> str:
+    """InLine's lead over its twins, with the standard error of the difference, and the ratio of speeds."""
+    inline, *twins = results
+    lines = []
+    for twin in twins:
+        if inline.mean is None or twin.mean is None:
+            continue
+        line = f"- InLine against {twin.cell.values['attention']}: {inline.mean - twin.mean:+.2f} points"
+        if inline.spread is not None and twin.spread is not None:
+            error = math.hypot(inline.spread / len(inline.top1) ** 0.5, twin.spread / len(twin.top1) ** 0.5)
+            line += f" (standard error {error:.2f})"
+        if inline.images_per_second and twin.images_per_second:
+            line += f", {inline.images_per_second / twin.images_per_second:.2f}× its training images/s"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def verdict(result: CellResult) -> str:
+    """Whether the longer run has met its goal."""
+    lines = []
+    for outcome in result.outcomes.values():
+        if outcome.top1 is None:
+            lines.append(f"- {outcome.failure}")
+            continue
+        met = outcome.top1 >= GOAL_TOP1 and outcome.seconds <= GOAL_SECONDS
+        lines.append(
+            f"- {outcome.top1:.2f} % after {outcome.epochs} epochs and {outcome.seconds:.0f} s, reading the pictures, "
+            f"compiling and evaluating included; the goal, {GOAL_TOP1:g} % within {GOAL_SECONDS:g} s, is "
+            f"{'met' if met else 'missed'}"
+        )
+    return "\n".join(lines)
+
+
+def write_results(output: Path, name: str, title: str, results: list[CellResult], overrides: Sequence[str]) -> None:
+    """Everything that is finished so far."""
+    config = results[0].cell.config
+    conclusion = leads(results) if len(results) > 1 else verdict(results[0])
+    command = shlex.join(["inline", "train", "cifar10", *(word for text in overrides for word in ("--set", text))])
+    body = [describe(config), f"`{command}`", as_markdown(results), conclusion]
+    environment = latest_environment(results)
+    content = {"environment": environment, "recipe": "cifar10", "overrides": list(overrides)}
+    write_json(output / f"{name}.json", {**content, "results": plain_results(results)})
+    write_markdown(output / f"{name}.md", title, environment, "\n\n".join(filter(None, body)))
+
+
+def chosen_runs(only: Sequence[str], seeds: Sequence[int]) -> dict[int, list[str]]:
+    """Attentions by seed, from `MODEL:SEED` each; all of them if nothing is chosen."""
+    if not only:
+        return {seed: list(ATTENTIONS) for seed in seeds}
+    chosen: dict[int, list[str]] = {}
+    for text in only:
+        name, _, seed = text.partition(":")
+        attention = name.partition("_")[0]
+        if attention not in ATTENTIONS or not seed.isdigit() or int(seed) not in seeds:
+            known = ", ".join(ATTENTIONS)
+            raise typer.BadParameter(f"expected one of {known}, then :SEED from 0 to {seeds[-1]}, got {text!r}")
+        chosen.setdefault(int(seed), []).append(attention)
+    return chosen
+
+
+def show(cell: Cell, seed: int, row: Mapping[str, Any]) -> None:
+    accuracy = f", top-1 {row['top1']:.2f} %" if "top1" in row else ""
+    print(f"{cell.label}, seed {seed}: epoch {row['epoch']}, loss {row['train_loss']:.3f}{accuracy}", flush=True)
+
+
+def main(
+    data_dir: Annotated[Path, typer.Option(help="Folder of CIFAR-10.", exists=True, file_okay=False)],
+    runs: Annotated[Path, typer.Option(help="Folder of the runs; the same one goes on.")] = Path("out/cifar10"),
+    output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model.")] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="MODEL:SEED, such as softmax:1; repeat for more.")] = None,
+    long: Annotated[bool, typer.Option("--long", help="The longer run of InLine instead.")] = False,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = True,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which a run is saved and stopped.")] = math.inf,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting key=value, for these runs.")] = None,
+) -> None:
+    stop_at = time.monotonic() + time_limit
+    overrides = [*(LONG if long else ()), *(set_ or ())]
+    name, title = ("cifar10_long", "CIFAR-10: a longer run of InLine") if long else ("cifar10", "CIFAR-10: three twins")
+    try:
+        config = cifar10_settings(data_dir, compile_model, overrides)
+        if long:
+            cells, seeds, chosen = [cell(config, {"attention": "inline"})], 1, {0: ["inline"]}
+            runs = runs / "long"
+        else:
+            cells, chosen = grid(config, {"attention": ATTENTIONS}), chosen_runs(only or [], range(seeds))
+        for seed, attentions in chosen.items():
+            todo = [item for item in cells if item.values["attention"] in attentions]
+            for _, _, outcome in train_cells(todo, [seed], runs, stop_at=stop_at, on_epoch=show):
+                print(f"finished: {outcome.failure or f'{outcome.top1:.2f} %'}, {outcome.seconds:.0f} s", flush=True)
+                write_results(output, name, title, collect(cells, range(seeds), runs), overrides)
+    except (ConfigError, OtherSettingsError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except InterruptedBySignalError as error:
+        print(f"{error}; saved. The same command goes on")
+    print(output / f"{name}.md")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Ablations: the same recipe trained with one thing changed at a time, over several seeds."""

@@ -1,0 +1,177 @@
+"""The grid of an ablation: what can be varied, and a recipe's settings for every combination."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inline_attention.engine.config import ModelSection, TrainConfig, check
+from inline_attention.models.registry import TWINS
+
+
+class AxisError(ValueError):
+    """An axis that does not exist, or a value that it cannot take."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that can be varied.
+
+    Attributes:
+        values: Those tried unless others are named.
+        applied: The model's settings with one of them in place.
+        is_of_layer: Whether it is an argument of the InLine or linear attention layer, which softmax twins lack.
+    """
+
+    values: tuple[Any, ...]
+    applied: Callable[[ModelSection, Any], ModelSection]
+    is_of_layer: bool = False
+
+    def parse(self, text: str) -> Any:
+        """A value as it stands on a command line.
+
+        Raises:
+            ValueError: If it is of another type than the axis's own values.
+        """
+        example = self.values[0]
+        if isinstance(example, bool):
+            if text not in ("true", "false"):
+                raise ValueError("expected true or false")
+            return text == "true"
+        return type(example)(text)
+
+
+def _with_argument(model: ModelSection, name: str, value: Any) -> ModelSection:
+    return replace(model, arguments={**model.arguments, name: value})
+
+
+def _layer_axis(name: str, *values: Any) -> Axis:
+    def applied(model: ModelSection, value: Any) -> ModelSection:
+        options = model.arguments.get("attention_options") or {}
+        return _with_argument(model, "attention_options", {**options, name: value})
+
+    return Axis(values, applied, is_of_layer=True)
+
+
+def _with_heads(model: ModelSection, heads: int) -> ModelSection:
+    # Pyramids have a number per stage, which doubles with the channels.
+    value = heads if "_deit_" in model.name else tuple(heads * 2**stage for stage in range(4))
+    return _with_argument(model, "num_heads", value)
+
+
+def _with_attention(model: ModelSection, attention: str) -> ModelSection:
+    _, separator, rest = model.name.partition("_")
+    return replace(model, name=f"{attention}{separator}{rest}")
+
+
+AXES: Mapping[str, Axis] = {
+    "feature_map": _layer_axis("feature_map", "identity", "relu", "leaky_relu", "exp"),
+    "normalization": _layer_axis("normalization", "divide", "subtract"),
+    "local_residual": _layer_axis("local_residual", True, False),
+    "window": Axis((7, 14, 28), lambda model, side: _with_argument(model, "window_size", side)),
+    "heads": Axis((1, 2, 4, 8), _with_heads),
+    "attention": Axis(("inline", *TWINS), _with_attention),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination.
+
+    Attributes:
+        values: By axis.
+        config: The recipe's settings with these in place.
+        problem: Why it cannot be trained; None if it can.
+    """
+
+    values: Mapping[str, Any]
+    config: TrainConfig
+    problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its values in the form of a file name."""
+        return "_".join(f"{axis}-{shown(value)}" for axis, value in self.values.items())
+
+    @property
+    def label(self) -> str:
+        """Its values as a person would say them."""
+        words = []
+        for axis, value in self.values.items():
+            name = axis.replace("_", " ")
+            if isinstance(value, bool):
+                words.append(name if value else f"no {name}")
+            else:
+                words.append(f"{name} {value}" if isinstance(value, int) else str(value))
+        return ", ".join(words)
+
+    def run(self, output: str, seed: int) -> TrainConfig:
+        """The settings of this cell's run with one seed, in a folder of its own."""
+        config = self.config
+        return replace(
+            config,
+            run=replace(config.run, output=output, experiment=f"{self.name}_seed-{seed}"),
+            training=replace(config.training, seed=seed),
+        )
+
+
+def shown(value: Any) -> str:
+    """A value as it stands on a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
+    """An axis and its values from `NAME` or `NAME=VALUE,VALUE`.
+
+    Raises:
+        AxisError: If there is none of that name, or it cannot take such a value.
+    """
+    name, equals, listed = text.partition("=")
+    if name not in AXES:
+        nearest = difflib.get_close_matches(name, AXES, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "choose one of these"
+        raise AxisError(f"expected an axis of {', '.join(AXES)}, got {name!r}; {hint}")
+    axis = AXES[name]
+    if not equals:
+        return name, axis.values
+    values = []
+    for part in listed.split(","):
+        try:
+            values.append(axis.parse(part.strip()))
+        except ValueError as error:
+            example = ",".join(shown(value) for value in axis.values)
+            raise AxisError(f"{name} cannot be {part.strip()!r} ({error}); for example {name}={example}") from error
+    return name, tuple(dict.fromkeys(values))
+
+
+def grid(config: TrainConfig, axes: Mapping[str, Sequence[Any]]) -> list[Cell]:
+    """Every combination of the axes' values, those that cannot be trained with the reason.
+
+    Args:
+        config: A recipe's settings.
+        axes: Values by axis; the first varies slowest.
+    """
+    return [cell(config, dict(zip(axes, chosen, strict=True))) for chosen in itertools.product(*axes.values())]
+
+
+def cell(config: TrainConfig, values: Mapping[str, Any]) -> Cell:
+    """One combination, checked: the model is built with it, without its weights."""
+    model = config.model
+    for axis, value in values.items():
+        model = AXES[axis].applied(model, value)
+    changed = replace(config, model=model)
+    return Cell(values, changed, _problem(changed, values))
+
+
+def _problem(config: TrainConfig, values: Mapping[str, Any]) -> str | None:
+    name = config.model.name
+    if name.startswith("softmax_"):
+        without_effect = [axis for axis in values if AXES[axis].is_of_layer]
+        if without_effect:
+            return f"{name} has no {' and no '.join(without_effect)}: they belong to InLine and linear attention"
+    # Before data is read: what is wrong with the folder is the same for all cells, and training says it.
+    problems = [problem for problem in check(config) if problem.path.startswith("model.")]
+    return "; ".join(problem.message for problem in problems) or None

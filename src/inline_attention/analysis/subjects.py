@@ -1,0 +1,208 @@
+"""The models under analysis: from a run, a file of weights, or untrained by name, with images prepared as each wants.
+
+Shapes: `B` batch, `H`, `W` height and width of images in pixels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data.config import resolve_data_config
+from torch import Tensor, nn
+
+from inline_attention.analysis.explicit import KIND_OF_NORMALIZATION, AttentionKind
+from inline_attention.analysis.probes import attention_layers
+from inline_attention.data.batch import Normalize
+from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
+from inline_attention.layers.attention import KernelAttention
+from inline_attention.models import create_model
+from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.tasks.classification.prediction import ImageClassifier
+
+# Where the weights lie in what a user may name: a run, its checkpoints, one of these.
+WEIGHTS_BELOW = ("checkpoints/best/model.safetensors", "best/model.safetensors", "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to look into.
+
+    Attributes:
+        label: What it is called in tables and pictures.
+        model_name: Its registered name.
+        kind: Its attention, that of the first layer: InLine pyramids end in softmax.
+        model: In evaluation mode, on its device.
+        weights: The file they came from; None for untrained ones.
+        class_names: Of its head, where the file tells.
+        image_size: (H, W) that its images are brought to.
+        data_config: timm's: mean, std, interpolation, crop.
+    """
+
+    label: str
+    model_name: str
+    kind: AttentionKind
+    model: nn.Module
+    weights: Path | None
+    class_names: tuple[str, ...] | None
+    image_size: tuple[int, int]
+    data_config: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def note(self) -> str:
+        """What a reader must know of its weights."""
+        return "untrained weights" if self.weights is None else f"weights of {self.weights}"
+
+    def transform(self) -> Transform:
+        """Makes a uint8 tensor `[3, H, W]` of a picture."""
+        return evaluation_transform(self.image_size, **evaluation_options(self.data_config))
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Model inputs `[B, 3, H, W]` from uint8 pixels, on the model's device."""
+        return Normalize(self.data_config["mean"], self.data_config["std"])(pixels).to(self.device)
+
+    def described(self) -> dict[str, Any]:
+        """For result files; layers by their number."""
+        return {
+            "label": self.label,
+            "model": self.model_name,
+            "attention": self.kind,
+            "weights": None if self.weights is None else str(self.weights),
+            "image_size": list(self.image_size),
+            "layers": list(attention_layers(self.model)),
+        }
+
+
+def trained_subject(
+    path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
+) -> Subject:
+    """A model with its weights.
+
+    Args:
+        path: A file of weights, a checkpoint, or the folder of a run, of which the best checkpoint is taken.
+        model_name: The model, if the file does not say.
+        size: (H, W) of images; as trained by default.
+        device: "auto", "cpu", "cuda", ….
+
+    Raises:
+        CheckpointError: If there are no weights, or they do not fit.
+        ValueError: If there is no such model or device.
+    """
+    file = find_weights(path)
+    classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
+    notes = open_checkpoint(file).metadata
+    own_notes = notes if model_name in (None, notes.get("model")) else {}
+    arguments: dict[str, Any] = json.loads(own_notes.get("model_arguments", "{}"))
+    crop_pct = json.loads(own_notes.get("crop_pct", "null"))
+    return _subject(
+        classifier.model,
+        model_name or notes["model"],
+        file,
+        # Only names that the file itself gives can be matched with those of a dataset.
+        tuple(classifier.class_names) if "class_names" in notes else None,
+        size or _pair(arguments.get("img_size")),
+        crop_pct,
+    )
+
+
+def untrained_subject(
+    model_name: str,
+    *,
+    size: tuple[int, int] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    **arguments: Any,
+) -> Subject:
+    """A model as it is before training.
+
+    Args:
+        model_name: A registered name.
+        size: (H, W) of images; the model's own by default.
+        seed: Of its weights.
+        device: "auto", "cpu", "cuda", ….
+        **arguments: As for `create_model`.
+    """
+    torch.manual_seed(seed)
+    model = create_model(model_name, **arguments)
+    classifier = ImageClassifier(model, [], device=device)
+    native = size or _pair(arguments.get("img_size"))
+    # What a trained model of unusual size would have been evaluated with: its whole picture.
+    crop_pct = 1.0 if "img_size" in arguments else None
+    return _subject(classifier.model, model_name, None, None, native, crop_pct)
+
+
+def find_weights(path: Path) -> Path:
+    """The file of weights that a path means.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    if not path.is_dir():
+        return path
+    for name in WEIGHTS_BELOW:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(
+        f"{path} is a folder without weights, expected one of {', '.join(WEIGHTS_BELOW)} in it; "
+        "name a run of `inline train`, a checkpoint of it, or a file"
+    )
+
+
+def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
+    """The same subjects; where several are of one model, their runs or numbers go into their labels."""
+    labels = [subject.model_name for subject in subjects]
+    distinct: list[Subject] = []
+    for number, subject in enumerate(subjects, start=1):
+        if labels.count(subject.model_name) == 1:
+            distinct.append(subject)
+            continue
+        run = f"#{number}" if subject.weights is None else _run_name(subject.weights)
+        label = f"{subject.model_name} ({run})"
+        taken = {other.label for other in distinct}
+        distinct.append(replace(subject, label=label if label not in taken else f"{subject.model_name} (#{number})"))
+    return distinct
+
+
+def _subject(
+    model: nn.Module,
+    model_name: str,
+    weights: Path | None,
+    class_names: tuple[str, ...] | None,
+    size: tuple[int, int] | None,
+    crop_pct: float | None,
+) -> Subject:
+    wanted: dict[str, Any] = {"crop_pct": crop_pct}
+    if size is not None:
+        wanted["input_size"] = (3, *size)
+    config: dict[str, Any] = resolve_data_config(wanted, model=model)
+    height, width = config["input_size"][1:]
+    least = getattr(model, "largest_stride", 1)
+    if min(height, width) < least:
+        raise ValueError(
+            f"{model_name} needs images of at least {least}×{least} pixels, got {height}×{width}; enlarge --size"
+        )
+    first = next(iter(attention_layers(model).values()))
+    kind = KIND_OF_NORMALIZATION[first.normalization] if isinstance(first, KernelAttention) else "softmax"
+    return Subject(model_name, model_name, kind, model, weights, class_names, (height, width), config)
+
+
+def _run_name(weights: Path) -> str:
+    """The folder that tells runs apart: not `checkpoints`, `best`, or a step."""
+    parts = [part for part in weights.parent.parts if part not in ("checkpoints", "best", "last", "/")]
+    return parts[-1] if parts else weights.stem
+
+
+def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

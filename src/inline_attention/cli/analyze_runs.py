@@ -1,0 +1,354 @@
+"""`inline analyze`: load models and pictures, measure with progress, print tables, write results and pictures."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import TaskID
+
+from inline_attention.analysis.attention_maps import (
+    AttentionMaps,
+    kernel_rows,
+    measure_attention_maps,
+    weight_rows,
+)
+from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.pictures import PictureSample, open_pictures
+from inline_attention.analysis.result_files import flat_row, write_results
+from inline_attention.analysis.scaling import KINDS, measure_scaling
+from inline_attention.analysis.subjects import Subject, trained_subject, untrained_subject, with_distinct_labels
+from inline_attention.analysis.surveys import survey_confusion, survey_injectivity, survey_locality, survey_masking
+from inline_attention.cli import analyze_tables as tables
+from inline_attention.cli.analyze import CommonOptions
+from inline_attention.cli.bench import resolve_device
+from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.data.broken import BrokenImagesError
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.digits import digits
+from inline_attention.data.extreme_shapes import without_far_ends
+from inline_attention.data.images import load_image
+from inline_attention.data.loading import DataWorkerError
+from inline_attention.engine.config.timm_arguments import model_arguments
+from inline_attention.models import list_models
+from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.recipes.digits import RECIPE as DIGITS
+
+FAMILY_FOR_PHOTOGRAPHS = "deit_tiny"
+SHOWN_BROKEN = 3
+LOG_WIDTH = 140  # of tables in a log, which has no width of its own
+Result = TypeVar("Result")
+
+
+def run_injectivity(
+    options: CommonOptions, *, images: int, layers: list[int] | None, heads: list[int] | None, queries: int
+) -> None:
+    """See `inline analyze injectivity --help`."""
+    console = _start(options.output)
+    with _failing_cleanly():
+        sample = _sample(options, images=images, batch_size=1)
+        subjects = _load_subjects(options)
+        found = _survey(
+            console, subjects, survey_injectivity, sample,
+            layers=layers, heads=heads, queries=queries, seed=options.seed,
+        )  # fmt: skip
+    rates = {label: rates for label, (rates, _) in found.items()}
+    conditions = {label: conditions for label, (_, conditions) in found.items()}
+    console.print(tables.collision_table(subjects, rates))
+    console.print(tables.condition_table(subjects, conditions))
+    rows = {"collisions": _rows(rates), "keys": _rows(conditions)}
+    settings = {"images": images, "layers": layers, "heads": heads, "queries": queries, "skipped": sample.skipped}
+    _finish(
+        console, options, "injectivity", subjects, rows, settings,
+        lambda: _drawing("injectivity").draw_injectivity(subjects, rates, conditions, options.output),
+    )  # fmt: skip
+
+
+def run_confusion(
+    options: CommonOptions,
+    *,
+    images: int,
+    layers: list[int] | None,
+    heads: list[int] | None,
+    tolerance: float,
+    worst: int,
+    batch_size: int,
+    workers: int,
+) -> None:
+    """See `inline analyze confusion --help`."""
+    console = _start(options.output)
+    with _failing_cleanly():
+        sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
+        subjects = _load_subjects(options)
+        found = _survey(
+            console, subjects, survey_confusion, sample, layers=layers, heads=heads, tolerance=tolerance, worst=worst
+        )
+    counts = {label: counts for label, (counts, _) in found.items()}
+    worst_images = {label: shown for label, (_, shown) in found.items()}
+    console.print(tables.confusion_table(subjects, counts, tolerance))
+
+    def draw() -> list[Path]:
+        drawing = _drawing("confusion")
+        files = drawing.draw_confusion(subjects, counts, tolerance, options.output)
+        return files + drawing.draw_worst_images(subjects, worst_images, tolerance, options.output)
+
+    settings = {"images": images, "layers": layers, "heads": heads, "tolerance": tolerance, "skipped": sample.skipped}
+    _finish(console, options, "confusion", subjects, {"confusion": _rows(counts)}, settings, draw)
+
+
+def run_locality(
+    options: CommonOptions,
+    *,
+    images: int,
+    layers: list[int] | None,
+    heads: list[int] | None,
+    sides: list[int],
+    batch_size: int,
+    workers: int,
+) -> None:
+    """See `inline analyze locality --help`."""
+    console = _start(options.output)
+    with _failing_cleanly():
+        sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
+        subjects = _load_subjects(options)
+        measured = _survey(console, subjects, survey_locality, sample, layers=layers, heads=heads, sides=sides)
+    console.print(tables.locality_table(subjects, measured, sides))
+    settings = {"images": images, "layers": layers, "heads": heads, "sides": sides, "skipped": sample.skipped}
+    _finish(
+        console, options, "locality", subjects, {"locality": _rows(measured)}, settings,
+        lambda: _drawing("locality").draw_locality(subjects, measured, options.output),
+    )  # fmt: skip
+
+
+def run_masking(options: CommonOptions, *, images: int, sides: list[int], batch_size: int, workers: int) -> None:
+    """See `inline analyze masking --help`."""
+    console = _start(options.output)
+    with _failing_cleanly():
+        sample = _sample(options, images=images, batch_size=batch_size, workers=workers, labelled=True)
+        subjects = _load_subjects(options, num_classes=len(sample.source.class_names))
+        results = _survey(console, subjects, survey_masking, sample, sides=sides, seed=options.seed)
+    console.print(tables.masking_table(subjects, results))
+    settings = {"images": images, "sides": sides, "skipped": sample.skipped}
+    _finish(
+        console, options, "masking", subjects, {"masking": _rows(results)}, settings,
+        lambda: _drawing("masking").draw_masking(subjects, results, options.output),
+    )  # fmt: skip
+
+
+def run_attention_map(
+    options: CommonOptions,
+    *,
+    image: Path | None,
+    tokens: list[tuple[int, int]],
+    layer: int | None,
+    heads: list[int] | None,
+) -> None:
+    """See `inline analyze attention-map --help`."""
+    console = _start(options.output)
+    with _failing_cleanly():
+        picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
+        name = "a digit" if image is None else image.name
+        subjects = _load_subjects(options, for_digits=image is None)
+        maps: list[AttentionMaps] = []
+        for subject in subjects:
+            pixels = subject.transform()(without_far_ends(picture))
+            # The others follow the first model: the same places of the picture, whatever their grids.
+            places = [item.token for item in maps[0].maps] if maps else tokens
+            token_grid = maps[0].grid_size if maps else None
+            maps.append(
+                measure_attention_maps(subject, pixels, layer=layer, heads=heads, tokens=places, token_grid=token_grid)
+            )
+    console.print(tables.map_table(maps))
+    rows = {"weights": list(weight_rows(maps)), "kernels": list(kernel_rows(maps))}
+    settings = {"image": name, "seed": options.seed}
+    _finish(
+        console, options, "attention-map", subjects, rows, settings,
+        lambda: _drawing("attention_maps").draw_attention_maps(subjects, maps, name, options.output),
+    )  # fmt: skip
+
+
+def run_scaling(
+    model: str,
+    *,
+    sizes: list[int] | None,
+    windows: list[int],
+    batch_size: int,
+    device: str,
+    seconds: float,
+    output: Path,
+) -> None:
+    """See `inline analyze scaling --help`."""
+    console = _start(output)
+    place = resolve_device(device)
+    sizes = sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
+    with _failing_cleanly(), progress_bar(console) as progress:
+        task = progress.add_task("measuring", total=(len(sizes) + len(windows)) * len(KINDS))
+        points = measure_scaling(
+            model, sizes=sizes, windows=windows, batch=batch_size, device=place, seconds=seconds,
+            on_progress=lambda _: progress.advance(task),
+        )  # fmt: skip
+    console.print(tables.scaling_table(points))
+    environment = describe_environment()
+    machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"
+    rows = [flat_row(point) for point in points]
+    with _writing_to(output):
+        files = write_results(
+            output, "scaling", {"scaling": rows}, subjects=[], settings={"device": str(place), "seconds": seconds}
+        )
+        files += _draw_if_possible(lambda: _drawing("scaling").draw_scaling(points, machine, output))
+    _say_where(console, files)
+
+
+def _start(output: Path) -> Console:
+    with _writing_to(output):
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
+    console = Console()
+    return console if console.is_terminal else Console(width=LOG_WIDTH)
+
+
+def _load_subjects(
+    options: CommonOptions, *, num_classes: int | None = None, for_digits: bool | None = None
+) -> list[Subject]:
+    """The models that were asked for, or small untrained twins.
+
+    Args:
+        options: Of the command.
+        num_classes: Of untrained models; the model's own by default.
+        for_digits: Whether what is asked for without a name are models for digits; by default, as the dataset says.
+    """
+    common: dict[str, Any] = {"size": options.size, "device": options.device}
+    if options.checkpoints:
+        if len(options.models) > 1 or (options.models and len(options.checkpoints) > 1):
+            fail(
+                "--model names what the weights of one --checkpoint are of, "
+                f"got {len(options.models)} models and {len(options.checkpoints)} checkpoints; analyse them separately"
+            )
+        name = options.models[0] if options.models else None
+        return with_distinct_labels([trained_subject(path, model_name=name, **common) for path in options.checkpoints])
+    arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    names = [twin for name in options.models for twin in _with_twins(name)]
+    if not names:
+        names = _with_twins(f"inline_{FAMILY_FOR_PHOTOGRAPHS}")
+        if options.dataset == "digits" if for_digits is None else for_digits:
+            arguments = model_arguments(DIGITS.config)
+    subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in dict.fromkeys(names)]
+    typer.secho(
+        f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones",
+        fg="yellow", err=True,
+    )  # fmt: skip
+    return subjects
+
+
+def _with_twins(name: str) -> list[str]:
+    kind, _, rest = name.partition("_")
+    twins = [f"{twin}_{rest}" for twin in KINDS]
+    return [name, *(twin for twin in twins if twin != name)] if kind in KINDS and name in list_models() else [name]
+
+
+def _sample(
+    options: CommonOptions, *, images: int, batch_size: int, workers: int = 0, labelled: bool = False
+) -> PictureSample:
+    open_source = open_dataset if labelled else open_pictures
+    source = open_source(options.dataset, options.data_dir, options.split)
+    in_memory = options.dataset == "digits"  # nothing to read: processes would only cost time
+    return PictureSample(
+        source, images=images, seed=options.seed, batch_size=batch_size, workers=0 if in_memory else workers
+    )
+
+
+def _survey(
+    console: Console,
+    subjects: Sequence[Subject],
+    survey: Callable[..., Result],
+    sample: PictureSample,
+    **arguments: Any,
+) -> dict[str, Result]:
+    """What a survey finds for each model, by label, with a bar for each."""
+    results: dict[str, Result] = {}
+    with progress_bar(console) as progress:
+        for subject in subjects:
+            task = progress.add_task(subject.label, total=len(sample))
+
+            def advance(share: float, task: TaskID = task) -> None:
+                progress.advance(task, share * len(sample))
+
+            results[subject.label] = survey(subject, sample, on_progress=advance, **arguments)
+    return results
+
+
+def _report_skipped(skipped: Mapping[str, str]) -> None:
+    for name, reason in list(skipped.items())[:SHOWN_BROKEN]:
+        typer.secho(f"skipped {name}: {reason}", fg="yellow", err=True)
+    if len(skipped) > SHOWN_BROKEN:
+        typer.secho(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists", fg="yellow", err=True)
+
+
+def _rows(measured: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Rows of result files: the model's label, then the measurement."""
+    return [{"model": label} | flat_row(item) for label, items in measured.items() for item in items]
+
+
+def _finish(
+    console: Console,
+    options: CommonOptions,
+    name: str,
+    subjects: Sequence[Subject],
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    settings: Mapping[str, Any],
+    draw: Callable[[], list[Path]],
+) -> None:
+    """Write the results, draw them, and say where they are and what was left out."""
+    described = [subject.described() for subject in subjects]
+    with _writing_to(options.output):
+        files = write_results(options.output, name, rows, subjects=described, settings=options.described(**settings))
+        files += _draw_if_possible(draw)
+    _report_skipped(settings.get("skipped", {}))
+    _say_where(console, files)
+
+
+def _say_where(console: Console, files: Sequence[Path]) -> None:
+    names = ", ".join(file.name for file in files)
+    console.print(f"{names} are in", highlight=False, soft_wrap=True)
+    typer.echo(files[0].parent)
+
+
+def _draw_if_possible(draw: Callable[[], list[Path]]) -> list[Path]:
+    try:
+        return draw()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        typer.secho("no pictures without matplotlib: pip install 'inline-attention[plots]'", fg="yellow", err=True)
+        return []
+
+
+def _drawing(module: str) -> ModuleType:
+    """A module of pictures, imported when it is needed: it needs matplotlib, which is optional."""
+    return importlib.import_module(f"inline_attention.analysis.drawing.{module}")
+
+
+@contextmanager
+def _failing_cleanly() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        fail("the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu")
+    except (CheckpointError, BrokenImagesError, DataWorkerError, ValueError) as error:
+        fail(error)
+
+
+@contextmanager
+def _writing_to(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")

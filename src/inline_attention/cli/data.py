@@ -1,0 +1,108 @@
+"""`inline data`: datasets that are made here, and checks of any others."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(no_args_is_help=True, help="Make and check datasets.")
+MOST_WORKERS = 16
+
+
+class Task(StrEnum):
+    """What a dataset is for."""
+
+    detection = "detection"
+    segmentation = "segmentation"
+
+
+@data_app.command("scenes")
+def scenes(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; made if missing.")],
+    images: Annotated[int, typer.Option(min=1, help="Pictures to train on.")] = 2000,
+    validation_images: Annotated[
+        int | None, typer.Option(min=1, help="Pictures to validate on.", show_default="a tenth of --images")
+    ] = None,
+    size: Annotated[int, typer.Option(min=64, max=4096, help="Pixels of the longer side.")] = 320,
+    seed: Annotated[int, typer.Option(help="Another one gives other scenes.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-j", min=1, help="Processes.", show_default="one per core")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace scenes that are there.")] = False,
+) -> None:
+    """Draw scenes of textured shapes, and write them as a dataset of COCO's and ADE20K's format."""
+    from rich.console import Console
+
+    from inline_attention.cli.printing import fail, progress_bar
+    from inline_attention.data.scenes import ScenesPlan, leftovers, write_scenes
+    from inline_attention.data.sources import DataError
+
+    plan = ScenesPlan(images, validation_images or max(1, images // 10), size, seed)
+    console = Console(stderr=True)
+    for path in leftovers(output):
+        console.print(
+            f"{path} is unfinished: a killed generation has left it, or one is running; "
+            + ("removed" if overwrite else "--overwrite removes it"),
+            highlight=False,
+        )
+    try:
+        with progress_bar(console) as progress:
+            task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
+            write_scenes(
+                output,
+                plan,
+                overwrite=overwrite,
+                workers=workers or min(os.cpu_count() or 1, MOST_WORKERS),
+                on_progress=lambda: progress.advance(task),
+            )
+    except DataError as error:
+        fail(error)
+    except OSError as error:
+        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output, or free some space")
+    typer.echo(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
+    typer.echo(output)
+
+
+@data_app.command("check")
+def check(
+    folder: Annotated[Path, typer.Argument(help="Folder of the dataset.", show_default=False)],
+    task: Annotated[Task, typer.Option(help="Objects as in COCO, or maps of labels as in ADE20K.", show_default=False)],
+    masks: Annotated[bool, typer.Option("--masks/--boxes-only", help="Whether objects need masks.")] = True,
+    class_file: Annotated[
+        Path | None, typer.Option(help="Names of classes, for segmentation.", show_default="FOLDER/classes.txt")
+    ] = None,
+    reduce_zero_label: Annotated[
+        bool, typer.Option("--reduce-zero-label", help="0 in maps means other, 1 is the first class, as in ADE20K.")
+    ] = False,
+) -> None:
+    """Say what is wrong with a dataset before it is trained on: how many faults, the first by name, what to do."""
+    from rich.console import Console
+
+    from inline_attention.cli.printing import fail, progress_bar
+    from inline_attention.data.coco import open_and_check_coco
+    from inline_attention.data.segmentation import open_and_check_pairs
+
+    with progress_bar(Console(stderr=True)) as progress:
+        counter = progress.add_task("checking", total=None)
+
+        def advance() -> None:
+            progress.advance(counter)
+
+        if task is Task.detection:
+            opened = open_and_check_coco(folder, masks=masks, on_progress=advance)
+        else:
+            opened = open_and_check_pairs(
+                folder, class_file=class_file, reduce_zero_label=reduce_zero_label, on_progress=advance
+            )
+    for report in opened.reports:
+        typer.echo(report)
+    reported = {problem for report in opened.reports for problem in report.problems}
+    for problem in opened.problems:
+        if problem not in reported:
+            typer.echo(problem)
+    if opened.problems:
+        fail(f"{folder} is not fit for training as it is")

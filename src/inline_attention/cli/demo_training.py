@@ -1,0 +1,185 @@
+"""The part of `inline demo` that trains: InLine and its twins on handwritten digits, by one recipe."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import TaskID
+from rich.table import Table
+
+from inline_attention.cli.printing import progress_bar
+from inline_attention.data.datasets import open_dataset
+from inline_attention.engine.checkpoints import LAST
+from inline_attention.engine.config import TrainConfig
+from inline_attention.engine.running import train
+from inline_attention.engine.trainer import CHECKPOINTS
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.registry import TWINS
+from inline_attention.recipes.digits import RECIPE
+from inline_attention.tasks.classification.evaluation import ClassificationMetrics
+
+RUNS = "digits_runs"
+WITHOUT_LOCAL_TERM = "model.arguments.attention_options={local_residual: false}"
+ATTENTION_LABELS = {"inline": "InLine", "softmax": "softmax", "linear": "linear"}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One run of the comparison.
+
+    Attributes:
+        attention: "inline", "softmax" or "linear".
+        folder: Of the run.
+        parameters: Of the model.
+        top1: Percent of the test pictures, after the last epoch.
+        test_images: How many these are.
+        epochs: Passes over the training pictures.
+        seconds: From settings to last checkpoint.
+        images_per_second: Training pictures over all of these seconds.
+    """
+
+    attention: str
+    folder: Path
+    parameters: int
+    top1: float
+    test_images: int
+    epochs: int
+    seconds: float
+    images_per_second: float
+
+
+def train_all(output: Path, console: Console, *, epochs: int | None = None) -> list[TrainedModel]:
+    """Train InLine, softmax and linear attention by the recipe `digits`, one after the other.
+
+    Args:
+        output: The demo's folder; runs go to `digits_runs/MODEL` in it, in place of those of an earlier demo.
+        console: Where progress is shown, or a line per run where it is no terminal.
+        epochs: In place of the recipe's.
+
+    Raises:
+        ConfigError: If the settings do not fit together.
+        InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
+        OSError: If an earlier run cannot be removed, or nothing be written.
+    """
+    configs = {attention: _config(attention, output / RUNS, epochs) for attention in ("inline", *TWINS)}
+    trained: list[TrainedModel] = []
+    with progress_bar(console) as progress, _one_thread():
+        for attention, config in configs.items():
+            name, planned = config.model.name, config.training.epochs
+            task = progress.add_task(name, total=planned)
+            if not console.is_terminal:
+                console.print(f"training {name} for {planned} epochs")
+
+            def show(row: Mapping[str, Any], task: TaskID = task, name: str = name) -> None:
+                top1 = row.get("top1")
+                accuracy = "" if top1 is None else f": {top1:.1f} %"
+                progress.update(task, advance=1, description=f"{name}{accuracy}")
+
+            trained.append(_train(attention, config, show))
+            progress.remove_task(task)
+            result = trained[-1]
+            console.print(
+                f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s", highlight=False
+            )
+    return trained
+
+
+def accuracy_table(trained: Sequence[TrainedModel]) -> Table:
+    """Accuracy, size and speed of the three, and how far they can be trusted."""
+    table = Table(
+        title="Trained on handwritten digits", caption=_caption(trained), caption_justify="left", box=box.SIMPLE_HEAD
+    )
+    table.add_column("attention", no_wrap=True)
+    for header in ("parameters", "top-1 %", "training images/s", "time s"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for model in trained:
+        table.add_row(
+            ATTENTION_LABELS[model.attention],
+            f"{model.parameters:,}",
+            f"{model.top1:.1f}",
+            f"{model.images_per_second:,.0f}",
+            f"{model.seconds:.0f}",
+        )
+    return table
+
+
+def _caption(trained: Sequence[TrainedModel]) -> str:
+    best = max(trained, key=lambda model: model.top1)
+    share = best.top1 / 100
+    error = 100 * math.sqrt(share * (1 - share) / best.test_images)
+    return (
+        f"One recipe, {best.epochs} epochs and one seed for all. With {best.test_images} test pictures "
+        f"± {error:.1f} points are chance, and another seed moves them about as far. "
+        "The recipe was chosen by accuracy on these same pictures. "
+        "Times are of one thread, with evaluation and checkpoints."
+    )
+
+
+def explain_lead(trained: Sequence[TrainedModel]) -> str:
+    """Where InLine's lead comes from, and how to check that; nothing if it does not lead."""
+    if max(trained, key=lambda model: model.top1).attention != "inline":
+        return ""
+    return (
+        "InLine's lead comes with its 3×3 local term, probably because that is given what lies side by side, which\n"
+        f"the others must learn. To see it without: inline train {RECIPE.name} --set '{WITHOUT_LOCAL_TERM}'\n"
+    )
+
+
+def _config(attention: str, runs: Path, epochs: int | None) -> TrainConfig:
+    name = RECIPE.config.model.name.replace("inline", attention)
+    recipe = RECIPE.config
+    return replace(
+        recipe,
+        run=replace(recipe.run, output=str(runs), experiment=name, device="cpu"),
+        model=replace(recipe.model, name=name),
+        training=replace(recipe.training, epochs=epochs or recipe.training.epochs),
+    )
+
+
+def _train(attention: str, config: TrainConfig, on_epoch: Callable[[Mapping[str, Any]], None]) -> TrainedModel:
+    assert config.run.experiment is not None
+    earlier = Path(config.run.output) / config.run.experiment
+    if earlier.exists():
+        shutil.rmtree(earlier)
+    start = time.perf_counter()
+    folder, metrics = train(config, on_epoch=on_epoch)
+    seconds = time.perf_counter() - start
+    assert isinstance(metrics, ClassificationMetrics), "the last epoch is always evaluated"
+    batch, epochs = config.training.batch_size, config.training.epochs
+    images = epochs * (len(open_dataset(config.data.dataset)) // batch * batch)  # full batches only
+    weights = folder / CHECKPOINTS / LAST / "model.safetensors"
+    return TrainedModel(
+        attention=attention,
+        folder=folder,
+        parameters=sum(tensor.numel() for tensor in open_checkpoint(weights).weights.values()),
+        top1=metrics.top1,
+        test_images=metrics.count,
+        epochs=epochs,
+        seconds=seconds,
+        images_per_second=images / seconds,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread.
+
+    Models this small gain a fifth from a second core, and become ten times as slow when another program wants that core
+    too: threads wait for each other in every operation. Besides, the figures do not depend on the number of cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,59 @@
+"""`inline report`: one page with the argument for InLine, from one's own runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from inline_attention.analysis.cost import CostPoint
+from inline_attention.analysis.report.evidence import KeptMeasurements, NoRunError, find_runs, gather
+from inline_attention.analysis.report.page import write_page
+from inline_attention.cli.printing import fail
+from inline_attention.engine.config import ConfigError
+from inline_attention.engine.processes import DeviceError
+
+
+def run_report(
+    runs: Sequence[Path],
+    output: Path,
+    *,
+    ablations: Sequence[Path] = (),
+    device: str = "auto",
+    cost: Sequence[CostPoint] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Measure what is missing, write the page, print its path.
+
+    Args:
+        runs: Folders of runs, or folders with runs in them.
+        output: The page; measurements are kept beside it, in a JSON file of the same name.
+        ablations: Results of `inline ablate`.
+        device: To measure models on.
+        cost: Of attention, if it was measured before.
+        console: Where progress is shown.
+
+    Raises:
+        typer.Exit: With code 1 where a path is no run, or nothing can be written; the reason is printed.
+    """
+    console = console or Console()
+    if output.is_dir():
+        fail(f"expected a file to write, such as {output / 'report.html'}, got the folder {output}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with console.status("reading the runs") as status:
+            kept = KeptMeasurements(output.with_suffix(".json"))
+            evidence = gather(
+                find_runs(runs), kept, ablations=ablations, cost=cost, device=device, on_step=status.update
+            )
+        write_page(evidence, output)
+    except (NoRunError, ConfigError, DeviceError) as error:
+        fail(error)
+    except OSError as error:
+        fail(f"cannot write {output}: {error.strerror or error}; choose another file with --output")
+    for section, reasons in evidence.missing.items():
+        for reason in reasons:
+            typer.secho(f"left out of {section}: {reason}", fg="yellow", err=True)
+    typer.echo(output)

@@ -1,0 +1,126 @@
+"""Collisions are found where there are some, and only there; the rank condition says the same."""
+
+import pytest
+import torch
+
+from analysis.small_models import small_model
+from inline_attention.analysis.collisions import (
+    DISTINCT_QUERIES,
+    EQUAL_ROWS,
+    collision_rate,
+    constructed_partners,
+    measure_collisions,
+    relative_difference,
+    rules_to_try,
+    search_partner,
+)
+from inline_attention.analysis.explicit import MixingRule
+from inline_attention.analysis.key_conditions import key_condition, measure_key_condition
+from inline_attention.analysis.probes import capture_attention
+from inline_attention.ops.feature_maps import FEATURE_MAPS
+
+RULES = rules_to_try(0.5)
+
+
+def rule_id(rule):
+    return f"{rule.kind}-{rule.feature_map_name}"
+
+
+def random_queries_and_keys(queries=6, keys=30, dim=5):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(queries, dim, generator=generator, dtype=torch.float64)
+    return q, torch.randn(keys, dim, generator=generator, dtype=torch.float64)
+
+
+def expected_collisions(rule, q):
+    """Of docs/math.md: division always; ReLU for queries with a negative coordinate; nothing else on ordinary keys."""
+    if rule.kind == "linear":
+        return len(q)
+    return int((q < 0).any(1).sum()) if rule.feature_map == "relu" else 0
+
+
+def test_all_rules_are_tried():
+    assert len({rule_id(rule) for rule in RULES}) == 1 + 2 * len(FEATURE_MAPS) + 2
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_collisions_on_ordinary_keys_are_those_of_the_propositions(rule):
+    q, k = random_queries_and_keys()
+    q[0] = q[0].abs()
+    rate = collision_rate(rule, q, k)
+    expected = expected_collisions(rule, q)
+    assert (rate.constructed, rate.found, rate.colliding) == (expected, expected, expected)
+    assert (rate.smallest_difference <= EQUAL_ROWS) == (expected > 0)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_partners_are_distinct_queries(rule):
+    q, k = random_queries_and_keys()
+    q[:, 0] = q[:, 0].abs() + 1  # no query is all negative: to ReLU it would be zero, and so would its double
+    parallel = constructed_partners(rule, q, k)[0]
+    torch.testing.assert_close(rule.features(parallel), 2 * rule.features(q))
+    for partner in (parallel, search_partner(rule, q, k)):
+        assert (relative_difference(partner, q) >= DISTINCT_QUERIES).all()
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.feature_map == "identity"], ids=rule_id)
+def test_keys_of_low_rank_confuse_every_attention(rule):
+    q, k = random_queries_and_keys()
+    k[:, -1] = 0.3  # constant: softmax and InLine cannot see this channel of the query
+    rate = collision_rate(rule, q, k)
+    assert rate.constructed == rate.found == rate.queries
+    condition = key_condition(rule, k)
+    assert (condition.rank, condition.needed, condition.injective) == (5, 6, False)
+    assert condition.smallest < 1e-12 * condition.largest
+
+
+def test_a_search_finds_collisions_of_a_map_nobody_told_it_of():
+    q, k = random_queries_and_keys()
+
+    def square(x):
+        return x**2
+
+    rule = MixingRule("subtract", square, 0.5)
+    assert constructed_partners(rule, q, k) == []
+    assert collision_rate(MixingRule("divide", square, 0.5), q, k).found == len(q)
+    condition = key_condition(rule, k)
+    assert not condition.injective
+    assert "square is not one-to-one" in condition.reason
+
+
+def test_singular_values_and_rank_are_those_of_the_definition():
+    _, k = random_queries_and_keys()
+    for rule in RULES:
+        condition = key_condition(rule, k)
+        features = rule.features(k)
+        with_ones = torch.cat([features, torch.ones(len(k), 1)], dim=1)
+        assert condition.rank == torch.linalg.matrix_rank(with_ones) == condition.needed == 6
+        centred = features - features.mean(0)
+        torch.testing.assert_close(torch.tensor(condition.singular_values), torch.linalg.svdvals(centred).float())
+        assert condition.injective == (rule.kind != "linear" and rule.feature_map != "relu")
+
+
+def test_fewer_keys_than_channels_are_never_enough():
+    _, k = random_queries_and_keys(keys=4)
+    condition = key_condition(MixingRule("subtract", "identity", 1.0), k)
+    assert (condition.rank, condition.needed) == (4, 6)
+    assert condition.condition == torch.inf
+    assert condition.reason == "4 keys cannot span 5 channels: 2 directions of φ(q) go unseen"
+
+
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "softmax_swin_tiny"])
+def test_a_layer_of_a_model(name):
+    layer = capture_attention(small_model(name), torch.randn(2, 3, 40, 60))[-1]
+    rates = measure_collisions(layer, 1, 0, queries=3)
+    assert [rate.is_own for rate in rates].count(True) == 1
+    assert {(rate.layer, rate.head, rate.queries) for rate in rates} == {(layer.index, 0, 3)}
+    by_rule = {(rate.attention, rate.feature_map): rate for rate in rates}
+    condition = measure_key_condition(layer, 1, 0)
+    own = by_rule[condition.attention, condition.feature_map]
+    assert own.is_own
+    assert (own.colliding == 0) == condition.injective
+    assert condition.keys == (4 if "swin" in name else layer.num_tokens)  # one window spans the last stage's 2×2
+
+
+def test_relative_difference_of_zeros_is_zero():
+    assert relative_difference(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [0, 0]

@@ -1,0 +1,227 @@
+"""`inline analyze` from the outside, on the models and pictures it takes when told nothing."""
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from inline_attention import create_model
+from inline_attention.analysis.scaling import ScalingPoint
+from inline_attention.cli import analyze_runs
+from inline_attention.cli.main import app
+from inline_attention.models.checkpoints import save_weights
+
+ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "img_size": 8, "num_classes": 10}
+
+
+@pytest.fixture(autouse=True)
+def coarse_pictures(monkeypatch):
+    pytest.importorskip("matplotlib")
+    from inline_attention.analysis.drawing import canvas
+
+    monkeypatch.setattr(canvas, "DOTS_PER_INCH", 30)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Checkpoints of an InLine model and its twins for digits, as `inline train` writes them."""
+    folders = []
+    for kind in ("inline", "linear", "softmax"):
+        folder = tmp_path_factory.mktemp(kind)
+        notes = {"model": f"{kind}_deit_tiny", "model_arguments": json.dumps(ARGUMENTS), "crop_pct": "1.0"}
+        names = json.dumps([str(digit) for digit in range(10)])
+        model = create_model(f"{kind}_deit_tiny", **ARGUMENTS)
+        save_weights(model, folder / "model.safetensors", metadata={**notes, "class_names": names})
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture
+def invoke(tmp_path):
+    def run(command, *arguments):
+        options = ["analyze", command, "--device", "cpu", "--output", tmp_path / "out", *arguments]
+        return CliRunner().invoke(app, [str(option) for option in options])
+
+    return run
+
+
+@pytest.fixture
+def trained(invoke, checkpoints):
+    options = [part for folder in checkpoints for part in ("--checkpoint", folder)]
+    return lambda *arguments: invoke(*arguments, *options)
+
+
+def rows(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_files(result, folder, *names):
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(folder)
+    assert sorted(file.name for file in folder.iterdir()) == sorted(names)
+
+
+def only_error(result):
+    assert result.exit_code == 1, result.output
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("untrained weights")]
+    return line
+
+
+def test_help_names_all_analyses(invoke):
+    text = CliRunner().invoke(app, ["analyze", "--help"]).output
+    for command in ("injectivity", "confusion", "locality", "masking", "attention-map", "scaling"):
+        assert command in text
+        assert CliRunner().invoke(app, ["analyze", command, "--help"]).exit_code == 0
+
+
+def test_injectivity(trained, tmp_path):
+    result = trained("injectivity", "-n", 1, "--queries", 2, "--layer", 1, "--head", 0)
+    out = tmp_path / "out"
+    assert_files(
+        result, out, "injectivity.json", "injectivity.csv", "injectivity-keys.csv", "injectivity.png", "injectivity.svg"
+    )
+    assert "untrained" not in result.stderr
+    table = rows(out / "injectivity.csv")
+    assert {row["layer"] for row in table} == {"1"}
+    assert all(row["colliding"] == "2" for row in table if row["attention"] == "linear")
+    keys = rows(out / "injectivity-keys.csv")
+    assert [(row["model"], row["layer"]) for row in keys][:3] == [
+        ("inline_deit_tiny", "0"), ("inline_deit_tiny", "1"), ("linear_deit_tiny", "0"),
+    ]  # fmt: skip
+    content = json.loads((out / "injectivity.json").read_text())
+    assert [subject["attention"] for subject in content["subjects"]] == ["inline", "linear", "softmax"]
+    assert all(subject["weights"].endswith("model.safetensors") for subject in content["subjects"])
+    assert len(content["tables"]["keys"][0]["singular_values"]) == 8
+
+
+def test_confusion_on_a_folder_with_a_broken_picture(invoke, tmp_path, checkpoints):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for name in ("a.png", "b.png", "c.jpg"):
+        pixels = np.random.default_rng(len(name)).integers(0, 255, (30, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(photos / name)
+    (photos / "broken.jpg").write_bytes(b"no picture")
+    result = invoke("confusion", "-c", checkpoints[1], "--data-dir", photos, "-n", 4, "-j", 0, "--tolerance", 1)
+    out = tmp_path / "out"
+    names = ["confusion.json", "confusion.csv", *(f"confusion{w}.{s}" for w in ("", "-worst") for s in ("png", "svg"))]
+    assert_files(result, out, *names)
+    assert f"skipped {photos / 'broken.jpg'}" in result.stderr
+    table = rows(out / "confusion.csv")
+    assert len(table) == 3 * 2 * 2
+    assert {row["image"] for row in table} == {str(photos / name) for name in ("a.png", "b.png", "c.jpg")}
+    assert list(json.loads((out / "confusion.json").read_text())["settings"]["skipped"]) == [str(photos / "broken.jpg")]
+
+
+def test_untrained_models_for_digits_by_default(invoke, tmp_path):
+    result = invoke("locality", "-n", 1, "--sides", "3", "--layer", 0)
+    assert_files(result, tmp_path / "out", "locality.json", "locality.csv", "locality.png", "locality.svg")
+    assert "untrained weights: inline_deit_tiny, softmax_deit_tiny, linear_deit_tiny" in result.stderr
+    table = rows(tmp_path / "out" / "locality.csv")
+    assert {row["local_term"] for row in table if row["attention"] == "inline"} == {"without", "with"}
+    assert {row["side"] for row in table} == {"3"}
+
+
+def test_masking(trained, tmp_path):
+    result = trained("masking", "-n", 4, "--sides", "3")
+    assert_files(result, tmp_path / "out", "masking.json", "masking.csv", "masking.png", "masking.svg")
+    table = rows(tmp_path / "out" / "masking.csv")
+    assert [row["where"] for row in table] == (
+        ["nothing", *["neighbourhood", "random"] * 2] + ["nothing", "neighbourhood", "random"] * 2
+    )
+    assert {row["images"] for row in table} == {"4"}
+
+
+def test_masking_needs_the_classes_the_model_was_trained_for(invoke, tmp_path):
+    path = tmp_path / "weights.safetensors"
+    arguments = ARGUMENTS | {"num_classes": 7}
+    notes = {"model_arguments": json.dumps(arguments)}
+    save_weights(create_model("inline_deit_tiny", **arguments), path, metadata=notes)
+    assert "has 7 classes and does not name them, digits has 10" in only_error(invoke("masking", "-c", path))
+
+
+def test_attention_map_of_a_photograph(trained, tmp_path):
+    photo = tmp_path / "a photo.jpg"
+    Image.new("RGB", (400, 300), "red").save(photo)
+    result = trained("attention-map", photo, "--token", "1,2", "--size", "8x12", "--head", 1, "--layer", -1)
+    names = [
+        "attention-map.json",
+        "attention-map.csv",
+        "attention-map-kernels.csv",
+        "attention-map.png",
+        "attention-map.svg",
+    ]
+    assert_files(result, tmp_path / "out", *names)
+    table = rows(tmp_path / "out" / "attention-map.csv")
+    assert len(table) == 3 * 4 * 6
+    assert {(row["token_row"], row["token_column"], row["layer"]) for row in table} == {("1", "2", "1")}
+    assert len(rows(tmp_path / "out" / "attention-map-kernels.csv")) == 9
+
+
+def test_scaling(invoke, tmp_path, monkeypatch):
+    def measured(model, *, sizes, windows, batch, device, seconds, on_progress):
+        assert (model, sizes, windows, batch, str(device)) == ("inline_swin_tiny", [32, 64], [7], 2, "cpu")
+        point = ScalingPoint(model, "inline", "resolution", 32, None, 2, 1.5, 0.1, 1000, 10**6)
+        on_progress(point)
+        return [point]
+
+    monkeypatch.setattr(analyze_runs, "measure_scaling", measured)
+    result = invoke("scaling", "--model", "inline_swin_tiny", "--sizes", "64,32", "--windows", "7", "-b", 2)
+    assert_files(result, tmp_path / "out", "scaling.json", "scaling.csv", "scaling.png", "scaling.svg")
+    assert rows(tmp_path / "out" / "scaling.csv")[0]["milliseconds"] == "1.5"
+
+
+def test_tables_are_written_without_matplotlib(trained, tmp_path, monkeypatch):
+    needing = ("inline_attention.analysis.drawing.", "inline_attention.analysis.plots")
+    for name in [name for name in sys.modules if name.startswith(needing)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = trained("locality", "-n", 1, "--sides", "3", "--layer", 0)
+    assert_files(result, tmp_path / "out", "locality.json", "locality.csv")
+    assert "pip install 'inline-attention[plots]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("confusion", "--layer", "9"), "the model has 2 attention layers, got layer 9"),
+        (("locality", "--head", "5"), r"has 2 heads, got head 5"),
+        (("attention-map", "--token", "7,0"), "has 4×4 tokens, got row 7, column 0"),
+        (("confusion", "--data-dir", "absent"), "absent does not exist"),
+        (("masking", "--data-dir", "absent"), "absent does not exist"),
+        (("attention-map", "absent.jpg"), "absent.jpg: cannot be opened"),
+        (("masking", "--device", "nonsense"), "device 'nonsense' cannot be used here"),
+        (("locality", "--checkpoint", "absent.safetensors"), "absent.safetensors"),
+        (("locality", "--model", "inline_deit_tiny"), "got 1 models and 3 checkpoints"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_value(trained, arguments, message):
+    assert message in only_error(trained(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("locality", "--sides", "4"), "such as 3,5,7, got '4'"),
+        (("masking", "--sides", "1,3"), "such as 3,5,7"),
+        (("attention-map", "--token", "3"), "such as 3,5, got '3'"),
+        (("confusion", "--size", "8x8x8"), "such as 192x320, got '8x8x8'"),
+        (("scaling", "--sizes", "big"), "such as 224,448, got 'big'"),
+    ],
+)
+def test_malformed_options_are_refused(invoke, arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    text = " ".join(result.stderr.replace("│", " ").split())
+    assert message in text
+
+
+def test_unwritable_output_is_noticed_before_measuring(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.touch()
+    result = CliRunner().invoke(app, ["analyze", "confusion", "--output", str(blocker / "out")])
+    assert "choose another folder with --output" in only_error(result)

@@ -1,0 +1,68 @@
+"""`inline data` from the outside."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from inline_attention.cli.main import app
+
+
+@pytest.fixture
+def invoke():
+    return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
+
+
+def test_scenes(invoke, tmp_path):
+    output = tmp_path / "made" / "on demand"
+    small = ("--images", 12, "--size", 64, "--seed", 5)
+    result = invoke("scenes", "--output", output, *small)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == str(output)
+    assert "12 pictures to train on, 1 to validate on" in result.output
+    manifest = json.loads((output / "scenes.json").read_text())
+    assert manifest == {"kind": "inline scenes", "images": 12, "validation_images": 1, "size": 64, "seed": 5}
+    assert len(list(output.glob("images/*/*.jpg"))) == len(list(output.glob("annotations/*/*.png"))) == 13
+
+    again = invoke("scenes", "--output", output, *small)
+    assert again.exit_code == 1
+    assert "already holds scenes" in again.output
+    (output.parent / ".unfinished-on demand-00000000").mkdir()
+    third = invoke("scenes", "--output", output, "--images", 3, "--size", 64, "--overwrite")
+    assert third.exit_code == 0
+    assert "is unfinished" in third.output.replace("\n", " ")
+    assert [path.name for path in output.parent.iterdir()] == ["on demand"]
+    assert len(list(output.glob("images/training/*.jpg"))) == 3
+
+
+def test_scenes_that_cannot_be_written(invoke, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.touch()
+    result = invoke("scenes", "--output", blocker / "scenes", "--images", 1)
+    assert result.exit_code == 1
+    assert "cannot write to" in result.output
+    assert invoke("scenes", "--output", tmp_path / "x", "--size", 20).exit_code == 2
+
+
+def test_check(invoke, tmp_path):
+    assert invoke("scenes", "--output", tmp_path / "scenes", "--images", 40, "--size", 64).exit_code == 0
+    detection = ("check", tmp_path / "scenes", "--task", "detection")
+    segmentation = ("check", tmp_path / "scenes", "--task", "segmentation")
+    good = invoke(*detection)
+    assert (good.exit_code, good.output.count("nothing wrong")) == (0, 2)
+    assert invoke(*segmentation, "--reduce-zero-label").exit_code == 0
+    shifted = invoke(*segmentation)
+    assert shifted.exit_code == 1
+    assert "labels outside of the list of classes" in shifted.output
+
+    (tmp_path / "scenes" / "images" / "training" / "000003.jpg").unlink()
+    bad = invoke(*detection)
+    assert bad.exit_code == 1
+    assert (
+        "1 images whose file is missing (000003.jpg (image 4)) (repairing: left out with their objects)" in bad.output
+    )
+    assert bad.output.count("missing") == 1
+    assert "is not fit for training" in bad.output
+    absent = invoke("check", tmp_path / "absent", "--task", "detection")
+    assert absent.exit_code == 1
+    assert "has no annotations of the split 'train'" in absent.output

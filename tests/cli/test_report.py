@@ -1,0 +1,46 @@
+"""`inline report` from the outside."""
+
+import pytest
+from typer.testing import CliRunner
+
+from analysis.written_runs import write_run
+from inline_attention.analysis.cost import CostPoint
+from inline_attention.analysis.report import evidence
+from inline_attention.cli.main import app
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    def measure(sizes):
+        return [CostPoint(kind, tokens, 1.0, 1, 1) for tokens in sizes for kind in ("softmax", "inline")]
+
+    monkeypatch.setattr(evidence, "measure_attention_cost", measure)
+    return lambda *arguments: CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+
+
+def test_a_page_is_written_and_its_path_printed(invoke, tmp_path):
+    write_run(tmp_path / "runs" / "first", "inline_deit_tiny")
+    write_run(tmp_path / "runs" / "second", "linear_deit_tiny", weights=False)
+    page = tmp_path / "new" / "page.html"
+    result = invoke(tmp_path / "runs", "--output", page, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == str(page)
+    assert "left out of confusion: linear_deit_tiny" in result.output
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert sorted(file.name for file in page.parent.iterdir()) == ["page.html", "page.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere does not exist"),
+        ((".", "--ablation", "nowhere"), "holds no run"),
+        (("nowhere", "--output", "."), "expected a file to write"),
+    ],
+)
+def test_what_is_wrong_is_said(invoke, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert list(tmp_path.glob("*.html")) == []
