@@ -2,7 +2,7 @@ import csv
 
 import pytest
 
-from inline_attention.data.broken import BrokenImage, BrokenImageLimit, BrokenImages, BrokenImagesError
+from inline_attention.data.broken import BrokenImage, BrokenImageLimit, BrokenImages, BrokenImagesError, write_report
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,8 @@ def test_too_many_name_the_first_and_the_count():
 
 
 def test_report(tmp_path):
-    images = BrokenImages(10)
-    images.add([BrokenImage("a,b\udcff.jpg", 'is "odd"'), BrokenImage("c.jpg", "is empty")])
-    assert images.write_report(tmp_path) == tmp_path / "broken_images.csv"
+    images = [BrokenImage("a,b\udcff.jpg", 'is "odd"'), BrokenImage("c.jpg", "is empty")]
+    assert write_report(tmp_path, images) == tmp_path / "broken_images.csv"
     with (tmp_path / "broken_images.csv").open(newline="", errors="surrogateescape") as file:
         assert list(csv.reader(file)) == [["path", "reason"], ["a,b\udcff.jpg", 'is "odd"'], ["c.jpg", "is empty"]]
     assert [path.name for path in tmp_path.iterdir()] == ["broken_images.csv"]

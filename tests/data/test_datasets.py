@@ -11,6 +11,7 @@ import pytest
 
 from data.conftest import noise, write_pictures
 from inline_attention.data import BrokenImages, EvaluationBatches, ImageLoader, evaluation_transform
+from inline_attention.data.checks import open_and_check
 from inline_attention.data.cifar10 import CLASS_NAMES
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import ImageError
@@ -171,6 +172,7 @@ def test_cifar10(tmp_path, version, packed):
     else:
         unpack(tmp_path, contents)
         root = tmp_path / next(iter(contents)).split("/")[0] if packed == "the folder itself" else tmp_path
+    assert open_and_check("cifar10", root).problems == []
     train, test = open_dataset("cifar10", root), open_dataset("cifar10", root, "validation")
     assert (len(train), len(test)) == (20, 4)
     assert train.class_names == CLASS_NAMES

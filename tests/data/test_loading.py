@@ -273,7 +273,7 @@ def test_other_errors_in_workers_stay_what_they_are(folder):
         raise KeyError("mistake in a transform")
 
     loader = evaluation_loader(folder)
-    loader._loader.dataset._transform = _Dies(fail)
+    loader._loader.dataset._samples._transform = _Dies(fail)
     with pytest.raises(KeyError, match="mistake in a transform"):
         list(loader.epoch())
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch.nn import functional as F
 
 from data.conftest import write_pictures
 from inline_attention.data import (
@@ -9,14 +8,15 @@ from inline_attention.data import (
     EvaluationBatches,
     MemoryImages,
     MemoryLoader,
-    Normalize,
     TrainingBatches,
     decode_to_memory,
     open_dataset,
 )
-from inline_attention.data.memory import crop_and_flip
+from inline_attention.data.on_device import training_augmentation
 
-PLAIN = Normalize([0.0], [1.0])
+STATISTICS = {"mean": [0.0] * 3, "std": [1.0] * 3}
+# Everything that could depend on where in which batch an image lies.
+AUGMENTATION = {"crop_padding": 2, "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.5, **STATISTICS}
 
 
 def random_images(length=20):
@@ -47,19 +47,11 @@ def test_broken_pictures_are_left_out(tmp_path):
         decode_to_memory(source, (8, 8), broken=BrokenImages(16))
 
 
-def test_crop_and_flip_against_one_by_one():
-    images = random_images().images
-    corners = torch.randint(0, 5, (20, 2))
-    flips = torch.rand(20) < 0.5
-    result = crop_and_flip(images, corners, flips, padding=2)
-    for image, (top, left), flip, got in zip(images, corners.tolist(), flips, result, strict=True):
-        expected = F.pad(image, (2, 2, 2, 2))[:, top : top + 8, left : left + 6]
-        assert torch.equal(got, expected.flip(-1) if flip else expected)
-
-
 def test_evaluation_leaves_pictures_alone():
     data = random_images()
-    batches = list(MemoryLoader(data, EvaluationBatches(20, 8), normalize=PLAIN).epoch())
+    batches = list(
+        MemoryLoader(data, EvaluationBatches(20, 8), augmentation=training_augmentation((8, 6), **STATISTICS)).epoch()
+    )
     assert [len(batch) for batch in batches] == [8, 8, 4]
     torch.testing.assert_close(torch.cat([batch.images for batch in batches]), data.images / 255, rtol=0, atol=0)
     assert torch.cat([batch.targets for batch in batches]).tolist() == data.targets.tolist()
@@ -69,7 +61,7 @@ def samples(data, batch_size, epoch=0, seed=1, world_size=1, start_batch=0):
     found = {}
     for rank in range(world_size):
         batches = TrainingBatches(len(data), batch_size, seed=seed, rank=rank, world_size=world_size)
-        loader = MemoryLoader(data, batches, normalize=PLAIN, seed=seed, crop_padding=2, flip=True)
+        loader = MemoryLoader(data, batches, seed=seed, augmentation=training_augmentation((8, 6), **AUGMENTATION))
         for batch in loader.epoch(epoch, start_batch):
             found |= dict(zip(batch.indices.tolist(), batch.images, strict=True))
     return found
@@ -88,8 +80,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
 def test_a_gpu_gives_the_same_pictures():
     data = random_images()
     batches = TrainingBatches(20, 4, seed=1)
-    options = {"normalize": PLAIN, "crop_padding": 2, "flip": True}
-    here = [batch.images for batch in MemoryLoader(data, batches, **options).epoch()]
-    there = [batch.images.cpu() for batch in MemoryLoader(data, batches, device="cuda", **options).epoch()]
-    PLAIN.cpu()
-    torch.testing.assert_close(here, there)
+    augmentation = training_augmentation((8, 6), crop_padding=2, hflip=0.5, **STATISTICS)
+    here = [batch.images for batch in MemoryLoader(data, batches, augmentation=augmentation).epoch()]
+    loader = MemoryLoader(data, batches, augmentation=augmentation, device="cuda")
+    torch.testing.assert_close(here, [batch.images.cpu() for batch in loader.epoch()])

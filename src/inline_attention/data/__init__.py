@@ -8,12 +8,14 @@ from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import ImageError, find_images, load_image
 from inline_attention.data.loading import DataWorkerError, ImageLoader, Loader, named_worker_error
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
+from inline_attention.data.on_device import BatchAugmentation, training_augmentation
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.data.transforms import evaluation_transform, training_transform
 
 __all__ = [
     "Batch",
+    "BatchAugmentation",
     "BrokenImage",
     "BrokenImageLimit",
     "BrokenImages",
@@ -38,5 +40,6 @@ __all__ = [
     "named_worker_error",
     "open_and_check",
     "open_dataset",
+    "training_augmentation",
     "training_transform",
 ]

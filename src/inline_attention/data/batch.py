@@ -56,6 +56,10 @@ class Batch:
             indices=self.indices.to(device, non_blocking=True),
         )
 
+    def normalized(self, normalize: Normalize) -> Self:
+        """A copy with normalised images."""
+        return replace(self, images=normalize(self.images))
+
 
 class Normalize(nn.Module):
     """Bytes to floating-point numbers of about zero mean and unit variance, on the images' device.

@@ -31,6 +31,9 @@ class BrokenImage:
     name: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class BrokenImageLimit:
@@ -85,7 +88,7 @@ class BrokenImages:
         new = [image for image in broken if image.name not in self._found]
         self._found.update((image.name, image) for image in new)
         if len(self._found) > self.allowed:
-            first = "".join(f"\n  {image.name}: {image.reason}" for image in list(self)[:FIRST_OFFENDERS])
+            first = "".join(f"\n  {image}" for image in list(self)[:FIRST_OFFENDERS])
             more = len(self) - FIRST_OFFENDERS
             raise BrokenImagesError(
                 f"at least {len(self):,} of {self.total:,} images cannot be read, at most {self.allowed:,} may be "
@@ -95,14 +98,15 @@ class BrokenImages:
             )
         return new
 
-    def write_report(self, folder: str | os.PathLike[str], name: str = REPORT_NAME) -> Path:
-        """List them in a CSV file with the columns path and reason; returns the file."""
-        path = Path(folder) / name
-        unfinished = path.with_name(f"{path.name}.tmp")
-        # Names on a file system are bytes, and need not be text.
-        with unfinished.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            writer = csv.writer(file)
-            writer.writerow(["path", "reason"])
-            writer.writerows([image.name, image.reason] for image in self)
-        unfinished.replace(path)
-        return path
+
+def write_report(folder: str | os.PathLike[str], images: Iterable[BrokenImage]) -> Path:
+    """List broken images in a CSV file with the columns path and reason, over the one from before; returns the file."""
+    path = Path(folder) / REPORT_NAME
+    unfinished = path.with_name(f"{path.name}.tmp")
+    # Names on a file system are bytes, and need not be text.
+    with unfinished.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "reason"])
+        writer.writerows([image.name, image.reason] for image in images)
+    unfinished.replace(path)
+    return path

@@ -50,7 +50,8 @@ def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
         parts = [version.parse(content, f"{root}: {name}") for name, content in found.items()]
         pixels, targets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-        return ArraySource(str(root), CLASS_NAMES, images, targets)
+        part = "train" if split == "train" else "test"
+        return ArraySource(f"{root} ({part})", CLASS_NAMES, images, targets)
     return None
 
 

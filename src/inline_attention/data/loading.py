@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Protocol
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,34 +22,90 @@ from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import Transform
 
 DEFAULT_TIMEOUT = 180.0
+# Seconds. Torch raises the death of a worker wherever the program is, even where exceptions are swallowed: look again.
+CHECK_INTERVAL = 10.0
+TIMED_OUT = "DataLoader timed out"  # how torch's message begins
 
 
 class DataWorkerError(RuntimeError):
     """A process that prepares images died or hangs."""
 
 
-class Loader(Protocol):
+class LoadedBatch(Protocol):
+    """What a loader asks of the batches it hands on, whatever is in them."""
+
+    @property
+    def broken(self) -> tuple[BrokenImage, ...]:
+        """Images that were left out of it, or replaced in it."""
+        ...
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """A copy on the device."""
+        ...
+
+    def normalized(self, normalize: Normalize) -> Self:
+        """A copy with normalised images."""
+        ...
+
+
+BatchType = TypeVar("BatchType", bound=LoadedBatch)
+AnyBatch = TypeVar("AnyBatch", covariant=True)
+
+
+class Samples(Protocol[AnyBatch]):
+    """What a loader reads: pictures with what is to be learnt of them, prepared for a model."""
+
+    def __len__(self) -> int:
+        """Samples in the dataset."""
+        ...
+
+    def name(self, index: int) -> str:
+        """The picture's path, or what else it can be found by."""
+        ...
+
+    def read(self, index: int) -> Any:
+        """A sample; random numbers come from the global generators, which the loader has seeded.
+
+        Raises:
+            ImageError: If it cannot be read.
+        """
+        ...
+
+    def batch(
+        self, key: BatchKey, samples: Sequence[Any], indices: Sequence[int], broken: tuple[BrokenImage, ...]
+    ) -> AnyBatch:
+        """What `read` returned for the samples of these indices, together."""
+        ...
+
+
+class Loader(Protocol[AnyBatch]):
     """What training and evaluation ask of a loader."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
         ...
 
-    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[AnyBatch]:
         """The batches of an epoch, from `start_batch` on."""
         ...
 
+    def close(self) -> None:
+        """End its processes, if it has any."""
 
-class ImageLoader:
-    """Reads, transforms and batches pictures; the same ones, bit for bit, with any number of workers.
+
+class SampleLoader(Generic[BatchType]):
+    """Reads, transforms and batches samples; the same ones, bit for bit, with any number of workers.
 
     A sample depends on (seed, epoch, index) and nothing else, so an epoch can be taken up at any batch.
     """
 
     def __init__(
         self,
-        source: ImageSource,
-        transform: Transform,
+        samples: Samples[BatchType],
         batches: Batches,
         *,
         normalize: Normalize | None = None,
@@ -64,15 +120,13 @@ class ImageLoader:
         """Set up; worker processes start with the first epoch and stay until `close`.
 
         Args:
-            source: The pictures.
-            transform: Makes a `[C, H, W]` tensor of an RGB picture, uint8 or already normalised; random numbers from
-                the global generators.
+            samples: What is read.
             batches: Which samples make up which batch.
             normalize: Applied on the device to batches of uint8; None leaves them as they are.
             broken: Where broken images are noted.
             replace_broken: True puts the next readable image in place of a broken one, which keeps the size of
                 batches; False leaves it out, which keeps figures honest.
-            seed: Of the transform's random numbers.
+            seed: Of the samples' random numbers.
             workers: Worker processes; 0 prepares images in this one.
             prefetch: Batches that each worker prepares ahead.
             device: Where batches go.
@@ -83,16 +137,17 @@ class ImageLoader:
         self._batches = batches
         self._broken = broken
         self._keys = _PendingKeys()
+        self._timeout = timeout
         options: dict[str, Any] = {}
         if workers:
             options = {
                 "persistent_workers": True,
                 "prefetch_factor": prefetch,
-                "timeout": timeout,
+                "timeout": min(timeout, CHECK_INTERVAL),
                 "worker_init_fn": _leave_process_group,
             }
-        self._loader: DataLoader[Batch] = DataLoader(
-            _SampleReader(source, transform, seed, broken.allowed, replace_broken),
+        self._loader: DataLoader[BatchType] = DataLoader(
+            _SampleReader(samples, seed, broken.allowed, replace_broken),
             batch_size=None,  # a key is a batch
             sampler=self._keys,  # pyright: ignore[reportArgumentType] (any iterable is one)
             num_workers=workers,
@@ -105,7 +160,7 @@ class ImageLoader:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
         """The batches of an epoch, from `start_batch` on, on the device.
 
         Batches in which no image is readable are left out, which happens only if broken ones are not replaced.
@@ -116,16 +171,29 @@ class ImageLoader:
         """
         self._keys.keys = self._batches.keys(epoch, start_batch)
         try:
-            for batch in self._loader:
+            iterator = iter(self._loader)
+            while (batch := self._next(iterator)) is not None:
                 self._broken.add(batch.broken)
                 if len(batch):
                     moved = batch.to(self._device)
-                    yield moved if self._normalize is None else replace(moved, images=self._normalize(moved.images))
+                    yield moved if self._normalize is None else moved.normalized(self._normalize)
         except RuntimeError as error:
             if (named := named_worker_error(error)) is None:
                 raise
             self.close()
             raise named from error
+
+    def _next(self, iterator: Iterator[BatchType]) -> BatchType | None:
+        """The next batch, or None after the last; waited for as long as the workers live and the timeout allows."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return next(iterator, None)
+            except RuntimeError as error:
+                if not str(error).startswith(TIMED_OUT):
+                    raise
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{TIMED_OUT} after {self._timeout:g} seconds") from None
 
     def close(self) -> None:
         """End the worker processes."""
@@ -135,6 +203,22 @@ class ImageLoader:
             iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class ImageLoader(SampleLoader[Batch]):
+    """A `SampleLoader` of labelled pictures."""
+
+    def __init__(self, source: ImageSource, transform: Transform, batches: Batches, **options: Any):
+        """Set up.
+
+        Args:
+            source: The pictures.
+            transform: Makes a `[C, H, W]` tensor of an RGB picture, uint8 or already normalised; random numbers from
+                the global generators.
+            batches: As for `SampleLoader`.
+            options: As for `SampleLoader`.
+        """
+        super().__init__(_LabelledPictures(source, transform), batches, **options)
+
+
 def named_worker_error(error: BaseException) -> DataWorkerError | None:
     """What torch's error says of a worker that died or hangs; None if it is about something else.
 
@@ -142,7 +226,7 @@ def named_worker_error(error: BaseException) -> DataWorkerError | None:
     """
     causes = (error.__cause__, error)  # of the two, the first knows the signal, if any did
     messages = [str(cause).strip().rstrip(".") for cause in causes if isinstance(cause, RuntimeError)]
-    reason = next((message for message in messages if re.match(r"DataLoader (worker|timed out)", message)), None)
+    reason = next((message for message in messages if re.match(rf"DataLoader worker|{TIMED_OUT}", message)), None)
     if reason is None:
         return None
     return DataWorkerError(
@@ -161,57 +245,67 @@ class _PendingKeys:
         return self.keys
 
 
-class _SampleReader(Dataset[Batch]):
+class _LabelledPictures:
+    """Pictures and their classes; the far ends of very long ones are cut off before anything is resized."""
+
+    def __init__(self, source: ImageSource, transform: Transform):
+        self._source, self._transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def name(self, index: int) -> str:
+        return self._source.name(index)
+
+    def read(self, index: int) -> Tensor:
+        return self._transform(without_far_ends(self._source.load(index)))
+
+    def batch(
+        self, key: BatchKey, samples: Sequence[Tensor], indices: Sequence[int], broken: tuple[BrokenImage, ...]
+    ) -> Batch:
+        return Batch(
+            key.epoch,
+            key.number,
+            _stack(list(samples)),
+            torch.from_numpy(self._source.targets[list(indices)]),
+            torch.tensor(indices, dtype=torch.int64),
+            broken,
+        )
+
+
+class _SampleReader(Dataset[BatchType]):
     """Runs in the workers: turns the key of a batch into the batch, and never fails on account of an image."""
 
-    def __init__(
-        self,
-        source: ImageSource,
-        transform: Transform,
-        seed: int,
-        allowed_broken: int,
-        replace_broken: bool,
-    ):
-        self._source, self._transform, self._seed = source, transform, seed
+    def __init__(self, samples: Samples[BatchType], seed: int, allowed_broken: int, replace_broken: bool):
+        self._samples, self._seed = samples, seed
         self._allowed_broken, self._replace_broken = allowed_broken, replace_broken
 
-    def __getitem__(self, key: BatchKey) -> Batch:
-        images: list[Tensor] = []
+    def __getitem__(self, key: BatchKey) -> BatchType:
+        samples: list[Any] = []
         indices: list[int] = []
         broken: dict[int, BrokenImage] = {}
         with kept_global_generators():
             for index in key.indices.tolist():
                 found = self._first_readable(index, key.epoch, broken)
                 if found is not None:
-                    images.append(found[0])
+                    samples.append(found[0])
                     indices.append(found[1])
                 if len(broken) > self._allowed_broken:
                     break  # the main process will stop: there is no need to try the rest
-        return Batch(
-            key.epoch,
-            key.number,
-            _stack(images),
-            torch.from_numpy(self._source.targets[indices]),
-            torch.tensor(indices, dtype=torch.int64),
-            tuple(broken.values()),
-        )
+        return self._samples.batch(key, samples, indices, tuple(broken.values()))
 
-    def _first_readable(self, index: int, epoch: int, broken: dict[int, BrokenImage]) -> tuple[Tensor, int] | None:
+    def _first_readable(self, index: int, epoch: int, broken: dict[int, BrokenImage]) -> tuple[Any, int] | None:
         """The sample, or else the next one that can be read; broken ones are added to `broken`."""
         while True:
             if index not in broken:
+                seed_global_generators("sample", self._seed, epoch, index)
                 try:
-                    return self._sample(index, epoch), index
+                    return self._samples.read(index), index
                 except ImageError as error:
-                    broken[index] = BrokenImage(self._source.name(index), error.reason)
+                    broken[index] = BrokenImage(self._samples.name(index), error.reason)
             if not self._replace_broken or len(broken) > self._allowed_broken:
                 return None
-            index = (index + 1) % len(self._source)
-
-    def _sample(self, index: int, epoch: int) -> Tensor:
-        image = without_far_ends(self._source.load(index))
-        seed_global_generators("sample", self._seed, epoch, index)
-        return self._transform(image)
+            index = (index + 1) % len(self._samples)
 
 
 def _stack(images: list[Tensor]) -> Tensor:
@@ -223,7 +317,7 @@ def _stack(images: list[Tensor]) -> Tensor:
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: BatchType) -> BatchType:
     return batch
 
 

@@ -5,7 +5,7 @@ Bytes are a quarter of the traffic between processes and devices; `Normalize` ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -39,6 +39,11 @@ def training_transform(
         if operation.aug_fn is auto_augment.posterize:
             operation.aug_fn = _posterize
     return transform
+
+
+def evaluation_options(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `evaluation_transform` from timm's data settings of a model."""
+    return {name: described[name] for name in ("interpolation", "crop_pct", "crop_mode") if name in described}
 
 
 def evaluation_transform(size: tuple[int, int], **timm_options: Any) -> Transform:

@@ -181,3 +181,25 @@ def test_weights_with_nan_are_told(model, photos, tmp_path):
     save_weights(weights, tmp_path / "nan.safetensors", metadata={"model": NAME})
     (result,) = ImageClassifier.from_checkpoint(tmp_path / "nan.safetensors").classify_files(photos[:1])
     assert "NaN" in result.error
+
+
+def test_pictures_are_prepared_as_the_run_evaluated_them(photos, tmp_path):
+    arguments = {"img_size": 32, "patch_size": 4, "depth": 1, "num_classes": 4}
+    model = create_model(NAME, **arguments).eval()
+    path = tmp_path / "run.safetensors"
+    save_weights(model, path, metadata={"model": NAME, "model_arguments": json.dumps(arguments), "crop_pct": "1.0"})
+    prepared = ImageClassifier.from_checkpoint(path, device="cpu").prepare(photos[0])
+    expected = create_transform(**resolve_data_config({"input_size": (3, 32, 32), "crop_pct": 1.0}, model=model))(
+        Image.open(photos[0])
+    )
+    assert torch.equal(prepared, expected)
+    # The notes are about the model that the file is of, not about another that is asked for.
+    with pytest.raises(CheckpointMismatchError):
+        ImageClassifier.from_checkpoint(path, model_name="inline_deit_small", device="cpu")
+
+
+def test_a_crop_that_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    save_weights(create_model(NAME, num_classes=4), path, metadata={"model": NAME, "crop_pct": '"all"'})
+    with pytest.raises(CheckpointError, match="crop_pct"):
+        ImageClassifier.from_checkpoint(path, device="cpu")

@@ -61,6 +61,8 @@ class ImageClassifier:
         *,
         size: int | tuple[int, int] | None = None,
         device: str = "auto",
+        native_size: tuple[int, int] | None = None,
+        crop_pct: float | None = None,
     ):
         """Put the model to work.
 
@@ -70,6 +72,8 @@ class ImageClassifier:
             size: Pixels of the shorter side, the aspect ratio being kept and nothing cropped; or (height, width)
                 exactly. By default the model's native size and crop.
             device: "cpu", "cuda", …; "auto" for a GPU where there is one.
+            native_size: (height, width) that the model was trained for; that of its `pretrained_cfg` by default.
+            crop_pct: Share of the resized picture's side that is kept at the native size; likewise.
 
         Raises:
             ValueError: If the size is too small for the model, or there is no such device.
@@ -77,11 +81,12 @@ class ImageClassifier:
         least = getattr(model, "largest_stride", 1)
         if size is not None and min([size] if isinstance(size, int) else size) < least:
             raise ValueError(f"images must be at least {least} pixels high and wide, got size {size}; enlarge it")
-        self.device = _find_device(device)
+        self.device = find_device(device)
         self.model = model.eval().to(self.device)
         self.class_names = class_names
         self._size = size
-        self._config: dict[str, Any] = resolve_data_config({}, model=model)
+        native = {} if native_size is None else {"input_size": (3, *native_size)}
+        self._config: dict[str, Any] = resolve_data_config(native | {"crop_pct": crop_pct}, model=model)
         self._native_transform = create_transform(**self._config)
 
     @classmethod
@@ -109,7 +114,10 @@ class ImageClassifier:
         model_name = model_name or file.metadata.get("model")
         if not model_name:
             raise CheckpointError(f"{path} does not say which model it is of; give its name with --model")
-        arguments = _model_arguments(file.path, file.metadata) if model_name == file.metadata.get("model") else {}
+        arguments_apply = model_name == file.metadata.get("model")
+        arguments: dict[str, Any] = {}
+        if arguments_apply:
+            arguments = _noted(file.path, file.metadata, "model_arguments", dict) or {}
         with torch.device("meta"):
             classes = number_of_classes(file.weights, create_model(model_name, **arguments))
         if classes is None:
@@ -118,7 +126,10 @@ class ImageClassifier:
         arguments["num_classes"] = classes
         model = create_model(model_name, **arguments)
         load_checkpoint(model, file)
-        return cls(model, class_names, size=size, device=device)
+        native = arguments.get("img_size")
+        native_size = (native, native) if isinstance(native, int) else tuple(native) if native else None
+        crop_pct = _noted(file.path, file.metadata, "crop_pct", (float, int)) if arguments_apply else None
+        return cls(model, class_names, size=size, device=device, native_size=native_size, crop_pct=crop_pct)
 
     def classify_files(
         self, paths: Iterable[str | os.PathLike[str]], *, top: int = 5, batch_size: int = 8
@@ -188,7 +199,12 @@ class ImageClassifier:
         return ImageResult(path, tuple(Prediction(index, self.class_names[index], value) for index, value in pairs))
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of a name; of "auto", a GPU where there is one.
+
+    Raises:
+        ValueError: If it cannot be used.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -200,15 +216,15 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _model_arguments(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What the model was built with, as `inline train` notes it."""
+def _noted(path: Path, metadata: Mapping[str, str], name: str, kinds: type | tuple[type, ...]) -> Any:
+    """What `inline train` notes in a file about the model and its images, or None."""
     try:
-        arguments = json.loads(metadata.get("model_arguments", "{}"))
+        value = json.loads(metadata.get(name, "null"))
     except json.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise CheckpointError(f"{path} has model_arguments in its metadata that are no JSON mapping; save it again")
-    return arguments
+        value = metadata[name]
+    if value is not None and not isinstance(value, kinds):
+        raise CheckpointError(f"{path} has a {name} in its metadata that cannot be used, {value!r}; save it again")
+    return value
 
 
 def _class_names(path: Path, metadata: Mapping[str, str], classes: int) -> list[str]:

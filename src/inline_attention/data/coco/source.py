@@ -1,0 +1,148 @@
+"""Pictures with objects, as COCO annotates them, in the form that torchvision's detectors take.
+
+Shapes: `N` images, `n` objects of an image, `H`, `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from inline_attention.data.coco.annotations import CocoAnnotations, CocoObject
+from inline_attention.data.coco.masks import MaskError, decode_mask
+from inline_attention.data.images import ImageError, load_image
+from inline_attention.data.sources import DataError
+
+Target = dict[str, Tensor]
+
+
+class CocoSource:
+    """Annotated pictures by number. Cheap to copy into worker processes.
+
+    Attributes:
+        location: The annotation file.
+        class_names: Names of categories; that of label 1 first.
+        image_ids: `[N]` int64, COCO's ids of the images.
+        sizes: `[N, 2]` int64, height and width.
+    """
+
+    def __init__(
+        self,
+        annotations: CocoAnnotations,
+        image_folder: str | os.PathLike[str],
+        *,
+        masks: bool = True,
+        crowds: bool = False,
+        skip_empty: bool = False,
+    ):
+        """Take annotations as they are: `check_annotations` first.
+
+        Args:
+            annotations: The annotations.
+            image_folder: What their file names are relative to.
+            masks: Whether targets hold masks.
+            crowds: Whether targets hold crowds; losses do not know what to do with them.
+            skip_empty: Leave out images without an object, as is usual in training.
+
+        Raises:
+            DataError: If no image is left.
+        """
+        self.location, self.class_names = annotations.location, annotations.class_names
+        self._folder, self._masks = Path(image_folder), masks
+        labels = annotations.category_to_label
+        by_image: defaultdict[int, list[CocoObject]] = defaultdict(list)
+        for item in annotations.objects:
+            if crowds or not item.is_crowd:
+                by_image[item.image_id].append(item)
+        images = [image for image in annotations.images if by_image[image.id] or not skip_empty]
+        if not images:
+            raise DataError(f"{self.location} has no image{' with an object' if skip_empty else ''} to use")
+        self.image_ids = np.array([image.id for image in images], dtype=np.int64)
+        self.sizes = np.array([(image.height, image.width) for image in images], dtype=np.int64)
+        # Packed, as a million small Python objects would be copied into every worker, page by page, as they are used.
+        self._names = np.array([os.fsencode(image.file_name) for image in images])
+        packed = [json.dumps([_packed(item, labels) for item in by_image[image.id]]).encode() for image in images]
+        self._ends = np.cumsum([len(text) for text in packed])
+        self._objects = np.frombuffer(b"".join(packed), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    def name(self, index: int) -> str:
+        """The picture's path."""
+        return os.path.join(self._folder, os.fsdecode(self._names[index]))
+
+    def load(self, index: int) -> Image.Image:
+        """The picture, upright and in RGB.
+
+        Raises:
+            ImageError: If it cannot be read, or is not of the annotated size.
+        """
+        image = load_image(self.name(index))
+        height, width = map(int, self.sizes[index])
+        if image.size != (width, height):
+            raise ImageError(
+                self.name(index), f"is {image.width}×{image.height} pixels, {width}×{height} in {self.location}"
+            )
+        return image
+
+    def target(self, index: int) -> Target:
+        """What is in the picture, in the form of torchvision's detectors.
+
+        Returns:
+            boxes `[n, 4]` float32 (left, top, right, bottom in pixels), labels `[n]` int64 from 1, masks `[n, H, W]`
+            uint8 (if wanted), image_id int64, area `[n]` float32 and iscrowd `[n]` int64.
+
+        Raises:
+            ImageError: If a mask is malformed.
+        """
+        start = int(self._ends[index - 1]) if index else 0
+        objects: list[dict[str, Any]] = json.loads(self._objects[start : int(self._ends[index])].tobytes())
+        boxes = torch.tensor([item["box"] for item in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        target = {
+            "boxes": boxes,
+            "labels": torch.tensor([item["label"] for item in objects], dtype=torch.int64),
+            "image_id": torch.tensor(int(self.image_ids[index])),
+            "area": torch.tensor([item["area"] for item in objects], dtype=torch.float32),
+            "iscrowd": torch.tensor([item["crowd"] for item in objects], dtype=torch.int64),
+        }
+        if self._masks:
+            target["masks"] = self._decoded(objects, index)
+        return target
+
+    def without_masks(self) -> Self:
+        """The same pictures, with targets that hold no masks: for where nobody looks at them."""
+        plain = copy.copy(self)
+        plain._masks = False
+        return plain
+
+    def _decoded(self, objects: list[dict[str, Any]], index: int) -> Tensor:
+        height, width = map(int, self.sizes[index])
+        masks = np.empty((len(objects), height, width), dtype=np.uint8)
+        for mask, item in zip(masks, objects, strict=True):
+            try:
+                mask[...] = decode_mask(item["segmentation"], height, width)
+            except MaskError as error:
+                raise ImageError(self.name(index), f"has a malformed mask (object {item['id']}): {error}") from error
+        return torch.from_numpy(masks)
+
+
+def _packed(item: CocoObject, labels: dict[int, int]) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "box": item.box,
+        "label": labels[item.category_id],
+        "area": item.area,
+        "crowd": int(item.is_crowd),
+        "segmentation": item.segmentation,
+    }

@@ -1,0 +1,223 @@
+"""Draws scenes: materials in the background, wires across it, objects that cast shadows and hide each other.
+
+A kind of object is told by its outline alone: colour and material of objects and backgrounds are drawn alike.
+Shapes: `H`, `W` height and width in pixels; `h`, `w` those of the part of the picture around one object.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from inline_attention.data.randomness import derived_seed
+from inline_attention.data.scenes.camera import photograph
+from inline_attention.data.scenes.scene import OBJECT_KINDS, OTHER, Scene, category_number
+from inline_attention.data.scenes.shapes import REACH, outline_distance, unit_area
+from inline_attention.data.scenes.textures import MATERIALS, painted, smooth_noise
+
+SMALLEST_SIDE = 64
+LARGEST_SIDE = 4096
+SHORT_TO_LONG = (1.0, 3 / 4, 2 / 3)  # shapes of pictures
+MOST_OBJECTS = 10
+SHARE_WITHOUT_OBJECTS = 0.03
+# Square roots of areas in pixels, within COCO's limits of small (below 32²), medium (below 96²) and large objects. What
+# is seen of an object may be less, as objects hide each other.
+SCALES = {"small": (12.0, 31.0), "medium": (33.0, 94.0), "large": (102.0, math.inf)}
+SCALE_SHARES = {"small": 0.35, "medium": 0.4, "large": 0.25}
+LARGEST_SHARE_OF_SIDE = 0.65
+STRETCH = 0.2  # largest logarithm by which an object is wider, and so much lower
+LEAST_VISIBLE_SHARE = 0.45
+LEAST_VISIBLE_PIXELS = 48
+PLACING_ATTEMPTS = 8
+COLOUR_CANDIDATES = 3  # of which the one is taken that stands out most
+
+
+def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
+    """Draw one scene; it depends on the arguments alone, not on how many others are drawn.
+
+    Args:
+        seed: Of the dataset.
+        split: Such as "train"; scenes of different splits have nothing in common.
+        index: Number of the scene in its split.
+        size: Pixels of the longer side, from `SMALLEST_SIDE` to `LARGEST_SIDE`.
+    """
+    if not SMALLEST_SIDE <= size <= LARGEST_SIDE:
+        raise ValueError(f"the size of scenes must be {SMALLEST_SIDE} to {LARGEST_SIDE} pixels, got {size}")
+    random = np.random.default_rng(derived_seed("scene", seed, split, index))
+    short = round(size * random.choice(SHORT_TO_LONG))
+    height, width = (size, short) if random.random() < 0.35 else (short, size)
+    canvas = _Canvas(random, height, width)
+    canvas.draw_background()
+    for _ in range(random.integers(0, 4)):
+        canvas.draw_wire()
+    if random.random() >= SHARE_WITHOUT_OBJECTS:
+        for _ in range(random.integers(1, MOST_OBJECTS + 1)):
+            canvas.draw_object()
+    return Scene(photograph(random, canvas.colours), canvas.instances, tuple(canvas.kinds), canvas.background)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where an object goes, and how it is turned and stretched."""
+
+    kind: str
+    centre: tuple[float, float]  # (x, y) in pixels
+    radius: float  # of the disc that it about fills, in pixels
+    angle: float
+    stretch: float
+
+    def distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Pixels from the outline, negative inside, at points of the picture."""
+        x, y = (x - self.centre[0]) / self.radius, (y - self.centre[1]) / self.radius
+        cosine, sine = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
+        turned_x, turned_y = x * cosine + y * sine, y * cosine - x * sine
+        return outline_distance(self.kind, turned_x * self.stretch, turned_y / self.stretch) * self.radius
+
+    def window(self, height: int, width: int, margin: float) -> tuple[slice, slice]:
+        """The part of the picture that the object and a margin take up; its centre lies in the picture."""
+        reach = self.radius * REACH * math.exp(STRETCH) + margin
+        columns, rows = (
+            slice(max(0, int(centre - reach)), min(side, int(centre + reach) + 1))
+            for centre, side in zip(self.centre, (width, height), strict=True)
+        )
+        return rows, columns
+
+
+class _Canvas:
+    """A scene in the making."""
+
+    def __init__(self, random: np.random.Generator, height: int, width: int):
+        self.random, self.height, self.width = random, height, width
+        self.colours = np.zeros((height, width, 3), dtype=np.float32)
+        self.instances = np.zeros((height, width), dtype=np.uint8)
+        self.background = np.zeros((height, width), dtype=np.uint8)
+        self.kinds: list[str] = []
+        self._whole_pixels: list[float] = []  # of each object, had nothing hidden it
+        direction = random.uniform(0, 2 * np.pi)
+        self._to_light = np.array([np.cos(direction), np.sin(direction)], dtype=np.float32)
+
+    def draw_background(self) -> None:
+        """One to three materials, divided by wavy borders."""
+        count = int(self.random.integers(1, 4))
+        materials = self.random.permutation(list(MATERIALS))[:count]
+        angle = self.random.normal(np.pi / 2, 0.4)
+        x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
+        height_above = (x * np.cos(angle) + y * np.sin(angle)) / self.height
+        height_above = height_above + 0.25 * smooth_noise(self.random, self.height, self.width, self.width / 4)
+        borders = np.quantile(height_above[::8, ::8], np.sort(self.random.uniform(0.2, 0.8, count - 1)))
+        region = np.searchsorted(borders, height_above)
+        for number, material in enumerate(materials):
+            where = region == number
+            if not where.any():
+                continue  # two borders may meet
+            rows = slice(*np.flatnonzero(where.any(1))[[0, -1]] + (0, 1))
+            surface = self._surface(str(material), rows.stop - rows.start, self.width, *self._colours())
+            np.copyto(self.colours[rows], surface, where=where[rows, :, None])
+            self.background[where] = category_number(str(material))
+
+    def draw_wire(self) -> None:
+        """A straight bar from border to border that is not among the classes: not all that is there has a name."""
+        x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
+        through = self.random.uniform(0, (self.width, self.height))
+        angle = self.random.uniform(0, np.pi)
+        normal = np.array([np.cos(angle), np.sin(angle)], dtype=np.float32)
+        half_width = self.random.uniform(1.0, 0.008 * self.width + 1.5)
+        distance = np.abs((x - through[0]) * normal[0] + (y - through[1]) * normal[1]) - half_width
+        colour = self.random.uniform(0.05, 0.95, 3).astype(np.float32)
+        self.colours += _coverage(distance)[..., None] * (colour - self.colours)
+        self.background[distance < 0] = OTHER
+
+    def draw_object(self) -> None:
+        """One more object on top, unless no place is found where enough of it and of the others can be seen."""
+        kind = str(self.random.choice(OBJECT_KINDS))
+        whole = self._area()
+        radius = math.sqrt(whole / unit_area(kind))
+        for _ in range(PLACING_ATTEMPTS):
+            placement = _Placement(
+                kind,
+                (self.random.uniform(0, self.width), self.random.uniform(0, self.height)),
+                radius,
+                self.random.uniform(0, 2 * np.pi),
+                float(np.exp(self.random.uniform(-STRETCH, STRETCH))),
+            )
+            if self._try_placing(placement, whole):
+                return
+
+    def _area(self) -> float:
+        """Pixels of an object, were all of it seen."""
+        name = self.random.choice(list(SCALES), p=list(SCALE_SHARES.values()))
+        low, high = SCALES[str(name)]
+        high = min(high, LARGEST_SHARE_OF_SIDE * min(self.height, self.width))
+        low = min(low, high / 2)
+        return float(np.exp(self.random.uniform(np.log(low), np.log(high)))) ** 2
+
+    def _try_placing(self, placement: _Placement, whole: float) -> bool:
+        shadow_reach = 2 + 0.16 * placement.radius
+        window = placement.window(self.height, self.width, margin=2 * shadow_reach)
+        rows, columns = window
+        y = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None]
+        x = np.arange(columns.start, columns.stop, dtype=np.float32)
+        distance = placement.distance(x, y)
+        inside = distance < 0
+        if not self._enough_visible(int(inside.sum()), whole) or self._hides_too_much(self.instances[window][inside]):
+            return False
+        self._cast_shadow(placement, window, x, y, shadow_reach)
+        self._paint(placement, window, distance)
+        self.kinds.append(placement.kind)
+        self._whole_pixels.append(whole)
+        self.instances[window][inside] = len(self.kinds)
+        return True
+
+    def _hides_too_much(self, covered: np.ndarray) -> bool:
+        """Whether an object seen at the pixels with these instance numbers would leave too little of another."""
+        hidden = np.bincount(covered, minlength=len(self.kinds) + 1)
+        for number in np.flatnonzero(hidden[1:]) + 1:
+            remaining = int((self.instances == number).sum() - hidden[number])
+            if not self._enough_visible(remaining, self._whole_pixels[number - 1]):
+                return True
+        return False
+
+    @staticmethod
+    def _enough_visible(pixels: int, whole: float) -> bool:
+        return pixels >= max(LEAST_VISIBLE_PIXELS, LEAST_VISIBLE_SHARE * whole)
+
+    def _cast_shadow(
+        self, placement: _Placement, window: tuple[slice, slice], x: np.ndarray, y: np.ndarray, reach: float
+    ) -> None:
+        distance = placement.distance(x + reach * self._to_light[0], y + reach * self._to_light[1])
+        depth = 0.55 * np.clip(0.5 - distance / reach, 0, 1)
+        self.colours[window] *= 1 - depth[..., None]
+
+    def _paint(self, placement: _Placement, window: tuple[slice, slice], distance: np.ndarray) -> None:
+        height, width = distance.shape
+        coverage = _coverage(distance)
+        around = self.colours[window][np.abs(distance) < 2 + 0.2 * placement.radius].mean(0)
+        candidates = [self._colours() for _ in range(COLOUR_CANDIDATES)]
+        dark, light = max(candidates, key=lambda pair: float(np.linalg.norm((pair[0] + pair[1]) / 2 - around)))
+        surface = self._surface(str(self.random.choice(list(MATERIALS))), height, width, dark, light)
+        # Darker towards the rim and away from the light: an object is no hole in the background.
+        rim = np.clip(-distance / (0.18 * placement.radius + 1), 0, 1)
+        rows, columns = window
+        x = (np.arange(columns.start, columns.stop) - placement.centre[0]) / placement.radius
+        y = (np.arange(rows.start, rows.stop) - placement.centre[1])[:, None] / placement.radius
+        slope = np.clip(x * self._to_light[0] + y * self._to_light[1], -1, 1)
+        shade = ((0.72 + 0.28 * rim) * (1 + 0.22 * slope)).astype(np.float32)
+        self.colours[window] += coverage[..., None] * (surface * shade[..., None] - self.colours[window])
+
+    def _surface(self, material: str, height: int, width: int, dark: np.ndarray, light: np.ndarray) -> np.ndarray:
+        return painted(MATERIALS[material](self.random, height, width), dark, light)
+
+    def _colours(self) -> tuple[np.ndarray, np.ndarray]:
+        """A dark and a light colour of one material, each `[3]`."""
+        light = self.random.uniform(0.25, 1.0, 3).astype(np.float32)
+        grey = light.mean()
+        light = grey + (light - grey) * np.float32(self.random.uniform(0.2, 1.2))
+        dark = light * np.float32(self.random.uniform(0.35, 0.75))
+        return np.clip(dark, 0, 1), np.clip(light, 0, 1)
+
+
+def _coverage(distance: np.ndarray) -> np.ndarray:
+    """Share of each pixel that lies inside of an outline: edges without steps."""
+    return np.clip(0.5 - distance, 0, 1)

@@ -1,0 +1,229 @@
+"""Writes scenes to disk as a dataset of COCO's and of ADE20K's format at once, with the same pictures.
+
+    DIR/images/{training,validation}/000000.jpg
+    DIR/annotations/{training,validation}/000000.png    number of the class of each pixel, 0 for what has no name
+    DIR/annotations/instances_{train,val}.json          boxes and masks of objects
+    DIR/classes.txt                                     names of classes 1, 2, …
+    DIR/preview.png                                     a few pictures with their annotations drawn on them
+    DIR/scenes.json                                     how to make it all again
+
+Everything is made in a folder beside it and renamed in the end: a dataset is there in full or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
+from inline_attention.data.coco.masks import encode_mask, extent_of
+from inline_attention.data.randomness import derived_seed
+from inline_attention.data.scenes.preview import draw_preview
+from inline_attention.data.scenes.rendering import render_scene
+from inline_attention.data.scenes.scene import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number
+from inline_attention.data.sources import DataError
+
+MANIFEST = "scenes.json"
+UNFINISHED = ".unfinished-"
+JPEG_QUALITY = (80, 96)
+FEW_FOR_PROCESSES = 64  # starting processes takes longer than drawing so many
+SPLITS = {"training": "train", "validation": "val"}  # ADE20K's name of each, and COCO's
+
+
+@dataclass(frozen=True)
+class ScenesPlan:
+    """All that a dataset of scenes depends on.
+
+    Attributes:
+        images: Pictures to train on.
+        validation_images: Pictures to validate on.
+        size: Pixels of the longer side.
+        seed: Another one gives other scenes.
+    """
+
+    images: int = 2000
+    validation_images: int = 200
+    size: int = 320
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.images < 1 or self.validation_images < 1:
+            raise ValueError(
+                "a dataset needs at least one picture to train on and one to validate on, "
+                f"got {self.images} and {self.validation_images}"
+            )
+
+    def count(self, split: str) -> int:
+        """Pictures of a split."""
+        return self.images if split == "training" else self.validation_images
+
+
+def write_scenes(
+    folder: str | os.PathLike[str],
+    plan: ScenesPlan,
+    *,
+    overwrite: bool = False,
+    workers: int = 1,
+    on_progress: Callable[[], None] | None = None,
+) -> Path:
+    """Draw and write a dataset; returns its folder.
+
+    Args:
+        folder: Where it goes; must be empty or not be there yet.
+        plan: What to draw.
+        overwrite: Replace a dataset of scenes that is there, and remove what killed generations have left beside it.
+        workers: Processes to draw with; more than one only from a program that guards its start by `__name__`.
+        on_progress: Called after each picture.
+
+    Raises:
+        DataError: If something else is in the folder, or a process died.
+        OSError: If nothing can be written there, or the disk is full.
+    """
+    folder = Path(folder)
+    _check_free(folder, overwrite)
+    if plan.images + plan.validation_images < FEW_FOR_PROCESSES:
+        workers = 1
+    with _replacing(folder, overwrite) as unfinished, _mapping(workers) as mapped:
+        for split, short_name in SPLITS.items():
+            for kind in ("images", "annotations"):
+                (unfinished / kind / split).mkdir(parents=True)
+            draw = partial(_write_scene, unfinished, plan, split)
+            found: list[_Drawn] = []
+            for drawn in mapped(draw, range(plan.count(split))):
+                found.append(drawn)
+                if on_progress is not None:
+                    on_progress()
+            annotations = _annotations(found)
+            (unfinished / "annotations" / f"instances_{short_name}.json").write_text(json.dumps(annotations.to_json()))
+        (unfinished / "classes.txt").write_text("".join(f"{name}\n" for name in SEMANTIC_CLASSES))
+        preview = [render_scene(plan.seed, "training", index, plan.size) for index in range(min(8, plan.images))]
+        draw_preview(preview).save(unfinished / "preview.png")
+        (unfinished / MANIFEST).write_text(json.dumps({"kind": "inline scenes", **asdict(plan)}, indent=2) + "\n")
+    return folder
+
+
+def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+    """What killed generations of this dataset have left, or running ones are writing, beside it."""
+    folder = Path(folder).absolute()
+    return sorted(folder.parent.glob(f"{UNFINISHED}{folder.name}-*")) if folder.parent.is_dir() else []
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What the annotation file says of a picture."""
+
+    image: CocoImage
+    objects: tuple[CocoObject, ...]
+
+
+def _write_scene(folder: Path, plan: ScenesPlan, split: str, index: int) -> _Drawn:
+    scene = render_scene(plan.seed, split, index, plan.size)
+    name = f"{index:06d}"
+    quality = np.random.default_rng(derived_seed("jpeg", plan.seed, split, index)).integers(*JPEG_QUALITY)
+    Image.fromarray(scene.image).save(folder / "images" / split / f"{name}.jpg", quality=int(quality))
+    Image.fromarray(scene.semantic_map()).save(folder / "annotations" / split / f"{name}.png")
+    height, width = scene.instances.shape
+    image = CocoImage(index + 1, f"{name}.jpg", height, width)
+    return _Drawn(image, tuple(_objects(scene, image.id)))
+
+
+def _objects(scene: Scene, image_id: int) -> Iterator[CocoObject]:
+    for number, kind in enumerate(scene.kinds, start=1):
+        mask = scene.visible_mask(number)
+        extent = extent_of(mask)
+        assert extent is not None, "objects of which nothing is seen are not drawn"
+        left, top, right, bottom = extent
+        # Numbered within the picture for now: others may be drawn before it.
+        yield CocoObject(
+            number,
+            image_id,
+            category_number(kind),
+            (left, top, right - left, bottom - top),
+            float(mask.sum()),
+            encode_mask(mask),
+            is_crowd=False,
+        )
+
+
+def _annotations(found: Iterable[_Drawn]) -> CocoAnnotations:
+    found = list(found)
+    categories = tuple(CocoCategory(category_number(kind), kind) for kind in OBJECT_KINDS)
+    numbered = enumerate((item for drawn in found for item in drawn.objects), start=1)
+    objects = tuple(
+        CocoObject(
+            number, item.image_id, item.category_id, item.box, item.area, item.segmentation, is_crowd=item.is_crowd
+        )
+        for number, item in numbered
+    )
+    return CocoAnnotations("scenes", tuple(drawn.image for drawn in found), categories, objects)
+
+
+@contextmanager
+def _mapping(workers: int) -> Iterator[Callable[[Callable[[int], _Drawn], Iterable[int]], Iterator[_Drawn]]]:
+    """A `map` that keeps the order, in this process or over several."""
+    if workers <= 1:
+        yield map
+        return
+    # Not forked: a process that has run torch holds threads, and a fork of it may never wake up.
+    executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield partial(executor.map, chunksize=8)
+    except BrokenProcessPool as error:
+        raise DataError("a process that draws scenes died, perhaps for want of memory; use fewer workers") from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise DataError(f"{folder} is a file; give a folder")
+    if not any(folder.iterdir()):
+        return
+    if not _is_dataset(folder):
+        raise DataError(f"{folder} holds something else than scenes, and is left alone; give another folder")
+    if not overwrite:
+        raise DataError(f"{folder} already holds scenes; give another folder, or overwrite them with --overwrite")
+
+
+def _is_dataset(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("kind") == "inline scenes"
+
+
+@contextmanager
+def _replacing(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A fresh folder that takes the place of `folder` in the end, and is removed if anything goes wrong."""
+    target = folder.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        for old in leftovers(target):
+            shutil.rmtree(old)
+    unfinished, replaced = (target.with_name(f"{UNFINISHED}{target.name}-{secrets.token_hex(4)}") for _ in range(2))
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        if target.exists():
+            target.rename(replaced)
+        unfinished.rename(target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)

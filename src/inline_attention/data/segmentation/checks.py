@@ -1,0 +1,145 @@
+"""What is wrong with pairs of pictures and maps of labels, found before the first step and repaired if asked.
+
+Nothing is repaired silently, and no file is changed: a repair concerns what this run uses, and the report says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from inline_attention.data.findings import DataReport, Findings
+from inline_attention.data.headers import READERS, image_size
+from inline_attention.data.images import ImageError
+from inline_attention.data.segmentation.label_maps import ColouredMapError, read_label_map
+from inline_attention.data.segmentation.pairs import FoundPairs, Pair
+from inline_attention.data.segmentation.source import IGNORED, LabelRules, SegmentationSource
+
+SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its picture
+
+
+@dataclass(frozen=True)
+class CheckedPairs:
+    """Pictures with maps, repaired if that was asked for, and what was found wrong with them.
+
+    Attributes:
+        source: None if there are faults and they were not to be repaired.
+    """
+
+    source: SegmentationSource | None
+    report: DataReport
+
+
+def check_pairs(
+    found: FoundPairs,
+    location: str,
+    class_names: Sequence[str],
+    rules: LabelRules,
+    *,
+    every_class: bool = True,
+    repair: bool = False,
+    on_progress: Callable[[], None] | None = None,
+) -> CheckedPairs:
+    """Check all pairs: every map in full, every picture by the first bytes of its file.
+
+    Args:
+        found: The files.
+        location: Where they are, for messages.
+        class_names: Name of each class.
+        rules: How numbers in files become labels; what they forbid is a fault.
+        every_class: Whether each class needs a pixel, as it does to be learnt; in validation data it does not.
+        repair: Return what can be used after repairing.
+        on_progress: Called after each pair.
+    """
+    findings = Findings()
+    for path in found.images_alone:
+        findings.add("pictures without a map of labels", str(path), repair="left out")
+    for path in found.maps_alone:
+        findings.add("maps of labels without a picture", str(path), repair="left out")
+    for path in found.ambiguous:
+        findings.add("files that differ from another in their suffix alone", str(path), repair="left out")
+    kept: list[Pair] = []
+    seen = np.zeros(len(class_names), dtype=bool)
+    with ThreadPoolExecutor(READERS) as executor:
+        for pair, read in zip(found.pairs, executor.map(lambda pair: _read(pair, rules), found.pairs), strict=True):
+            if _usable(pair, read, rules, findings):
+                kept.append(pair)
+                seen[[label for label in read.labels if label < len(seen)]] = True
+            if on_progress is not None:
+                on_progress()
+    if every_class:
+        for label in np.flatnonzero(~seen).tolist():
+            findings.add(
+                "classes without a pixel",
+                f"{class_names[label]} ({label})",
+                repair="kept, so that labels stay the same; nothing will be learnt of them",
+            )
+    report = findings.report(location, f"{len(found.pairs):,} pairs", repaired=repair)
+    if report.problems:
+        return CheckedPairs(None, report)
+    if repair:
+        rules = replace(rules, outside_ignored=True, resize=True)
+    return CheckedPairs(SegmentationSource(location, class_names, kept, rules), report)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What the check needs to know of a pair.
+
+    Attributes:
+        error: Why a file cannot be used; None if both can.
+        image_size: (height, width) in pixels.
+        map_size: (height, width) in pixels.
+        labels: Labels of the map, without those ignored.
+        outside: Numbers in the file that are no label.
+    """
+
+    error: ImageError | None = None
+    image_size: tuple[int, int] = (0, 0)
+    map_size: tuple[int, int] = (0, 0)
+    labels: tuple[int, ...] = ()
+    outside: tuple[int, ...] = ()
+
+
+def _read(pair: Pair, rules: LabelRules) -> _Read:
+    try:
+        size = image_size(pair.image)
+        values = read_label_map(pair.label_map)
+    except ImageError as error:
+        return _Read(error)
+    numbers = np.unique(values)
+    labels = rules.labels(numbers)
+    return _Read(
+        image_size=size,
+        map_size=(values.shape[0], values.shape[1]),
+        labels=tuple(int(label) for label in labels if 0 <= label != IGNORED),
+        outside=tuple(int(number) for number in numbers[labels < 0]),
+    )
+
+
+def _usable(pair: Pair, read: _Read, rules: LabelRules, findings: Findings) -> bool:
+    if read.error is not None:
+        colours = isinstance(read.error, ColouredMapError)
+        fault = "maps of colours instead of labels" if colours else "files that cannot be read"
+        findings.add(fault, str(read.error), repair="left out")
+        return False
+    if read.map_size != read.image_size:
+        (height, width), (map_height, map_width) = read.image_size, read.map_size
+        detail = f"{pair.label_map}: {map_width}×{map_height} for a picture of {width}×{height}"
+        if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
+            findings.add("maps of another shape than their picture", detail, repair="left out")
+            return False
+        findings.add("maps of another size than their picture", detail, repair="brought to the picture's size")
+    if read.outside:
+        numbers = ", ".join(map(str, read.outside[:3])) + (", …" if len(read.outside) > 3 else "")
+        counted_from_one = read.outside == (rules.num_classes,) and not rules.reduce_zero_label
+        hint = "; or set reduce_zero_label, if files count classes from 1" if counted_from_one else ""
+        findings.add(
+            "maps with labels outside of the list of classes",
+            f"{pair.label_map}: {numbers}",
+            repair=f"those pixels ignored{hint}",
+        )
+    return True

@@ -1,0 +1,65 @@
+"""Top-1, top-5 and loss of a classifier over a dataset, every sample counted once, over any number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data.batch import Batch
+from inline_attention.tasks.task import Together
+
+
+@dataclass(frozen=True)
+class ClassificationMetrics:
+    """What an evaluation found.
+
+    Attributes:
+        top1: Percent of samples whose class scored highest.
+        top5: Percent whose class was among the five highest, or fewer where there are fewer classes.
+        loss: Mean cross entropy.
+        count: Samples.
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    count: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All but the count."""
+        return {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} of {self.count} images"
+
+
+class ClassificationEvaluator:
+    """Counts right answers."""
+
+    def __init__(self, device: torch.device):
+        self._totals = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def add(self, model: nn.Module, batch: Batch) -> None:
+        """Classify a batch."""
+        self._totals += _count(model(batch.images).float(), batch.targets)
+
+    def compute(self, together: Together) -> ClassificationMetrics:
+        """Add up over processes; see `Evaluator`."""
+        top1, top5, loss, count = together.sum(self._totals.clone()).tolist()
+        if count == 0:
+            raise ValueError("there is no sample to evaluate on; check the data's validation split")
+        return ClassificationMetrics(100 * top1 / count, 100 * top5 / count, loss / count, int(count))
+
+
+def _count(logits: Tensor, targets: Tensor) -> Tensor:
+    """Samples right at once, right among five, sum of losses, samples."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    hits = best == targets[:, None]
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, hits.new_tensor(len(targets), dtype=torch.long)]).to(
+        torch.float64
+    )

@@ -1,0 +1,76 @@
+"""What the tasks with a backbone inside their model share: how they are described in files, and built again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.data.config import resolve_data_config
+from torch import Tensor, nn
+
+from inline_attention.data.batch import Normalize
+from inline_attention.data.findings import DataReport
+from inline_attention.data.unequal_batch import Target, UnequalBatch
+from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.models.reading import Checkpoint
+from inline_attention.tasks.pyramid import PyramidBackbone
+from inline_attention.tasks.weights import TASK
+
+OPTIONS = "task_options"
+CLASS_NAMES = "class_names"
+
+
+def normalization(backbone: PyramidBackbone) -> Normalize:
+    """By the mean and deviation that the backbone is used to."""
+    described = resolve_data_config({}, model=backbone.model)
+    return Normalize(described["mean"], described["std"])
+
+
+def describe(task: str, model: str, options: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, str]:
+    """What a file of weights says of itself."""
+    return {
+        TASK: task,
+        "model": model,
+        OPTIONS: json.dumps(dict(options)),
+        CLASS_NAMES: json.dumps(list(class_names)),
+    }
+
+
+def described_in(file: Checkpoint, task: str) -> tuple[dict[str, Any], list[str]]:
+    """The options and the names of classes that `describe` wrote.
+
+    Raises:
+        CheckpointError: If the file is of another task, or damaged.
+    """
+    if file.metadata.get(TASK) != task:
+        recorded = file.metadata.get(TASK, "classification")
+        raise CheckpointError(f"{file.path} is of a model for {recorded}, not for {task}; choose another file")
+    try:
+        options, names = (json.loads(file.metadata[key]) for key in (OPTIONS, CLASS_NAMES))
+    except (KeyError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file.path} does not say how its model was built: {error}; train it again") from error
+    return options, names
+
+
+def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
+    """What was repaired."""
+    return tuple(str(report) for report in reports if report)
+
+
+class SumOfLosses:
+    """The objective of models that return their losses by name."""
+
+    def __init__(self, select: Callable[[Target], Any]):
+        """Choose.
+
+        Args:
+            select: What the model wants of each target.
+        """
+        self._select = select
+
+    def __call__(self, runnable: nn.Module, batch: UnequalBatch) -> Tensor:
+        """Sum of the losses of a batch."""
+        losses: dict[str, Tensor] = runnable(batch.images, [self._select(target) for target in batch.targets])
+        return torch.stack(list(losses.values())).sum()

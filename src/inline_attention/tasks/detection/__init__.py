@@ -1,0 +1,1 @@
+"""Detection: boxes and masks of objects, and how good they are."""

@@ -1,0 +1,223 @@
+"""Average precision by COCO's protocol, over any number of processes.
+
+Shapes: `n` objects found in an image, `H`, `W` height and width of the image in pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inline_attention.data.coco.annotations import CocoAnnotations
+from inline_attention.data.coco.masks import mask_library
+
+MASK_THRESHOLD = 0.5
+KINDS = {"boxes": "bbox", "masks": "segm"}  # our name of each kind of precision, and the protocol's
+KINDS_OF_FIGURES = ("box", "mask")
+FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+Predictions = dict[int, list[dict[str, Any]]]  # COCO results of each image by its id
+
+
+@dataclass(frozen=True)
+class AveragePrecision:
+    """The figures of the protocol, from 0 to 1; NaN where there is nothing to find.
+
+    Attributes:
+        ap: Mean over overlaps (IoU) of 0.5, 0.55, …, 0.95 and over categories.
+        ap50: At an overlap of 0.5.
+        ap75: At an overlap of 0.75.
+        ap_small: Of objects below 32² pixels.
+        ap_medium: Of objects of 32² to 96² pixels.
+        ap_large: Of objects above 96² pixels.
+        recall: Mean recall with 100 objects an image.
+        by_category: `ap` of each category, by name.
+    """
+
+    ap: float
+    ap50: float
+    ap75: float
+    ap_small: float
+    ap_medium: float
+    ap_large: float
+    recall: float
+    by_category: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"AP {100 * self.ap:.1f} %, AP50 {100 * self.ap50:.1f} %, AP75 {100 * self.ap75:.1f} %"
+
+
+@dataclass(frozen=True)
+class DetectionMetrics:
+    """What an evaluation found: precision of boxes and, if there were any, of masks, over `count` images."""
+
+    boxes: AveragePrecision
+    masks: AveragePrecision | None
+    count: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """In percent, as tables have them: box_ap, box_ap50, … and mask_ap, …"""
+        return {
+            f"{kind}_{name}": 100 * getattr(precision, name)
+            for kind, precision in zip(KINDS_OF_FIGURES, (self.boxes, self.masks), strict=True)
+            if precision is not None
+            for name in FIGURES
+        }
+
+    def __str__(self) -> str:
+        masks = "" if self.masks is None else f"; masks: {self.masks}"
+        return f"boxes: {self.boxes}{masks}; {self.count} images"
+
+
+class DetectionEvaluator:
+    """Collects what a detector finds and measures it in the end.
+
+    Each process adds the images of its share, and all take part in `compute`. Only images that were added count, so
+    that those which could not be read count neither for nor against the model.
+    """
+
+    def __init__(self, annotations: CocoAnnotations, *, masks: bool = True):
+        """Start with nothing found.
+
+        Args:
+            annotations: What is there to be found, crowds included.
+            masks: Whether to measure masks, beside boxes.
+
+        Raises:
+            ImportError: If faster-coco-eval is not installed: better now than after an epoch.
+        """
+        self._annotations, self._masks = annotations, masks
+        self._sizes = {image.id: (image.height, image.width) for image in annotations.images}
+        self._categories = annotations.label_to_category
+        self._found: Predictions = {}
+        _protocol()
+
+    def add(self, image_ids: Iterable[int], outputs: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add what was found in some images.
+
+        Args:
+            image_ids: COCO's id of each image.
+            outputs: For each image, as torchvision's detectors return it: boxes `[n, 4]` (left, top, right, bottom in
+                pixels of the original image), labels `[n]` from 1, scores `[n]` and masks `[n, 1, H, W]` from 0 to 1.
+
+        Raises:
+            ValueError: If an image is unknown, a label too, or masks are of another size than their image.
+        """
+        for image_id, output in zip(image_ids, outputs, strict=True):
+            if image_id not in self._sizes:
+                raise ValueError(f"{self._annotations.location} has no image with the id {image_id}")
+            self._found[int(image_id)] = self._results(int(image_id), output)
+
+    def compute(self, gather: Callable[[Predictions], list[Predictions]] | None = None) -> DetectionMetrics:
+        """Measure what all processes have found; the result is the same in each.
+
+        Args:
+            gather: Returns what every process holds, given what this one does; None if this one is alone.
+
+        Raises:
+            ValueError: If no image was added.
+        """
+        shares = [self._found] if gather is None else gather(self._found)
+        # By id, so that ties between equal scores do not depend on which process saw an image, and when.
+        found = dict(sorted((image_id, results) for share in shares for image_id, results in share.items()))
+        if not found:
+            raise ValueError("there is no image to evaluate on; check the data's validation split")
+        results = [result for of_image in found.values() for result in of_image]
+        truth = self._truth(set(found))
+        boxes = [{key: value for key, value in result.items() if key != "segmentation"} for result in results]
+        # Without boxes: with them, the protocol would take areas of boxes for those of masks.
+        masks = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
+        return DetectionMetrics(
+            _measure(truth, boxes, "boxes"), _measure(truth, masks, "masks") if self._masks else None, len(found)
+        )
+
+    def _results(self, image_id: int, output: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        boxes = output["boxes"].detach().double().cpu()
+        corners = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1).tolist()
+        labels, scores = output["labels"].tolist(), output["scores"].double().tolist()
+        unknown = [label for label in labels if label not in self._categories]
+        if unknown:
+            raise ValueError(
+                f"labels must be 1 to {len(self._categories)}, got {unknown[0]}; has the model as many classes?"
+            )
+        results = [
+            {"image_id": image_id, "category_id": self._categories[label], "bbox": box, "score": score}
+            for label, box, score in zip(labels, corners, scores, strict=True)
+        ]
+        if self._masks:
+            for result, mask in zip(results, self._encoded(image_id, output["masks"]), strict=True):
+                result["segmentation"] = mask
+        return results
+
+    def _encoded(self, image_id: int, masks: Tensor) -> list[dict[str, Any]]:
+        if masks.shape[-2:] != self._sizes[image_id]:
+            raise ValueError(
+                f"masks must be of the size of the original image, {self._sizes[image_id]}, got {tuple(masks.shape)}"
+            )
+        # Binary on the device, where it is quick; columns first, as run lengths go.
+        binary = (masks.flatten(0, -3) > MASK_THRESHOLD).to(torch.uint8).cpu().numpy()
+        return mask_library().encode(np.asfortranarray(binary.transpose(1, 2, 0))) if len(binary) else []
+
+    def _truth(self, image_ids: set[int]) -> dict[str, Any]:
+        truth = self._annotations.to_json()
+        truth["images"] = [image for image in truth["images"] if image["id"] in image_ids]
+        truth["annotations"] = [item for item in truth["annotations"] if item["image_id"] in image_ids]
+        for number, item in enumerate(truth["annotations"], start=1):
+            item["id"] = number  # the protocol takes an object with the id 0 for one that was not found
+        return truth
+
+
+def _protocol() -> Any:
+    try:
+        import faster_coco_eval
+    except ImportError as error:
+        raise ImportError(
+            "average precision is measured by faster-coco-eval, which is not installed: "
+            "pip install 'inline-attention[detection]'"
+        ) from error
+    return faster_coco_eval
+
+
+def _measure(truth: dict[str, Any], results: list[dict[str, Any]], kind: str) -> AveragePrecision:
+    library = _protocol()
+    expected = library.COCO(truth, use_deepcopy=True)
+    evaluation = library.COCOeval_faster(expected, expected.loadRes(results), KINDS[kind], print_function=_silent)
+    evaluation.run()
+    figures = {name: _nan_if_absent(value) for name, value in evaluation.stats_as_dict.items()}
+    # Overlap, recall, category, range of areas (0: all), number of objects (last: 100).
+    precision = evaluation.eval["precision"][:, :, :, 0, -1]
+    names = {category["id"]: category["name"] for category in truth["categories"]}
+    by_category = {
+        names[category_id]: _mean_of_present(precision[:, :, place])
+        for place, category_id in enumerate(evaluation.params.catIds)
+    }
+    return AveragePrecision(
+        figures["AP_all"],
+        figures["AP_50"],
+        figures["AP_75"],
+        figures["AP_small"],
+        figures["AP_medium"],
+        figures["AP_large"],
+        figures["AR_third"],
+        by_category,
+    )
+
+
+def _nan_if_absent(value: float) -> float:
+    """The protocol writes -1 where there is nothing to find, which looks like a figure."""
+    return math.nan if value < 0 else float(value)
+
+
+def _mean_of_present(precision: np.ndarray) -> float:
+    present = precision[precision >= 0]
+    return float(present.mean()) if present.size else math.nan
+
+
+def _silent(*_message: Any) -> None:
+    pass

@@ -1,0 +1,224 @@
+"""Detectors: RetinaNet and Mask R-CNN with torchvision's heads over the backbones of the zoo.
+
+torchvision's own `forward` hands a backbone nothing but padded tensors. Ours also hands it the sizes of the images, so
+that attention over the whole map stops at their edges; what is left to do for torchvision is everything after it.
+
+Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+
+from inline_attention.tasks.padding import PaddedImages, pad_images
+from inline_attention.tasks.pyramid import STRIDES, FeaturePyramid, PyramidBackbone, names_without_decay
+
+Head = Literal["mask_rcnn", "retinanet"]
+HEADS: tuple[Head, ...] = ("mask_rcnn", "retinanet")
+DEFAULT_WIDTH, DEFAULT_SAMPLED_BOXES = 256, 512
+BOX_SIDE, BOX_FEATURES = 7, 4  # torchvision's: cells along a side of a box, and 1024 numbers at a width of 256
+MASK_LAYERS = 4
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+LEVELS = 5
+DEFAULT_SMALLEST_ANCHOR = 32
+Losses = dict[str, Tensor]
+Detections = list[dict[str, Tensor]]
+
+
+class Detector(nn.Module):
+    """What both detectors share: images in, features of their pyramid to the heads, losses or objects out.
+
+    Attributes:
+        strides: Of the features that it wants of its backbone.
+    """
+
+    strides: tuple[int, ...]
+    backbone: PyramidBackbone
+    pyramid: FeaturePyramid
+
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+        """Losses in training, objects otherwise.
+
+        Args:
+            images: `[3, H, W]` each, normalised, of any sizes.
+            targets: In training, for each image: boxes `[n, 4]` (left, top, right, bottom in pixels), labels `[n]` from
+                1 and, for Mask R-CNN, masks `[n, H, W]`.
+
+        Returns:
+            Losses by name in training. Otherwise for each image boxes, labels and scores `[n]`, the best first, and,
+            of Mask R-CNN, masks `[n, 1, 28, 28]`: the probability that a part of the box belongs to the object.
+        """
+        if self.training and targets is None:
+            raise ValueError("training needs targets: boxes, labels and masks of each image; or call eval() first")
+        padded = pad_images(images)
+        return self._detect(padded, self.features(padded), None if targets is None else [dict(t) for t in targets])
+
+    def features(self, images: PaddedImages) -> list[Tensor]:
+        """The levels that the heads look at, the finest first."""
+        return self.pyramid(self.backbone(images), images)
+
+    def _detect(
+        self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
+    ) -> Losses | Detections:
+        raise NotImplementedError
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that an optimiser should not decay: those of the backbone."""
+        return names_without_decay(self)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade time for memory in training: recompute each block of the backbone in the backward pass."""
+        self.backbone.model.set_grad_checkpointing(enable)
+
+
+class MaskRCNNDetector(Detector):
+    """Boxes and masks in two steps: proposals from every level, then a class, a box and a mask for each."""
+
+    strides = STRIDES
+
+    def __init__(
+        self,
+        backbone: PyramidBackbone,
+        num_classes: int,
+        smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR,
+        width: int = DEFAULT_WIDTH,
+        sampled_boxes: int = DEFAULT_SAMPLED_BOXES,
+    ):
+        """Build the heads with random weights.
+
+        Args:
+            backbone: Gives the features, those of `strides`.
+            num_classes: Kinds of objects, without the background.
+            smallest_anchor: Side in pixels of the anchors on the finest level; it doubles with each level.
+            width: Channels of the pyramid and of convolutions in the heads.
+            sampled_boxes: Proposals of an image that a step of training looks at.
+        """
+        super().__init__()
+        anchors = AnchorGenerator(
+            tuple((smallest_anchor * 2**level,) for level in range(LEVELS)), (ASPECT_RATIOS,) * LEVELS
+        )
+        self.backbone = backbone
+        self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="pooled")
+        described = BOX_FEATURES * width  # numbers that describe a box
+        self.heads = MaskRCNN(
+            _Channels(width),
+            rpn_anchor_generator=anchors,
+            box_batch_size_per_image=sampled_boxes,
+            box_head=TwoMLPHead(width * BOX_SIDE**2, described),
+            box_predictor=FastRCNNPredictor(described, num_classes + 1),
+            mask_head=MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
+            mask_predictor=MaskRCNNPredictor(width, width, num_classes + 1),
+        )
+
+    def _detect(
+        self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
+    ) -> Losses | Detections:
+        named = {str(level): feature for level, feature in enumerate(features)}
+        proposals, proposal_losses = self.heads.rpn(ImageList(images.canvas, images.sizes), named, targets)
+        detections, losses = self.heads.roi_heads(named, proposals, images.sizes, targets)
+        return losses | proposal_losses if self.training else detections
+
+
+class RetinaNetDetector(Detector):
+    """Boxes in one step: a class and a box for each anchor of each level."""
+
+    strides = STRIDES[1:]
+
+    def __init__(
+        self,
+        backbone: PyramidBackbone,
+        num_classes: int,
+        smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR,
+        width: int = DEFAULT_WIDTH,
+    ):
+        """Build the heads with random weights; arguments as for `MaskRCNNDetector`."""
+        super().__init__()
+        sizes = [smallest_anchor * 2**level for level in range(LEVELS)]
+        anchors = AnchorGenerator(
+            tuple((size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes),
+            (ASPECT_RATIOS,) * LEVELS,
+        )
+        self.backbone = backbone
+        self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="convolved")
+        # Every class has a score of its own: there is no background to count among them.
+        self.heads = RetinaNet(_Channels(width), num_classes, anchor_generator=anchors, detections_per_img=100)
+
+    def _detect(
+        self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
+    ) -> Losses | Detections:
+        # In float32: the focal loss is a sum over a hundred thousand small terms.
+        outputs = {name: output.float() for name, output in self.heads.head(features).items()}
+        anchors = self.heads.anchor_generator(ImageList(images.canvas, images.sizes), features)
+        if self.training:
+            assert targets is not None
+            return self.heads.compute_loss([t | {"labels": t["labels"] - 1} for t in targets], outputs, anchors)
+        counts = [feature.shape[-2] * feature.shape[-1] for feature in features]
+        per_place = outputs["cls_logits"].shape[1] // sum(counts)
+        per_level = [count * per_place for count in counts]
+        detections = self.heads.postprocess_detections(
+            {name: list(output.split(per_level, dim=1)) for name, output in outputs.items()},
+            [list(of_image.split(per_level)) for of_image in anchors],
+            images.sizes,
+        )
+        return [found | {"labels": found["labels"] + 1} for found in detections]
+
+
+@dataclass(frozen=True)
+class DetectorDescription:
+    """All that it takes to build a detector again; plain data, which travels with its weights.
+
+    Attributes:
+        head: Of `HEADS`.
+        backbone: Name of a model with a pyramid.
+        backbone_arguments: Of that model.
+        num_classes: Kinds of objects, without the background.
+        smallest_anchor: As for `MaskRCNNDetector`.
+        width: As for `MaskRCNNDetector`.
+        sampled_boxes: As for `MaskRCNNDetector`; of no meaning for others.
+    """
+
+    head: Head
+    backbone: str
+    backbone_arguments: Mapping[str, Any]
+    num_classes: int
+    smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR
+    width: int = DEFAULT_WIDTH
+    sampled_boxes: int = DEFAULT_SAMPLED_BOXES
+
+    @property
+    def finds_masks(self) -> bool:
+        """Whether objects come with masks."""
+        return self.head == "mask_rcnn"
+
+
+def build_detector(description: DetectorDescription) -> Detector:
+    """A detector with random weights.
+
+    Raises:
+        ValueError: If there is no such head, or the model cannot be its backbone.
+    """
+    if description.head not in HEADS:
+        raise ValueError(f"the head of a detector must be {' or '.join(HEADS)}, got {description.head!r}")
+    kind = MaskRCNNDetector if description.finds_masks else RetinaNetDetector
+    backbone = PyramidBackbone(description.backbone, description.backbone_arguments, kind.strides)
+    shared = (backbone, description.num_classes, description.smallest_anchor, description.width)
+    return (
+        MaskRCNNDetector(*shared, description.sampled_boxes) if description.finds_masks else RetinaNetDetector(*shared)
+    )
+
+
+class _Channels(nn.Module):
+    """Stands in for the backbone that torchvision's constructors ask for the number of its channels."""
+
+    def __init__(self, out_channels: int):
+        super().__init__()
+        self.out_channels = out_channels

@@ -1,0 +1,128 @@
+"""Picture files in, named objects out: a detector from a file of weights.
+
+Shapes: `n` objects, `M` side of a mask as the model gives it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as transforms
+
+from inline_attention.data.images import ImageError, load_image
+from inline_attention.data.resizing import fitted_size
+from inline_attention.models.reading import Checkpoint
+from inline_attention.tasks.dense import normalization
+from inline_attention.tasks.detection.models import Detector
+from inline_attention.tasks.detection.postprocessing import at_original_size
+from inline_attention.tasks.detection.task import DetectionOptions, load_detector
+
+DEFAULT_LEAST_SCORE = 0.5
+
+
+@dataclass(frozen=True)
+class FoundObject:
+    """One object.
+
+    Attributes:
+        label: Number of its class, from 1.
+        name: Of its class.
+        score: From 0 to 1.
+        box: Left, top, right and bottom in pixels of the picture.
+        mask: `[1, M, M]` probabilities over the box; None of a model that finds no masks.
+    """
+
+    label: int
+    name: str
+    score: float
+    box: tuple[float, float, float, float]
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DetectionResult:
+    """What became of one file: objects, the best first, or the reason why there are none."""
+
+    path: Path
+    objects: tuple[FoundObject, ...] = ()
+    error: str = ""
+
+
+class ObjectFinder:
+    """A detector that takes picture files of any size."""
+
+    def __init__(
+        self,
+        model: Detector,
+        class_names: list[str],
+        options: DetectionOptions,
+        *,
+        shorter_side: int | None = None,
+        least_score: float = DEFAULT_LEAST_SCORE,
+        device: torch.device | str = "cpu",
+    ):
+        """Put the model to work.
+
+        Args:
+            model: The detector.
+            class_names: That of label 1 first.
+            options: What it was trained with.
+            shorter_side: Pixels that the shorter side of pictures is resized to, in place of the options'.
+            least_score: Objects with less are left out.
+            device: Where it runs.
+        """
+        self._device = torch.device(device)
+        self._model, self._class_names = model.eval().to(self._device), class_names
+        self._normalize = normalization(model.backbone).to(self._device)
+        self._least_score = least_score
+        side = shorter_side or options.shorter_side
+        self._sides = (side, max(side, options.longest_side * side // options.shorter_side))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        file: Checkpoint,
+        *,
+        shorter_side: int | None = None,
+        least_score: float = DEFAULT_LEAST_SCORE,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Build the detector that a file of weights is of; arguments as for the constructor.
+
+        Raises:
+            CheckpointError: If the file is of something else, or does not fit.
+        """
+        model, options, class_names = load_detector(file)
+        return cls(model, class_names, options, shorter_side=shorter_side, least_score=least_score, device=device)
+
+    def predict_files(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[DetectionResult]:
+        """Look at files one after the other; broken ones say so and do no harm."""
+        for path in map(Path, paths):
+            try:
+                image = load_image(path)
+            except ImageError as error:
+                yield DetectionResult(path, error=error.reason)
+                continue
+            original = (image.height, image.width)
+            size = fitted_size(original, *self._sides)
+            pixels = transforms.resize(transforms.pil_to_tensor(image), list(size), antialias=True)
+            with torch.inference_mode():
+                (found,) = self._model([self._normalize(pixels[None].to(self._device))[0]])
+            moved = {name: value.cpu() for name, value in at_original_size(found, size, original).items()}
+            yield DetectionResult(path, tuple(self._objects(moved)))
+
+    def _objects(self, found: dict[str, Tensor]) -> Iterator[FoundObject]:
+        masks = found.get("masks")
+        for place, score in enumerate(found["scores"].tolist()):
+            if score < self._least_score:
+                continue
+            left, top, right, bottom = found["boxes"][place].tolist()
+            label = int(found["labels"][place])
+            mask = None if masks is None else masks[place].clone()
+            yield FoundObject(label, self._class_names[label - 1], score, (left, top, right, bottom), mask)

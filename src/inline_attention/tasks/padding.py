@@ -1,0 +1,69 @@
+"""Images of unequal size as one batch, with a note of what is image and what is padding.
+
+Shapes: `B` batch, `C` channels, `H`, `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from inline_attention.layers.grids import Grid
+
+# The coarsest stride of the backbones. On a canvas of such multiples every stage has twice the tokens of the next one,
+# whatever the other images of the batch: only then is an image's pyramid the same alone and among others.
+MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class PaddedImages:
+    """A batch in which each image occupies the top left corner of its canvas, and the rest is zero.
+
+    Attributes:
+        canvas: `[B, C, H, W]`, both sides multiples of `MULTIPLE`.
+        sizes: (height, width) of each image in pixels.
+    """
+
+    canvas: Tensor
+    sizes: list[tuple[int, int]]
+
+    @cached_property
+    def backbone_sizes(self) -> list[tuple[int, int]]:
+        """What a backbone takes for the image: thinner ones than its coarsest token count as filled up to one."""
+        return [(max(height, MULTIPLE), max(width, MULTIPLE)) for height, width in self.sizes]
+
+    def outside(self, stride: int) -> Tensor | None:
+        """`[B, 1, h, w]` bool, true where a token of a stride belongs to no image; None if all do."""
+        if stride not in self._outside:
+            self._outside[stride] = self._compute_outside(stride)
+        return self._outside[stride]
+
+    @cached_property
+    def _outside(self) -> dict[int, Tensor | None]:
+        return {}
+
+    @cached_property
+    def _pixels(self) -> Grid:
+        height, width = self.canvas.shape[-2:]
+        if all(size == (height, width) for size in self.backbone_sizes):
+            return Grid(height, width)
+        return Grid(height, width, torch.tensor(self.backbone_sizes, device=self.canvas.device))
+
+    def _compute_outside(self, stride: int) -> Tensor | None:
+        grid = self._pixels.coarser(stride)
+        mask = grid.mask()
+        return None if mask is None else ~mask.unflatten(1, grid.size)[:, None]
+
+
+def pad_images(images: Sequence[Tensor]) -> PaddedImages:
+    """Put normalised images `[C, H, W]` of one device and dtype on a common canvas."""
+    sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+    height, width = (-(-max(sides) // MULTIPLE) * MULTIPLE for sides in zip(*sizes, strict=True))
+    canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)
+    for place, image in zip(canvas, images, strict=True):
+        place[:, : image.shape[1], : image.shape[2]] = image
+    return PaddedImages(canvas, sizes)

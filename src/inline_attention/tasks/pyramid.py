@@ -1,0 +1,148 @@
+"""Feature pyramids over the backbones of the zoo, in which the padding of a batch stays out of the images.
+
+Shapes: `B` batch, `C` channels, `h`×`w` token grid of a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import timm
+import torch.nn.functional as F
+from timm.layers.norm import LayerNorm2d
+from torch import Tensor, nn
+from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
+
+from inline_attention.models.base import VisionModel
+from inline_attention.models.registry import FAMILIES, TWINS, create_model, list_models
+from inline_attention.tasks.padding import PaddedImages
+
+STRIDES = (4, 8, 16, 32)
+PYRAMID_FAMILIES = tuple(family for family in FAMILIES if family != "deit")
+ExtraLevels = Literal["pooled", "convolved"]
+
+
+class PyramidBackbone(nn.Module):
+    """A model of the zoo that gives the features of its stages, each with a norm of its own.
+
+    The norms are not the classifier's: stages end in sums over their blocks, whose scale grows with depth, and what
+    follows wants one scale. They are what Swin's authors add for detection and segmentation, too.
+
+    Attributes:
+        channels: Of each stage that is wanted.
+        strides: Of each stage that is wanted.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None, strides: Sequence[int] = STRIDES):
+        """Build it with random weights.
+
+        Args:
+            name: Such as "inline_pvt_tiny" or "softmax_swin_small".
+            arguments: Of the model.
+            strides: Of the stages that are wanted, of 4, 8, 16 and 32.
+
+        Raises:
+            ValueError: If the model has no pyramid, or there is none of that name.
+        """
+        super().__init__()
+        if (reason := unfit_reason(name)) is not None:
+            raise ValueError(reason)
+        self.strides = tuple(strides)
+        indices = tuple(STRIDES.index(stride) for stride in strides)
+        self.body: Any = create_model(name, features_only=True, out_indices=indices, **dict(arguments or {}))
+        self.channels: list[int] = self.body.feature_info.channels()
+        self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
+
+    @property
+    def model(self) -> VisionModel:
+        """The model inside, without norm and head: what weights of a classifier are loaded into."""
+        return self.body.model
+
+    def forward(self, images: PaddedImages) -> list[Tensor]:
+        """`[B, C, h, w]` of each stage, zero where there is no image."""
+        features = self.body(images.canvas, image_sizes=images.backbone_sizes)
+        return [
+            masked(norm(feature), images, stride)
+            for norm, feature, stride in zip(self.norms, features, self.strides, strict=True)
+        ]
+
+
+class FeaturePyramid(nn.Module):
+    """torchvision's feature pyramid network, with the padding cleared wherever a convolution could read it."""
+
+    def __init__(self, channels: Sequence[int], width: int, strides: Sequence[int], extra: ExtraLevels | None = None):
+        """Set up.
+
+        Args:
+            channels: Of each level that comes in.
+            width: Channels of each level that goes out.
+            strides: Of the levels that come in, ascending.
+            extra: Coarser levels to add: "pooled", one that takes every second token of the last (Mask R-CNN);
+                "convolved", two by strided convolutions (RetinaNet).
+        """
+        super().__init__()
+        self._strides, self._extra = tuple(strides), extra
+        self.levels = FeaturePyramidNetwork(list(channels), width)
+        self.coarser = nn.ModuleList(_halving(width) for _ in range(2 if extra == "convolved" else 0))
+
+    def forward(self, features: Sequence[Tensor], images: PaddedImages) -> list[Tensor]:
+        """`[B, width, h, w]` of each level, the finest first."""
+        results: list[Tensor] = []
+        coarser = None
+        for place in reversed(range(len(features))):
+            stride = self._strides[place]
+            merged = self.levels.inner_blocks[place](features[place])
+            if coarser is not None:
+                merged = merged + F.interpolate(coarser, size=merged.shape[-2:], mode="nearest")
+            coarser = masked(merged, images, stride)
+            results.insert(0, masked(self.levels.layer_blocks[place](coarser), images, stride))
+        if self._extra == "pooled":
+            results.append(results[-1][:, :, ::2, ::2])
+        stride = self._strides[-1]
+        for place, layer in enumerate(self.coarser):
+            stride *= 2
+            source = results[-1] if place == 0 else F.relu(results[-1])
+            results.append(masked(layer(source), images, stride))
+        return results
+
+
+def masked(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
+    """`[B, C, h, w]` with zeros where a token belongs to no image."""
+    outside = images.outside(stride)
+    return features if outside is None else features.masked_fill(outside, 0)
+
+
+def _halving(width: int) -> nn.Conv2d:
+    layer = nn.Conv2d(width, width, 3, 2, 1)
+    nn.init.kaiming_uniform_(layer.weight, a=1)  # as the levels below have it
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def names_without_decay(model: nn.Module) -> set[str]:
+    """Names, in `model`, of what the models of the zoo inside it want undecayed."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, VisionModel)
+        for name in module.no_weight_decay()
+    }
+
+
+def unfit_reason(name: str) -> str | None:
+    """Why a model that exists cannot be the backbone of a detector or a segmenter; None if it can."""
+    if name in list_models():
+        if name.startswith(tuple(f"{kind}_{family}_" for kind in ("inline", *TWINS) for family in PYRAMID_FAMILIES)):
+            return None
+        return (
+            f"{name} has one resolution throughout, and detection and segmentation need four; "
+            "use a model with a pyramid, such as inline_pvt_tiny, inline_swin_tiny or inline_cswin_tiny"
+        )
+    if timm.is_model(name):
+        return (
+            f"{name} cannot keep the padding of a batch out of its features; use a model of this library with a "
+            "pyramid, such as inline_pvt_tiny (`inline models` lists them)"
+        )
+    return None  # there is no such model: whoever builds it is told the nearest name

@@ -1,0 +1,120 @@
+"""How well classes of pixels are found: IoU and accuracy of each class, over any number of processes.
+
+Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inline_attention.data.segmentation.source import IGNORED
+
+
+@dataclass(frozen=True)
+class SegmentationMetrics:
+    """What an evaluation found, from 0 to 1; NaN for classes of which there is nothing to measure.
+
+    Attributes:
+        mean_iou: Mean of `iou` over the classes that occur in truth or prediction.
+        mean_accuracy: Mean of `accuracy` over the classes that occur in truth.
+        pixel_accuracy: Share of all pixels whose class was found.
+        iou: Of each class, by name: pixels found rightly ÷ pixels that are of the class or were taken for it.
+        accuracy: Of each class, by name: share of its pixels that were found.
+        count: Pixels, without ignored ones.
+    """
+
+    mean_iou: float
+    mean_accuracy: float
+    pixel_accuracy: float
+    iou: dict[str, float]
+    accuracy: dict[str, float]
+    count: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """In percent, as tables have them: miou, macc and aacc."""
+        return {
+            "miou": 100 * self.mean_iou,
+            "macc": 100 * self.mean_accuracy,
+            "aacc": 100 * self.pixel_accuracy,
+        }
+
+    def __str__(self) -> str:
+        means = f"mIoU {100 * self.mean_iou:.2f} %, mAcc {100 * self.mean_accuracy:.2f} %"
+        return f"{means}, aAcc {100 * self.pixel_accuracy:.2f} % of {self.count:,} pixels"
+
+
+class SegmentationEvaluator:
+    """Counts which classes are taken for which.
+
+    Each process adds the images of its share, and all take part in `compute`. What is counted is a sum over pixels of
+    all images, not a mean of figures of images.
+    """
+
+    def __init__(self, class_names: Sequence[str], device: torch.device | str = "cpu"):
+        """Start with nothing counted.
+
+        Args:
+            class_names: Name of each class; its place is its label.
+            device: Where labels are compared.
+
+        Raises:
+            ImportError: If torchmetrics is not installed.
+        """
+        try:
+            from torchmetrics.classification import MulticlassConfusionMatrix
+        except ImportError as error:
+            raise ImportError(
+                "classes of pixels are counted by torchmetrics, which is not installed: "
+                "pip install 'inline-attention[segmentation]'"
+            ) from error
+        self._class_names = tuple(class_names)
+        self._confusion = MulticlassConfusionMatrix(len(class_names), ignore_index=IGNORED, validate_args=False).to(
+            device
+        )
+
+    def add(self, predicted: Tensor, target: Tensor) -> None:
+        """Count the pixels of some images.
+
+        Args:
+            predicted: `[B, H, W]` labels.
+            target: `[B, H, W]` labels, or `IGNORED`.
+
+        Raises:
+            ValueError: If their shapes differ.
+        """
+        if predicted.shape != target.shape or predicted.is_floating_point():
+            raise ValueError(
+                "predicted and true labels must be whole numbers of one shape, got "
+                f"{predicted.dtype} {tuple(predicted.shape)} and {target.dtype} {tuple(target.shape)}"
+            )
+        self._confusion.update(predicted.long(), target.long())
+
+    def compute(self, add_up: Callable[[Tensor], Tensor] | None = None) -> SegmentationMetrics:
+        """Measure what all processes have counted; the result is the same in each.
+
+        Args:
+            add_up: Returns the sum of a tensor over all processes; None if this one is alone.
+
+        Raises:
+            ValueError: If no pixel was counted.
+        """
+        matrix = self._confusion.confmat.clone()  # a sum over processes may be taken in place
+        matrix = (matrix if add_up is None else add_up(matrix)).double().cpu()  # [K, K], truth by prediction
+        count = int(matrix.sum())
+        if count == 0:
+            raise ValueError("there is no labelled pixel to evaluate on; check the data's validation split")
+        right, true, predicted = matrix.diag(), matrix.sum(1), matrix.sum(0)
+        iou, accuracy = right / (true + predicted - right), right / true  # 0 ÷ 0 is NaN
+        return SegmentationMetrics(
+            iou.nanmean().item(),
+            accuracy.nanmean().item(),
+            right.sum().item() / count,
+            dict(zip(self._class_names, iou.tolist(), strict=True)),
+            dict(zip(self._class_names, accuracy.tolist(), strict=True)),
+            count,
+        )

@@ -1,0 +1,141 @@
+"""Segmenters: Semantic FPN and UPerNet over the backbones of the zoo.
+
+The decoders are ours, not segmentation-models-pytorch's, whose encoders take nothing but a tensor: there is no way
+past them to tell the backbone where an image ends and its padding begins, and the library is not wanted where only
+training is. They are the ones of the papers ("Panoptic Feature Pyramid Networks", arXiv 1901.02446; "Unified Perceptual
+Parsing for Scene Understanding", arXiv 1807.10221) as PVT and Swin are measured with: batch norm throughout, and beside
+UPerNet an auxiliary head on the third stage.
+
+Shapes: `B` batch, `C` channels, `K` classes, `H`, `W` height and width in pixels, `h`×`w` token grid of a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data.segmentation.source import IGNORED
+from inline_attention.tasks.padding import PaddedImages, pad_images
+from inline_attention.tasks.pyramid import STRIDES, PyramidBackbone, names_without_decay
+from inline_attention.tasks.segmentation.decoders import FCNDecoder, SemanticFPNDecoder, UPerNetDecoder
+
+Head = Literal["semantic_fpn", "upernet"]
+HEADS: tuple[Head, ...] = ("semantic_fpn", "upernet")
+AUXILIARY_STAGE, AUXILIARY_WEIGHT = 2, 0.4
+
+
+class Segmenter(nn.Module):
+    """A backbone, a decoder that gives scores of classes at a quarter of the resolution, and their enlargement."""
+
+    def __init__(self, backbone: PyramidBackbone, decoder: nn.Module, auxiliary: nn.Module | None):
+        """Put together.
+
+        Args:
+            backbone: Gives features of four stages.
+            decoder: Makes of them scores `[B, K, H/4, W/4]`.
+            auxiliary: Makes scores of the third stage alone, in training, to help that along.
+        """
+        super().__init__()
+        self.backbone, self.decoder, self.auxiliary = backbone, decoder, auxiliary
+
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> Any:
+        """Losses in training, scores otherwise.
+
+        Args:
+            images: `[3, H, W]` each, normalised, of any sizes.
+            targets: In training, `[H, W]` labels of each image, `IGNORED` where there is none.
+
+        Returns:
+            Losses by name in training. Otherwise scores `[K, H, W]` of each image.
+        """
+        padded = pad_images(images)
+        features = self.backbone(padded)
+        if not self.training:
+            return [self._scores(features, padded, place) for place in range(len(images))]
+        if targets is None:
+            raise ValueError("training needs targets: labels of the pixels of each image; or call eval() first")
+        labels, size = _padded_labels(targets, padded), padded.canvas.shape[-2:]
+        losses = {"loss": _cross_entropy(_enlarged(self.decoder(features), size), labels)}
+        if self.auxiliary is not None:
+            others = self.auxiliary(features[AUXILIARY_STAGE])
+            losses["auxiliary_loss"] = AUXILIARY_WEIGHT * _cross_entropy(_enlarged(others, size), labels)
+        return losses
+
+    def _scores(self, features: Sequence[Tensor], images: PaddedImages, place: int) -> Tensor:
+        """`[K, H, W]` of one image, decoded by itself: no interpolation or mean of the decoder sees any padding."""
+        height, width = images.backbone_sizes[place]
+        alone = [
+            feature[place : place + 1, :, : -(-height // stride), : -(-width // stride)]
+            for feature, stride in zip(features, self.backbone.strides, strict=True)
+        ]
+        scores = self.decoder(alone)
+        finest = self.backbone.strides[0]
+        enlarged = _enlarged(scores, (finest * scores.shape[-2], finest * scores.shape[-1]))
+        return enlarged[0, :, : images.sizes[place][0], : images.sizes[place][1]]
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that an optimiser should not decay: those of the backbone."""
+        return names_without_decay(self)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade time for memory in training: recompute each block of the backbone in the backward pass."""
+        self.backbone.model.set_grad_checkpointing(enable)
+
+
+@dataclass(frozen=True)
+class SegmenterDescription:
+    """All that it takes to build a segmenter again; plain data, which travels with its weights.
+
+    Attributes:
+        head: Of `HEADS`.
+        backbone: Name of a model with a pyramid.
+        backbone_arguments: Of that model.
+        num_classes: Classes of pixels.
+        width: Channels of the decoder; the papers' own, if None.
+    """
+
+    head: Head
+    backbone: str
+    backbone_arguments: Mapping[str, Any]
+    num_classes: int
+    width: int | None = None
+
+
+def build_segmenter(description: SegmenterDescription) -> Segmenter:
+    """A segmenter with random weights.
+
+    Raises:
+        ValueError: If there is no such head, or the model cannot be its backbone.
+    """
+    if description.head not in HEADS:
+        raise ValueError(f"the head of a segmenter must be {' or '.join(HEADS)}, got {description.head!r}")
+    backbone = PyramidBackbone(description.backbone, description.backbone_arguments, STRIDES)
+    classes, channels = description.num_classes, backbone.channels
+    if description.head == "semantic_fpn":
+        return Segmenter(backbone, SemanticFPNDecoder(channels, classes, description.width or 256), None)
+    width = description.width or 512
+    auxiliary = FCNDecoder(channels[AUXILIARY_STAGE], classes, width // 2)
+    return Segmenter(backbone, UPerNetDecoder(channels, classes, width), auxiliary)
+
+
+def _enlarged(scores: Tensor, size: Sequence[int]) -> Tensor:
+    """Scores for every pixel, in float32."""
+    return F.interpolate(scores.float(), size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def _padded_labels(targets: Sequence[Tensor], images: PaddedImages) -> Tensor:
+    """`[B, H, W]`, `IGNORED` where there is no image."""
+    labels = targets[0].new_full((len(targets), *images.canvas.shape[-2:]), IGNORED)
+    for place, target in zip(labels, targets, strict=True):
+        place[: target.shape[0], : target.shape[1]] = target
+    return labels
+
+
+def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the labelled pixels; zero, not NaN, if there is none."""
+    total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)

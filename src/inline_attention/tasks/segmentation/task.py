@@ -1,0 +1,221 @@
+"""Semantic segmentation as the engine trains it: Semantic FPN and UPerNet on pictures with maps of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.data.broken import BrokenImages
+from inline_attention.data.loading import Loader, SampleLoader
+from inline_attention.data.sampling import TrainingBatches
+from inline_attention.data.segmentation.checks import check_pairs
+from inline_attention.data.segmentation.opening import open_and_check_pairs
+from inline_attention.data.segmentation.pairs import find_pair_folders, find_pairs
+from inline_attention.data.segmentation.samples import LABELS, SegmentationSamples
+from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
+from inline_attention.data.segmentation.transforms import (
+    segmentation_evaluation_transform,
+    segmentation_training_transform,
+)
+from inline_attention.data.sources import DataError
+from inline_attention.data.unequal_batch import Target, UnequalBatch
+from inline_attention.models.checkpoints import load_checkpoint
+from inline_attention.models.reading import Checkpoint, open_checkpoint
+from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of
+from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
+from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
+from inline_attention.tasks.segmentation.models import Head, Segmenter, SegmenterDescription, build_segmenter
+from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together, UnusableDataError
+from inline_attention.tasks.weights import initialize_from
+
+DEFAULT_CROP = 512
+Inference = Literal["whole", "sliding"]
+
+
+@dataclass(frozen=True)
+class SegmentationOptions:
+    """What a segmenter is, and at what size it looks at images; plain data, which travels with its weights.
+
+    Attributes:
+        head: As for `SegmenterDescription`.
+        width: As for `SegmenterDescription`.
+        crop: Pixels of the side of training crops; images to evaluate on get it as their shorter side.
+        scale: Least and greatest share of `crop` that the shorter side of a training picture is resized to.
+        inference: "whole" images at once, or "sliding" windows of the size of crops.
+        window_step: Pixels from one window to the next; two thirds of `crop`, if None.
+        flip: Share of pictures that are mirrored in training.
+    """
+
+    head: Head = "semantic_fpn"
+    width: int | None = None
+    crop: int = DEFAULT_CROP
+    scale: tuple[float, float] = (0.5, 2.0)
+    inference: Inference = "whole"
+    window_step: int | None = None
+    flip: float = 0.5
+
+    @property
+    def windows(self) -> SlidingWindows | None:
+        """Those that inference slides over images, if it does."""
+        if self.inference == "whole":
+            return None
+        return SlidingWindows(self.crop, self.window_step or max(1, 2 * self.crop // 3))
+
+
+class SegmentationTask:
+    """Naming every pixel; see `Task` for the methods."""
+
+    name = "segmentation"
+    metrics: Mapping[str, bool] = {"miou": True, "macc": True, "aacc": True}
+
+    def __init__(self, data: DataChoice, model: ModelChoice, options: SegmentationOptions | None = None):
+        """Choose.
+
+        Args:
+            data: A folder of pictures and maps of labels.
+            model: The backbone. Its initial weights are a classifier's, or those of a segmenter.
+            options: What is built around it.
+        """
+        self._data, self._model, self.options = data, model, options or SegmentationOptions()
+
+    @classmethod
+    def of_checkpoint(cls, file: Checkpoint, data: DataChoice) -> tuple[Self, list[str]]:
+        """The task that a file of weights was trained for, and the names of its classes.
+
+        Raises:
+            CheckpointError: If it was trained for another.
+        """
+        options, class_names = described_in(file, cls.name)
+        backbone, arguments = options.pop("backbone"), options.pop("backbone_arguments")
+        options["scale"] = tuple(options["scale"])
+        data = replace(data, reduce_zero_label=options.pop("reduce_zero_label"))
+        return cls(data, ModelChoice(backbone, arguments), SegmentationOptions(**options)), class_names
+
+    def open(self) -> TaskData:
+        """Open and check both splits."""
+        choice = self._data
+        opened = open_and_check_pairs(
+            choice.folder or "",
+            train_split=choice.train_split,
+            validation_split=choice.validation_split,
+            class_file=choice.class_file,
+            reduce_zero_label=choice.reduce_zero_label,
+            num_classes=choice.num_classes,
+            repair=choice.repair,
+        )
+        problems = list(opened.problems)
+        if problems and not choice.repair:
+            problems.append("data.repair=true (--repair) repairs what can be repaired, as said above")
+        if problems or opened.train is None or opened.validation is None:
+            raise UnusableDataError(problems)
+        return TaskData(opened.train, opened.validation, notes_of(opened.reports))
+
+    def open_validation(self, class_names: Sequence[str]) -> SegmentationSource:
+        """Open and check the validation split alone, with the classes of a model.
+
+        Raises:
+            DataError: If it cannot be used.
+        """
+        choice = self._data
+        folder, split = choice.folder or "", choice.validation_split
+        rules = LabelRules(len(class_names), reduce_zero_label=choice.reduce_zero_label)
+        found, location = find_pairs(*find_pair_folders(folder, split)), f"{Path(folder)} ({split})"
+        checked = check_pairs(found, location, class_names, rules, every_class=False, repair=choice.repair)
+        if checked.source is None:
+            raise DataError("\n".join(checked.report.problems))
+        return checked.source
+
+    def build_model(self, class_names: Sequence[str]) -> Segmenter:
+        """The segmenter around its backbone."""
+        options, choice = self.options, self._model
+        model = build_segmenter(
+            SegmenterDescription(options.head, choice.name, choice.arguments, len(class_names), options.width)
+        )
+        if choice.initial_checkpoint is not None:
+            initialize_from(model, model.backbone, open_checkpoint(choice.initial_checkpoint), self.name)
+        if choice.grad_checkpointing:
+            model.set_grad_checkpointing()
+        return model
+
+    def training_loader(
+        self, source: SegmentationSource, model: nn.Module, reading: Reading, broken: BrokenImages
+    ) -> Loader[UnequalBatch]:
+        """Random crops."""
+        assert isinstance(model, Segmenter)
+        transform = segmentation_training_transform(self.options.crop, scale=self.options.scale, flip=self.options.flip)
+        return SampleLoader(
+            SegmentationSamples(source, transform),
+            TrainingBatches(len(source), reading.batch_size, seed=reading.seed, **reading.share),
+            normalize=normalization(model.backbone),
+            broken=broken,
+            replace_broken=True,
+            **reading.loading,
+        )
+
+    def validation_loader(
+        self, source: SegmentationSource, model: nn.Module, reading: Reading, broken: BrokenImages
+    ) -> Loader[UnequalBatch]:
+        """All pictures in order, resized."""
+        assert isinstance(model, Segmenter)
+        return SampleLoader(
+            SegmentationSamples(source, segmentation_evaluation_transform(self.options.crop)),
+            reading.evaluation_batches(len(source)),
+            normalize=normalization(model.backbone),
+            broken=broken,
+            replace_broken=False,
+            **reading.loading,
+        )
+
+    def objective(self, class_names: Sequence[str], rank: int) -> SumOfLosses:
+        """The sum of the segmenter's losses."""
+        del class_names, rank
+        return SumOfLosses(_labels)
+
+    def evaluator(self, source: SegmentationSource, device: torch.device) -> _Evaluator:
+        """Mean IoU and accuracies."""
+        return _Evaluator(SegmentationEvaluator(source.class_names, device), self.options.windows)
+
+    def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
+        """All that it takes to build the segmenter again."""
+        others = {
+            "backbone": self._model.name,
+            "backbone_arguments": dict(self._model.arguments),
+            "reduce_zero_label": self._data.reduce_zero_label,  # what the numbers in maps mean to this model
+        }
+        return describe(self.name, self._model.name, asdict(self.options) | others, class_names)
+
+
+def load_segmenter(file: Checkpoint) -> tuple[Segmenter, SegmentationOptions, list[str]]:
+    """The segmenter of a file of weights, its options and the names of its classes.
+
+    Raises:
+        CheckpointError: If the file is of something else, or does not fit.
+    """
+    task, class_names = SegmentationTask.of_checkpoint(file, DataChoice("pairs"))
+    model = task.build_model(class_names)
+    load_checkpoint(model, file)
+    return model, task.options, class_names
+
+
+def _labels(target: Target) -> Tensor:
+    return target[LABELS]
+
+
+class _Evaluator:
+    """Runs a segmenter, and compares labels at the size of the originals."""
+
+    def __init__(self, counting: SegmentationEvaluator, windows: SlidingWindows | None):
+        self._counting, self._windows = counting, windows
+
+    def add(self, model: nn.Module, batch: UnequalBatch) -> None:
+        for target, scores in zip(batch.targets, scores_of(model, batch.images, self._windows), strict=True):
+            labels = target[LABELS]
+            self._counting.add(labels_at(scores, (labels.shape[0], labels.shape[1]))[None], labels[None])
+
+    def compute(self, together: Together) -> SegmentationMetrics:
+        return self._counting.compute(together.sum)

@@ -1,0 +1,281 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.conftest import noise
+from inline_attention.data.coco import (
+    CocoSource,
+    MaskError,
+    decode_mask,
+    encode_mask,
+    find_annotation_file,
+    find_image_folder,
+    open_and_check_coco,
+    read_annotations,
+)
+from inline_attention.data.coco.masks import MaskSizeError, mask_extent
+from inline_attention.data.images import ImageError
+from inline_attention.data.sources import DataError
+
+reference = pytest.importorskip("pycocotools.mask")
+SQUARE = [10.0, 10.0, 30.0, 10.0, 30.0, 30.0, 10.0, 30.0]
+
+
+def packed(mask):
+    return {**reference.encode(np.asfortranarray(mask)), "size": list(mask.shape)}
+
+
+def text(segmentation):
+    return {**segmentation, "counts": segmentation["counts"].decode()}
+
+
+def some_mask(seed=0, size=(40, 48)):
+    mask = np.zeros(size, dtype=np.uint8)
+    random = np.random.default_rng(seed)
+    for _ in range(3):
+        top, left = random.integers(0, 20, 2)
+        mask[top : top + 12, left : left + 15] ^= 1
+    return mask
+
+
+def annotation(number, image_id=1, category_id=7, box=(10, 10, 20, 20), segmentation=None, **others):
+    return {
+        "id": number,
+        "image_id": image_id,
+        "category_id": category_id,
+        "bbox": list(box),
+        "area": 400.0,
+        "iscrowd": 0,
+        "segmentation": [SQUARE] if segmentation is None else segmentation,
+        **others,
+    }
+
+
+def write_coco(root, annotations, images=3, split="train", **others):
+    """Pictures 1.jpg, … of 48×40 pixels, with categories 3, 7 and 90."""
+    folder = root / f"{split}2017"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, images + 1):
+        noise(number).save(folder / f"{number}.jpg")
+    content = {
+        "images": [{"id": n, "file_name": f"{n}.jpg", "height": 40, "width": 48} for n in range(1, images + 1)],
+        "categories": [{"id": 90, "name": "kite"}, {"id": 3, "name": "car"}, {"id": 7, "name": "train"}],
+        "annotations": annotations,
+        **others,
+    }
+    file = root / "annotations" / f"instances_{split}2017.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content))
+    return file
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.randoms())
+def test_run_lengths_are_exact_and_those_of_pycocotools(height, width, random):
+    mask = np.array([[random.random() < 0.4 for _ in range(width)] for _ in range(height)], dtype=np.uint8)
+    encoded = encode_mask(mask)
+    assert (decode_mask(encoded, height, width) == mask).all()
+    assert (reference.decode(reference.frPyObjects(encoded, height, width)) == mask).all()
+    assert (decode_mask(text(packed(mask)), height, width) == mask).all()
+
+
+def test_all_ways_to_write_a_mask():
+    mask = some_mask()
+    for segmentation in (encode_mask(mask), packed(mask), text(packed(mask))):
+        decoded = decode_mask(segmentation, 40, 48)
+        assert decoded.dtype == np.uint8
+        assert (decoded == mask).all()
+    polygons = [SQUARE, [35.0, 2.0, 45.0, 2.0, 40.0, 9.5]]
+    expected = reference.decode(reference.merge(reference.frPyObjects(polygons, 40, 48)))
+    assert (decode_mask(polygons, 40, 48) == expected).all()
+    assert mask_extent(polygons, 40, 48) == (10, 2, 45, 30)
+
+
+MALFORMED = {
+    "empty": [],
+    "absent": None,
+    "a number": 3,
+    "text": "abc",
+    "two points": [[1, 2, 3, 4]],
+    "half a point": [[1, 2, 3, 4, 5, 6, 7]],
+    "not finite": [[1, 2, 3, float("nan"), 5, 6]],
+    "far away": [[1, 2, 1e12, 4, 5, 6]],
+    "words": [["1", "2", "3", "4", "5", "6"]],
+    "flat": [1, 2, 3, 4, 5, 6],
+    "lengths too short": {"size": [40, 48], "counts": [3, 4]},
+    "lengths negative": {"size": [40, 48], "counts": [-3, 1923]},
+    "lengths absent": {"size": [40, 48]},
+    "truncated": {"size": [40, 48], "counts": packed(some_mask())["counts"][:3].decode()},
+    "garbage": {"size": [40, 48], "counts": "~~~~PPPPPPPPPPPPPPPPPPPPPPPPP"},
+}
+
+
+@pytest.mark.parametrize("segmentation", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_masks(segmentation):
+    for read in (decode_mask, mask_extent):
+        with pytest.raises(MaskError):
+            read(segmentation, 40, 48)
+
+
+def test_a_mask_of_another_size():
+    with pytest.raises(MaskSizeError, match=r"\(40, 48\), the image's \(48, 40\)"):
+        decode_mask(encode_mask(some_mask()), 48, 40)
+
+
+def test_without_the_library_run_lengths_can_be_read_and_polygons_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faster_coco_eval.core", None)
+    assert decode_mask(encode_mask(some_mask()), 40, 48).any()
+    for segmentation in ([SQUARE], packed(some_mask())):
+        with pytest.raises(DataError, match=r"pip install 'inline-attention\[detection\]'"):
+            decode_mask(segmentation, 40, 48)
+
+
+def test_targets_are_those_of_torchvision(tmp_path):
+    mask = some_mask()
+    objects = [
+        annotation(1, category_id=90),
+        annotation(2, category_id=3, box=(0.5, 1, 47, 20), segmentation=text(packed(mask)), area=123),
+        annotation(3, category_id=7, segmentation=encode_mask(mask), iscrowd=1),
+        annotation(4, image_id=3),
+    ]
+    file = write_coco(tmp_path, objects)
+    annotations = read_annotations(file)
+    assert annotations.class_names == ("car", "train", "kite")
+    assert annotations.category_to_label == {3: 1, 7: 2, 90: 3}
+    assert annotations.label_to_category == {1: 3, 2: 7, 3: 90}
+    assert find_annotation_file(tmp_path, "train") == file
+    folder = find_image_folder(tmp_path, annotations, "train")
+    assert folder == tmp_path / "train2017"
+
+    source = CocoSource(annotations, folder)
+    assert len(source) == 3
+    target = source.target(0)
+    assert target["boxes"].tolist() == [[10, 10, 30, 30], [0.5, 1, 47.5, 21]]
+    assert target["labels"].tolist() == [3, 1]
+    assert target["area"].tolist() == [400, 123]
+    assert target["iscrowd"].tolist() == [0, 0]
+    assert target["image_id"].item() == 1
+    assert (target["masks"][1].numpy() == mask).all()
+    assert {name: value.dtype for name, value in target.items()} == {
+        "boxes": torch.float32,
+        "labels": torch.int64,
+        "masks": torch.uint8,
+        "image_id": torch.int64,
+        "area": torch.float32,
+        "iscrowd": torch.int64,
+    }
+    assert source.load(0).size == (48, 40)
+    empty = source.target(1)
+    assert {name: tuple(value.shape) for name, value in empty.items()} == {
+        "boxes": (0, 4),
+        "labels": (0,),
+        "masks": (0, 40, 48),
+        "image_id": (),
+        "area": (0,),
+        "iscrowd": (0,),
+    }
+    with_crowds = CocoSource(annotations, folder, crowds=True, masks=False).target(0)
+    assert with_crowds["iscrowd"].tolist() == [0, 0, 1]
+    assert "masks" not in with_crowds
+    filled = CocoSource(annotations, folder, skip_empty=True)
+    assert filled.image_ids.tolist() == [1, 3]
+    assert filled.target(1)["boxes"].shape == (1, 4)
+
+
+def test_a_torchvision_detector_takes_the_targets(tmp_path):
+    from torchvision.models.detection import retinanet_resnet50_fpn
+
+    annotations = read_annotations(write_coco(tmp_path, [annotation(1)]))
+    source = CocoSource(annotations, tmp_path / "train2017")
+    model = retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=4, min_size=64, max_size=64)
+    images = [torch.rand(3, 40, 48), torch.rand(3, 40, 48)]
+    losses = model(images, [source.target(0), source.target(1)])
+    assert all(torch.isfinite(loss) for loss in losses.values())
+
+
+def test_a_picture_of_another_size_or_mask_that_is_broken_is_named(tmp_path):
+    annotations = read_annotations(write_coco(tmp_path, [annotation(5, segmentation=[[1, 2]])]))
+    source = CocoSource(annotations, tmp_path / "train2017")
+    with pytest.raises(ImageError, match=r"1\.jpg: has a malformed mask \(object 5\)"):
+        source.target(0)
+    noise(1, (20, 20)).save(tmp_path / "train2017" / "1.jpg")
+    with pytest.raises(ImageError, match="is 20×20 pixels, 48×40 in"):
+        source.load(0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON, or only the beginning of it"),
+        ("[]", "must hold an object"),
+        ('{"images": []}', "has no list 'categories'"),
+        ('{"images": [{"id": 1}], "categories": [], "annotations": []}', "entry 0 of 'images' has no 'file_name'"),
+        ('{"images": [], "categories": [], "annotations": [7]}', "entry 0 of 'annotations' is malformed"),
+        ('{"images": [], "categories": [{"id": "x"}], "annotations": []}', "entry 0 of 'categories' is malformed"),
+    ],
+)
+def test_files_of_another_kind(tmp_path, content, message):
+    file = tmp_path / "instances_train.json"
+    file.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_annotations(file)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"expected annotations/instances_train\.json"):
+        find_annotation_file(tmp_path, "train")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        read_annotations(tmp_path / "absent.json")
+    annotations = read_annotations(write_coco(tmp_path, []))
+    with pytest.raises(DataError, match=r"such as '1\.jpg', is in any of"):
+        find_image_folder(tmp_path / "elsewhere", annotations, "train")
+    (tmp_path / "annotations" / "instances_train2014.json").write_text("{}")
+    with pytest.raises(DataError, match=r"2 files for the split 'train': .*; keep one"):
+        find_annotation_file(tmp_path, "train")
+
+
+def test_opening_both_splits_says_all_that_is_wrong(tmp_path):
+    objects = [annotation(n, image_id=n, category_id=c) for n, c in ((1, 3), (2, 7), (3, 90))]
+    write_coco(tmp_path, objects)
+    write_coco(tmp_path, objects[:1], split="val")
+    good = open_and_check_coco(tmp_path, num_classes=3)
+    assert good.problems == []
+    assert (len(good.train), len(good.validation)) == (3, 3)
+    assert len(good.validation_annotations.objects) == 1
+
+    write_coco(tmp_path, [*objects[:1], annotation(9, box=(0, 0, 0, 5))], split="val", categories=[{"id": 7}])
+    (tmp_path / "train2017" / "2.jpg").unlink()
+    problems = "\n".join(open_and_check_coco(tmp_path, num_classes=5).problems)
+    assert "1 images whose file is missing (2.jpg (image 2))" in problems
+    assert "1 boxes without area" in problems
+    assert "3 categories differ between" in problems
+    assert "has 3 categories, the model 5; use num_classes=3" in problems
+    repaired = open_and_check_coco(tmp_path, repair=True)
+    assert len(repaired.problems) == 1, "what the two files mean by a category cannot be repaired"
+    assert len(repaired.train) == 2
+    (problem, other) = open_and_check_coco(tmp_path / "absent").problems
+    assert "has no annotations of the split" in problem
+    assert "has no annotations of the split" in other
+
+
+def test_a_large_photograph(tmp_path):
+    Image.new("RGB", (4000, 3000), "white").save(tmp_path / "photo.jpg")
+    mask = np.zeros((3000, 4000), dtype=np.uint8)
+    mask[100:2900, 50:3950] = 1
+    file = write_coco(
+        tmp_path,
+        [annotation(1, box=(50, 100, 3900, 2800), segmentation=encode_mask(mask))],
+        images=0,
+    )
+    content = json.loads(file.read_text())
+    content["images"] = [{"id": 1, "file_name": "photo.jpg", "height": 3000, "width": 4000}]
+    file.write_text(json.dumps(content))
+    source = CocoSource(read_annotations(file), tmp_path)
+    assert source.load(0).size == (4000, 3000)
+    assert (source.target(0)["masks"][0].numpy() == mask).all()

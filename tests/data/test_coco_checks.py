@@ -1,0 +1,163 @@
+import json
+
+import pytest
+from PIL import Image
+
+from data.conftest import noise
+from data.test_coco import SQUARE, annotation, some_mask, write_coco
+from inline_attention.data.coco import CocoSource, check_annotations, encode_mask, read_annotations
+
+GOOD = [annotation(1, image_id=1, category_id=3), annotation(2, image_id=2, category_id=90), annotation(3)]
+
+
+def check(root, objects=(), *, repair=False, masks=True, good=GOOD, **others):
+    file = write_coco(root, [*good, *objects], **others)
+    return check_annotations(read_annotations(file), root / "train2017", masks=masks, repair=repair)
+
+
+def test_nothing_wrong(tmp_path):
+    checked = check(tmp_path)
+    assert not checked.report
+    assert checked.report.problems == []
+    assert str(checked.report).endswith("(3 images, 3 objects): nothing wrong")
+
+
+FAULTS = {
+    "boxes without area": (annotation(9, box=(5, 5, 0, 8)), "box taken from the mask", (10, 10, 20, 20)),
+    "objects without a box of four finite numbers": (
+        annotation(9, box=(1, 2, 3)),
+        "box taken from the mask",
+        (10, 10, 20, 20),
+    ),
+    "boxes wholly outside of their image": (
+        annotation(9, box=(100, 100, 9, 9)),
+        "box taken from the mask",
+        (10, 10, 20, 20),
+    ),
+    "boxes that leave their image": (
+        annotation(9, box=(-9, 10, 39, 20), segmentation=[[0, 10, 30, 10, 30, 30, 0, 30]]),
+        "clipped",
+        (0, 10, 30, 20),
+    ),
+    "boxes that disagree with their mask": (
+        annotation(9, box=(10, 10, 20, 25)),
+        "box taken from the mask",
+        (10, 10, 20, 20),
+    ),
+    "objects of an unknown image": (annotation(9, image_id=99), "left out", None),
+    "objects of an unknown category": (annotation(9, category_id=4), "left out", None),
+    "objects without a mask": (annotation(9, segmentation=[]), "left out", None),
+    "malformed masks": (annotation(9, segmentation=[[1, 2]]), "left out", None),
+    "masks of another size than their image": (
+        annotation(9, segmentation=encode_mask(some_mask(size=(48, 40)))),
+        "left out",
+        None,
+    ),
+    "masks that cover nothing of their image": (
+        annotation(9, segmentation=encode_mask(some_mask() * 0)),
+        "left out",
+        None,
+    ),
+    "masks with malformed polygons": (
+        annotation(9, segmentation=[SQUARE, [1, 2]]),
+        "those polygons left out",
+        (10, 10, 20, 20),
+    ),
+    "objects with an id that another has": (annotation(2), "given new ids", (10, 10, 20, 20)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_counted_named_and_repaired(tmp_path, fault):
+    item, repair, box = FAULTS[fault]
+    found = check(tmp_path, [item])
+    assert [(finding.fault, finding.count, finding.repair) for finding in found.report] == [(fault, 1, repair)]
+    (problem,) = found.report.problems
+    assert f"1 {fault} (object {item['id']}" in problem
+    assert len(found.annotations.objects) == 4, "without repair, nothing is changed"
+
+    repaired = check(tmp_path, [item], repair=True)
+    assert repaired.report.problems == []
+    assert f"1 {fault}" in str(repaired.report)
+    kept = [kept for kept in repaired.annotations.objects if kept.id not in (1, 2, 3)]
+    assert [kept.box for kept in kept] == ([] if box is None else [box])
+    again = check_annotations(repaired.annotations, tmp_path / "train2017")
+    assert not again.report, "what was repaired is right"
+    source = CocoSource(repaired.annotations, tmp_path / "train2017")
+    for index in range(len(source)):
+        source.target(index)
+
+
+def test_without_masks_boxes_alone_count(tmp_path):
+    objects = [annotation(9, segmentation=[]), annotation(10, box=(5, 5, 0, 8))]
+    report = check(tmp_path, objects, masks=False).report
+    assert [(finding.fault, finding.repair) for finding in report] == [("boxes without area", "left out")]
+
+
+def test_tolerances(tmp_path):
+    rounded = [
+        annotation(9, box=(9.3, 9.1, 21, 21.5)),
+        annotation(10, box=(0, 0, 48.6, 40.4), segmentation=[[0, 0, 48, 0, 48, 40, 0, 40]]),
+    ]
+    assert not check(tmp_path, rounded).report
+
+
+def test_images(tmp_path):
+    file = write_coco(tmp_path, GOOD, images=7)
+    folder = tmp_path / "train2017"
+    (folder / "4.jpg").unlink()
+    (folder / "5.jpg").write_bytes(b"no picture")
+    noise(6, (40, 48)).save(folder / "6.jpg")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    noise(7, (40, 48)).save(folder / "7.jpg", exif=turned)  # upright it is 48×40, as annotated
+    annotations = read_annotations(file)
+    checked = check_annotations(annotations, folder, repair=True)
+    assert {finding.fault: finding.first[0].split(":")[0] for finding in checked.report} == {
+        "images whose file is missing": "4.jpg (image 4)",
+        "images whose file cannot be read": "5.jpg (image 5)",
+        "images of another size than the annotations say": "6.jpg (image 6)",
+    }
+    assert [image.id for image in checked.annotations.images] == [1, 2, 3, 7]
+    assert CocoSource(checked.annotations, folder).load(3).size == (48, 40)
+
+
+def test_objects_of_images_that_are_left_out_go_with_them_as_one_fault(tmp_path):
+    file = write_coco(tmp_path, [*GOOD, annotation(4, image_id=3), annotation(5, image_id=3)])
+    (tmp_path / "train2017" / "3.jpg").unlink()
+    checked = check_annotations(read_annotations(file), tmp_path / "train2017", repair=True)
+    assert len(checked.report) == 1
+    assert [item.id for item in checked.annotations.objects] == [1, 2, 3]
+
+
+def test_duplicate_images_and_categories_sizes_that_are_not_given_and_empty_categories(tmp_path):
+    images = [
+        {"id": 1, "file_name": "1.jpg", "height": 40, "width": 48},
+        {"id": 1, "file_name": "2.jpg", "height": 40, "width": 48},
+        {"id": 3, "file_name": "3.jpg"},
+    ]
+    categories = [{"id": 7, "name": "train"}, {"id": 7, "name": "bus"}, {"id": 8, "name": "kite"}]
+    file = write_coco(tmp_path, [annotation(1)], categories=categories)
+    content = json.loads(file.read_text()) | {"images": images}
+    file.write_text(json.dumps(content))
+    annotations = read_annotations(file)
+    checked = check_annotations(annotations, tmp_path / "train2017", repair=True)
+    assert {finding.fault: finding.first for finding in checked.report} == {
+        "images with an id that another has": ["2.jpg (image 1)"],
+        "images without a size": ["3.jpg (image 3)"],
+        "categories with an id that another has": ["bus (7)"],
+        "categories without an object": ["kite (8)"],
+    }
+    assert checked.annotations.class_names == ("train", "kite")
+    assert [(image.id, image.height, image.width) for image in checked.annotations.images] == [(1, 40, 48), (3, 40, 48)]
+    validation = check_annotations(annotations, tmp_path / "train2017", every_category=False)
+    assert validation.report.count("categories without an object") == 0
+
+
+def test_only_the_first_offenders_are_named(tmp_path):
+    objects = [annotation(10 + n, box=(1, 1, 0, 0), segmentation=[]) for n in range(12)]
+    report = check(tmp_path, objects, masks=False).report
+    (problem,) = report.problems
+    assert "12 boxes without area (object 10 in 1.jpg: 0×0, " in problem
+    assert "object 14 in 1.jpg: 0×0 and 7 more); repairing: left out" in problem
+    assert "object 15" not in problem

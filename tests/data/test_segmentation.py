@@ -1,0 +1,242 @@
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.conftest import noise
+from inline_attention.data.images import ImageError
+from inline_attention.data.segmentation import (
+    IGNORED,
+    LabelRules,
+    find_pair_folders,
+    find_pairs,
+    open_and_check_pairs,
+    read_class_names,
+    read_label_map,
+)
+from inline_attention.data.sources import DataError
+
+NAMES = ("wall", "floor", "sky")
+
+
+def labels(seed=0, size=(40, 48), count=3):
+    blocks = np.random.default_rng(seed).integers(0, count, (5, 6)).astype(np.uint8)
+    blocks.flat[:count] = range(count)
+    return np.kron(blocks, np.ones((size[0] // 5, size[1] // 6), dtype=np.uint8))
+
+
+def write_pairs(root, pairs=3, count=3, names=NAMES):
+    for split in ("training", "validation"):
+        for kind in ("images", "annotations"):
+            (root / kind / split).mkdir(parents=True)
+        for number in range(pairs):
+            noise(number).save(root / "images" / split / f"{number}.jpg")
+            Image.fromarray(labels(number, count=count)).save(root / "annotations" / split / f"{number}.png")
+    (root / "classes.txt").write_text("\n".join(names))
+    return root
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_pairs(tmp_path / "data")
+
+
+def test_good_pairs(root):
+    opened = open_and_check_pairs(root, num_classes=3)
+    assert opened.problems == []
+    assert [str(report) for report in opened.reports] == [
+        f"{root} ({split}) (3 pairs): nothing wrong" for split in ("train", "validation")
+    ]
+    source = opened.train
+    assert source.class_names == NAMES
+    assert len(source) == 3
+    image = source.load(1)
+    assert image.size == (48, 40)
+    target = source.target(1, (40, 48))
+    assert target.dtype == np.uint8
+    assert (target == labels(1)).all()
+
+
+def test_zero_is_other_in_ade20k(tmp_path):
+    root = write_pairs(tmp_path / "data", count=4)
+    opened = open_and_check_pairs(root, reduce_zero_label=True)
+    assert opened.problems == []
+    values = labels(2, count=4).astype(int)
+    assert (opened.train.target(2, (40, 48)) == np.where(values == 0, IGNORED, values - 1)).all()
+    (problem, _) = open_and_check_pairs(root).problems
+    assert "3 maps with labels outside of the list of classes" in problem
+    assert "png: 3" in problem
+    assert "set reduce_zero_label, if files count classes from 1" in problem
+
+
+def test_255_is_ignored(root):
+    values = labels(0)
+    values[:10] = 255
+    Image.fromarray(values).save(root / "annotations" / "training" / "0.png")
+    for reduce_zero_label in (False, True):
+        rules = LabelRules(3, reduce_zero_label=reduce_zero_label)
+        assert (rules.labels(values)[:10] == IGNORED).all()
+    assert open_and_check_pairs(root).problems == []
+
+
+def faulty(root):
+    """One fault of each kind among twelve pairs."""
+    images, maps = root / "images" / "training", root / "annotations" / "training"
+    for number in range(3, 12):
+        noise(number).save(images / f"{number}.jpg")
+        Image.fromarray(labels(number)).save(maps / f"{number}.png")
+    (maps / "3.png").unlink()
+    (images / "4.jpg").unlink()
+    Image.fromarray(labels(5, (80, 96))).save(maps / "5.png")
+    Image.fromarray(labels(6, (40, 96))).save(maps / "6.png")
+    outside = labels(7)
+    outside[:8], outside[8:16] = 200, 9
+    Image.fromarray(outside).save(maps / "7.png")
+    noise(8).save(maps / "8.png")
+    (maps / "9.png").write_bytes((maps / "9.png").read_bytes()[:60])
+    (images / "10.jpg").write_bytes(b"")
+    noise(11).save(images / "11.png")
+
+
+EXPECTED = {
+    "pictures without a map of labels": ("3.jpg", "left out"),
+    "maps of labels without a picture": ("4.png", "left out"),
+    "files that differ from another in their suffix alone": ("11.png", "left out"),
+    "maps of another size than their picture": ("5.png: 96×80 for a picture of 48×40", "brought to the picture's size"),
+    "maps of another shape than their picture": ("6.png: 96×40 for a picture of 48×40", "left out"),
+    "maps with labels outside of the list of classes": ("7.png: 9, 200", "those pixels ignored"),
+    "maps of colours instead of labels": ("8.png: holds colours (RGB)", "left out"),
+    "files that cannot be read": ("9.png: is damaged: ", "left out"),
+}
+
+
+def test_each_fault_is_counted_named_and_repaired(root):
+    faulty(root)
+    opened = open_and_check_pairs(root)
+    assert opened.train is None
+    assert opened.validation is not None
+    report = opened.reports[0]
+    assert {finding.fault: (finding.count, finding.repair) for finding in report} == {
+        fault: (2 if fault == "files that cannot be read" else 1, repair) for fault, (_, repair) in EXPECTED.items()
+    }
+    for finding in report:
+        assert EXPECTED[finding.fault][0] in finding.first[0]
+    assert len(opened.problems) == len(EXPECTED)
+
+    repaired = open_and_check_pairs(root, repair=True)
+    assert repaired.problems == []
+    assert len(repaired.reports[0]) == len(report) == 9
+    source = repaired.train
+    assert [source.name(index).rpartition("/")[2] for index in range(len(source))] == [
+        "0.jpg", "1.jpg", "2.jpg", "5.jpg", "7.jpg", "11.jpg"
+    ]  # fmt: skip
+    assert (source.target(3, (40, 48)) == labels(5, (80, 96))[::2, ::2]).all()
+    target = source.target(4, (40, 48))
+    assert (target[:16] == IGNORED).all()
+    assert (target[16:] == labels(7)[16:]).all()
+
+
+def test_faults_met_in_spite_of_the_check_are_named(root):
+    source = open_and_check_pairs(root).train
+    with pytest.raises(ImageError, match=r"0\.png: is 48×40 pixels, its picture 40×48"):
+        source.target(0, (48, 40))
+    Image.fromarray(np.full((40, 48), 7, np.uint8)).save(root / "annotations" / "training" / "0.png")
+    with pytest.raises(ImageError, match="has the label 7, which is not in the list of classes"):
+        source.target(0, (40, 48))
+
+
+def test_classes_that_do_not_occur(root):
+    (root / "classes.txt").write_text("\n".join([*NAMES, "sea"]))
+    opened = open_and_check_pairs(root)
+    (problem,) = opened.problems  # none on the validation data
+    assert "1 classes without a pixel (sea (3))" in problem
+    assert open_and_check_pairs(root, repair=True).problems == []
+    assert "has 4 classes, the model 3; use num_classes=4" in open_and_check_pairs(root, num_classes=3).problems[0]
+
+
+def test_kinds_of_maps(tmp_path):
+    values = labels()
+    palette = Image.fromarray(values)
+    palette = palette.convert("P")
+    palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    palette.putdata(values.ravel().tolist())
+    palette.save(tmp_path / "palette.png")
+    Image.fromarray(values).save(tmp_path / "grey.png")
+    Image.fromarray(values.astype(np.uint16) * 100).save(tmp_path / "sixteen.png")
+    Image.fromarray(values > 0).save(tmp_path / "two.png")
+    assert (read_label_map(tmp_path / "palette.png") == values).all()
+    assert (read_label_map(tmp_path / "grey.png") == values).all()
+    assert (read_label_map(tmp_path / "sixteen.png") == values.astype(int) * 100).all()
+    assert (read_label_map(tmp_path / "two.png") == (values > 0)).all()
+    for mode in ("RGB", "RGBA", "LA"):
+        Image.fromarray(values).convert(mode).save(tmp_path / "colours.png")
+        with pytest.raises(ImageError, match=rf"holds colours \({mode}\).*convert it to a grey picture"):
+            read_label_map(tmp_path / "colours.png")
+    Image.fromarray(values).save(tmp_path / "lossy.jpg")
+    with pytest.raises(ImageError, match="no map of labels; expected PNG"):
+        read_label_map(tmp_path / "lossy.jpg")
+    with pytest.raises(ImageError, match="cannot be opened: No such file"):
+        read_label_map(tmp_path / "absent.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "wall\nfloor\n\nsky\n"),
+        ("a.json", json.dumps(NAMES)),
+        ("a.json", json.dumps({"2": "floor", "1": "wall", "3": "sky"})),
+        (
+            "objectInfo150.txt",
+            "Idx\tRatio\tTrain\tVal\tName\n1\t0.2\t1\t1\twall\n2\t0.1\t1\t1\tfloor\n3\t0.1\t1\t1\tsky\n",
+        ),
+    ],
+)
+def test_lists_of_classes(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_class_names(tmp_path / name) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "\n", "is empty"),
+        ("a.txt", "sky\nsky\n", "has 'sky' more than once"),
+        ("a.json", "[1, 2]", "expected a list of names"),
+        ("a.json", "{", "is of no use"),
+        ("a.json", '{"0": "wall", "2": "sky"}', "labels have holes"),
+    ],
+)
+def test_bad_lists_of_classes(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_class_names(tmp_path / name)
+
+
+def test_folders(tmp_path):
+    for folder in ("val/images", "val/masks"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert find_pair_folders(tmp_path, "validation") == (tmp_path / "val" / "images", tmp_path / "val" / "masks")
+    with pytest.raises(DataError, match=r"no folder with pictures of the split 'train'; expected images/training"):
+        find_pair_folders(tmp_path, "train")
+    with pytest.raises(DataError, match=r"no picture in .* \(0 found\) has the name of a map"):
+        find_pairs(tmp_path / "val" / "images", tmp_path / "val" / "masks")
+    (problem,) = open_and_check_pairs(tmp_path).problems
+    assert "has no list of classes" in problem
+
+
+def test_pairs_in_subfolders_and_hidden_files(tmp_path):
+    for city in ("aachen", "bonn"):
+        for kind in ("images", "maps"):
+            (tmp_path / kind / city).mkdir(parents=True)
+        noise(0).save(tmp_path / "images" / city / "1.v2.jpg")
+        Image.fromarray(labels()).save(tmp_path / "maps" / city / "1.v2.png")
+    (tmp_path / "images" / ".thumbnail.jpg").touch()
+    found = find_pairs(tmp_path / "images", tmp_path / "maps")
+    assert [pair.image.parent.name for pair in found.pairs] == ["aachen", "bonn"]
+    assert (found.images_alone, found.maps_alone, found.ambiguous) == ((), (), ())
+
+
+def test_too_many_classes():
+    with pytest.raises(DataError, match="1 to 255 classes, got 256"):
+        LabelRules(256)

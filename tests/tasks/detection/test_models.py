@@ -1,0 +1,74 @@
+"""Detectors: what they take, what they return, and that every weight learns."""
+
+import pytest
+import torch
+
+from inline_attention.tasks.detection.models import DetectorDescription, build_detector
+from inline_attention.tasks.detection.postprocessing import at_original_size, whole_mask, with_whole_masks
+from tasks.small_backbones import SWIN
+
+
+def detector(head, **options):
+    return build_detector(
+        DetectorDescription(head, "inline_swin_tiny", SWIN, 4, smallest_anchor=8, width=16, **options)
+    )
+
+
+def batch():
+    images = [torch.randn(3, 64, 96), torch.randn(3, 90, 50)]
+    masks = [torch.zeros(1, *image.shape[1:], dtype=torch.uint8) for image in images]
+    for mask in masks:
+        mask[0, 8:40, 8:40] = 1
+    targets = [
+        {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([4]), "masks": mask} for mask in masks
+    ]
+    targets[1] = {key: value[:0] for key, value in targets[1].items()}  # nothing to be seen
+    return images, targets
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+def test_every_weight_gets_a_gradient_even_from_an_image_without_objects(head):
+    model = detector(head, sampled_boxes=16).train()
+    losses = model(*batch())
+    sum(losses.values()).backward()
+    assert all(torch.isfinite(loss) for loss in losses.values())
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@torch.no_grad()
+def test_objects_lie_in_their_images_and_are_of_known_classes(head):
+    model = detector(head).eval()
+    if head == "retinanet":
+        torch.nn.init.normal_(model.heads.head.classification_head.cls_logits.weight, std=0.3)
+        model.heads.score_thresh = 0.0
+    images, _ = batch()
+    for image, found in zip(images, model(images), strict=True):
+        assert len(found["boxes"]) > 0
+        assert (found["boxes"][:, 2:] <= torch.tensor([image.shape[2], image.shape[1]])).all()
+        assert set(found["labels"].tolist()) <= {1, 2, 3, 4}
+        assert ("masks" in found) == (head == "mask_rcnn")
+
+
+def test_training_without_targets_says_what_is_missing():
+    with pytest.raises(ValueError, match="training needs targets"):
+        detector("retinanet").train()([torch.randn(3, 64, 64)])
+
+
+def test_relative_position_biases_do_not_decay():
+    spared = detector("mask_rcnn").no_weight_decay()
+    assert spared
+    assert all(name.startswith("backbone.body.model.") and name.endswith("bias_table") for name in spared)
+
+
+def test_boxes_and_masks_come_back_to_the_original():
+    found = {"boxes": torch.tensor([[10.0, 20, 30, 60]]), "masks": torch.ones(1, 1, 28, 28)}
+    moved = at_original_size(found, (100, 50), (400, 150))
+    assert moved["boxes"].tolist() == [[30, 80, 90, 240]]
+    whole = with_whole_masks(moved, (400, 150))["masks"][0, 0]
+    assert whole.shape == (400, 150)
+    rows, columns = torch.nonzero(whole.any(1)).flatten(), torch.nonzero(whole.any(0)).flatten()
+    for found_edge, edge in zip((rows[0], rows[-1], columns[0], columns[-1]), (80, 240, 30, 90), strict=True):
+        assert abs(int(found_edge) - edge) <= 4
+    part = whole_mask(found["masks"][0], torch.tensor([0.0, 0, 20, 40]), (41, 21))
+    assert part.float().mean() > 0.9

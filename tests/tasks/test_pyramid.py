@@ -1,0 +1,108 @@
+"""Pyramids: an image has the same features alone and in any batch."""
+
+import json
+
+import pytest
+import torch
+
+from inline_attention.models import create_model
+from inline_attention.models.checkpoints import CheckpointMismatchError, save_weights
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.tasks.detection.models import DetectorDescription, build_detector
+from inline_attention.tasks.padding import pad_images
+from inline_attention.tasks.pyramid import PyramidBackbone
+from inline_attention.tasks.segmentation.models import SegmenterDescription, build_segmenter
+from inline_attention.tasks.weights import initialize_from
+from tasks.small_backbones import BACKBONES, PVT, SWIN
+
+# Wide, tall, of exactly a multiple of 32, and thinner than the coarsest token.
+SIZES = [(70, 100), (129, 65), (64, 96), (3, 90)]
+
+
+def images():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, *size, generator=generator) for size in SIZES]
+
+
+def randomized(model):
+    """Initial biases are zero, which would hide much of what leaks."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("head", "name"), [*(("mask_rcnn", name) for name in BACKBONES), ("retinanet", "inline_swin_tiny")]
+)
+@torch.no_grad()
+def test_padding_does_not_reach_the_features_of_a_detector(head, name):
+    model = randomized(build_detector(DetectorDescription(head, name, BACKBONES[name], 3, width=16)))
+    together = pad_images(images())
+    stages, levels = model.backbone(together), model.features(together)
+    for place, image in enumerate(images()):
+        alone = pad_images([image])
+        pairs = [*zip(model.backbone(alone), stages, strict=True), *zip(model.features(alone), levels, strict=True)]
+        for expected, found in pairs:
+            height, width = expected.shape[-2:]
+            assert (found[place, :, :height, :width] - expected[0]).abs().max() < 1e-5
+            assert not found[place, :, height:].any()
+            assert not found[place, :, :, width:].any()
+        assert all(expected.any() for expected, _ in pairs)
+
+
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
+@pytest.mark.parametrize("head", ["semantic_fpn", "upernet"])
+@torch.no_grad()
+def test_padding_does_not_reach_the_scores_of_a_segmenter(name, head):
+    model = randomized(build_segmenter(SegmenterDescription(head, name, BACKBONES[name], 5, width=16)))
+    for image, found in zip(images(), model(images()), strict=True):
+        (expected,) = model([image])
+        assert expected.shape == (5, *image.shape[1:])
+        assert (found - expected).abs().max() < 1e-5
+        assert expected.std() > 1e-3
+
+
+def test_models_without_a_pyramid_are_refused_with_advice():
+    with pytest.raises(ValueError, match=r"one resolution throughout.*inline_pvt_tiny"):
+        PyramidBackbone("inline_deit_tiny")
+    with pytest.raises(ValueError, match="padding of a batch"):
+        PyramidBackbone("resnet18")
+    with pytest.raises(ValueError, match="did you mean inline_pvt_tiny"):
+        PyramidBackbone("inline_pvt_tyni")
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("inline_pvt_tiny", PVT), ("inline_swin_tiny", SWIN)])
+def test_a_backbone_takes_the_weights_of_a_classifier(tmp_path, name, arguments):
+    classifier = create_model(name, num_classes=7, **arguments)
+    save_weights(classifier, tmp_path / "classifier.safetensors")
+    model = build_detector(DetectorDescription("retinanet", name, arguments, 3, width=16))
+    initialize_from(model, model.backbone, open_checkpoint(tmp_path / "classifier.safetensors"), "detection")
+    own, theirs = model.backbone.model.state_dict(), classifier.state_dict()
+    assert own
+    assert all(torch.equal(value, theirs[key]) for key, value in own.items())
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    save_weights(create_model("inline_swin_tiny", **SWIN), tmp_path / "swin.safetensors")
+    model = build_detector(DetectorDescription("retinanet", "inline_pvt_tiny", PVT, 3, width=16))
+    with pytest.raises(CheckpointMismatchError):
+        initialize_from(model, model.backbone, open_checkpoint(tmp_path / "swin.safetensors"), "detection")
+
+
+def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbone(tmp_path):
+    source = build_detector(DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 7, width=16))
+    metadata = {"task": "detection", "class_names": json.dumps([str(number) for number in range(7)])}
+    save_weights(source, tmp_path / "detector.safetensors", metadata=metadata)
+    file = open_checkpoint(tmp_path / "detector.safetensors")
+    target = build_detector(DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 3, width=16))
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    initialize_from(target, target.backbone, file, "detection")
+    after, theirs = target.state_dict(), source.state_dict()
+    kept = {key for key in after if torch.equal(after[key], before[key]) and after[key].shape != theirs[key].shape}
+    assert {key.split(".")[-2] for key in kept} == {"cls_score", "bbox_pred", "mask_fcn_logits"}
+    assert all(torch.equal(after[key], theirs[key]) for key in after if key not in kept)
+    segmenter = build_segmenter(SegmenterDescription("semantic_fpn", "inline_swin_tiny", SWIN, 5, width=16))
+    initialize_from(segmenter, segmenter.backbone, file, "segmentation")
+    own = segmenter.backbone.model.state_dict()
+    assert all(torch.equal(value, theirs[f"backbone.body.model.{key}"]) for key, value in own.items())
