@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
+DENSE := out/demo-dense
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench bench-gpu clean
+.PHONY: help demo demo-dense test test-all lint format bench bench-gpu clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "inline-attention needs Python >= 3.11, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11")'
@@ -17,8 +18,19 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## See why the method works and what it costs: pictures and tables in out/demo
+demo: $(READY)  ## See why it works and what it costs, train it and its twins (3 minutes): out/demo
 	$(BIN)/inline demo --output out/demo
+
+demo-dense: $(READY)  ## Train a detector and a segmenter on generated scenes (5 minutes): out/demo-dense
+	rm -rf $(DENSE)
+	$(BIN)/inline data scenes --output $(DENSE)/scenes --images 300 --validation-images 60 --size 128
+	$(BIN)/inline train scenes_segmentation --data-dir $(DENSE)/scenes --output $(DENSE) --experiment segmentation
+	$(BIN)/inline train scenes_detection --data-dir $(DENSE)/scenes --output $(DENSE) --experiment detection \
+		--initial-checkpoint $(DENSE)/segmentation/checkpoints/last/model.safetensors
+	for task in detection segmentation; do \
+		$(BIN)/inline predict $(DENSE)/scenes/images/validation/00000[0-7].jpg --save $(DENSE)/$${task}_pictures \
+			--checkpoint $(DENSE)/$$task/checkpoints/last/model.safetensors --least-score 0.3 || exit 1; \
+	done
 
 test: $(READY)  ## Lint, type check, and all tests that need no GPU and little time
 	$(BIN)/ruff check .

@@ -1,9 +1,5 @@
-"""Checkpoints whose content follows from their step, and processes that are stopped while they save them.
+"""Checkpoints whose content follows from their step, and processes that are stopped while they save them."""
 
-The processes are forked from a server that has imported torch before: a fresh one takes seconds to start.
-"""
-
-import multiprocessing
 import os
 import resource
 import shutil
@@ -13,10 +9,8 @@ from pathlib import Path
 
 import torch
 
+from engine import forks
 from inline_attention.engine.checkpoints import CheckpointStore, CheckpointWriteError
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["inline_attention.engine.checkpoints", "engine.saving"])
 
 
 def weights_of(step, scale=1.0):
@@ -64,8 +58,8 @@ class Child:
     """A process that runs a function of this module, which gets a pipe to report through as its last argument."""
 
     def __init__(self, function, *arguments):
-        self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=function, args=(*arguments, theirs), daemon=True)
+        self.pipe, theirs = forks.context.Pipe()
+        self.process = forks.context.Process(target=function, args=(*arguments, theirs), daemon=True)
         self.process.start()
         theirs.close()
 

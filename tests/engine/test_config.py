@@ -65,8 +65,8 @@ class TestTypes:
             ("optimizer.name", 3, 'expected text, got 3; in quotes, "3", it is text'),
             ("training.compile", 1, "expected true or false, got 1"),
             ("training.compile", "yes", 'expected true or false, got the text "yes"; write true without quotes'),
-            ("training.amp", "bf61", 'expected bf16, fp16 or off, got the text "bf61"; did you mean bf16?'),
-            ("training.amp", False, "expected bf16, fp16 or off, got false"),
+            ("training.amp", "bf61", 'expected bf16, fp16, auto or off, got the text "bf61"; did you mean bf16?'),
+            ("training.amp", False, "expected bf16, fp16, auto or off, got false"),
             ("training.clip_grad", "none", 'expected a number > 0 or null, got the text "none"; write null without'),
             ("loss.smoothing", 1, "expected a number ≥ 0 and < 1, got 1"),
             ("model.img_size", [8, 8, 3], "expected a whole number ≥ 1, [2 whole numbers ≥ 1] or null, got [8, 8, 3]"),
@@ -98,7 +98,7 @@ class TestUnknownNames:
             ({"augmentation": {"aa": 1}}, "augmentation.aa", "did you mean augmentation.auto_augment?"),
             ({"ema": {"model-ema-decay": 1}}, "ema.model-ema-decay", "did you mean ema.decay?"),
             ({"loss": {"zzz": 1}}, "loss.zzz", "loss has smoothing"),
-            ({"zzz": 1}, "zzz", "there are run, model, data"),
+            ({"zzz": 1}, "zzz", "there are run, task, model, data"),
             ({3: 1}, "3", "there is no such section"),
             ({"loss": 3}, "loss", "expected a section with smoothing, got 3"),
         ],
@@ -183,8 +183,8 @@ class TestYaml:
             ("a: &x [*x]", "aliases (*name) are not supported, line 1"),
             ("[a]: 1", "it is no valid YAML"),
             ("a: !!python/object/apply:os.system [echo]", "it is no valid YAML"),
-            ("- 1", "expected sections (run, model"),
-            ("text", "expected sections (run, model"),
+            ("- 1", "expected sections (run, task"),
+            ("text", "expected sections (run, task"),
             ("a: \x00", "it is no valid YAML"),
         ],
     )
@@ -350,8 +350,8 @@ class TestResolve:
 
     def test_without_epochs_there_is_no_cool_down(self):
         overrides = ["schedule.cooldown_epochs=10", "training.epochs=0"]
-        assert resolve(with_overrides(TrainConfig(), overrides)).total_epochs == 0
-        assert resolve(with_overrides(TrainConfig(), overrides[:1])).total_epochs == 310
+        assert resolve(with_overrides(TrainConfig(), overrides)).total_epochs(1) == 0
+        assert resolve(with_overrides(TrainConfig(), overrides[:1])).total_epochs(1) == 310
 
 
 class TestCheck:
@@ -372,7 +372,7 @@ class TestCheck:
             ("data.dataset=imagenet", "data.dataset", "--dataset folder --data-dir DIR"),
             ("data.dataset=digit", "data.dataset", "did you mean digits?"),
             ("data.dir=null", "data.dir", "--data-dir DIR"),
-            ("data.in_memory=true", "augmentation.auto_augment", "expected null with data.in_memory"),
+            ("data.in_memory=true", "augmentation.crop", "expected padded with data.in_memory"),
         ],
     )
     def test_what_does_not_fit_is_named(self, override, path, hint):
@@ -397,6 +397,25 @@ class TestCheck:
     )
     def test_what_fits_passes(self, overrides):
         assert check(usable(*overrides)) == []
+
+    @pytest.mark.parametrize(
+        ("override", "path", "hint"),
+        [
+            ("data.crop_pct=0.9", "data.crop_pct", "expected 1.0 with data.in_memory, got 0.9"),
+            ("augmentation.scale=[0.5, 1]", "augmentation.scale", "has no effect with data.in_memory"),
+            ("augmentation.ratio=[1, 1]", "augmentation.ratio", "has no effect with data.in_memory"),
+            ("augmentation.auto_augment=original", "augmentation.auto_augment", "is not RandAugment"),
+            ("augmentation.auto_augment=rand-tweights", "augmentation.auto_augment", "a set of its own"),
+            ("data.in_memory=false", "augmentation.crop", "data.in_memory=true"),
+        ],
+    )
+    def test_what_has_no_effect_in_memory_is_named(self, override, path, hint):
+        in_memory = ["data.in_memory=true", "data.crop_pct=1.0", "augmentation.crop=padded"]
+        everything = ["augmentation.vflip=0.1", "augmentation.hflip=0.2", "augmentation.recount=3"]
+        assert check(usable(*in_memory, *everything)) == []
+        (problem,) = check(usable(*in_memory, override))
+        assert problem.path == path
+        assert hint in problem.message
 
     def test_all_problems_are_reported_at_once(self):
         config = with_overrides(TrainConfig(), ["model.name=x", "optimizer.name=x", "augmentation.ratio=[2, 1]"])

@@ -19,12 +19,14 @@ from typer.testing import CliRunner
 
 from inline_attention.cli.main import app
 from inline_attention.engine import running, trainer
-from inline_attention.engine.building import Objective
+from inline_attention.engine.checkpoints import open_training_checkpoint
 from inline_attention.engine.config import ConfigError, from_yaml, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
 from inline_attention.models.reading import open_checkpoint
-from inline_attention.recipes import get_recipe
+from inline_attention.recipes import get_recipe, list_recipes
+from inline_attention.tasks.classification import evaluation
+from inline_attention.tasks.classification.objective import Objective
 
 TINY = [
     "model.arguments={patch_size: 2, embed_dim: 32, num_heads: 1, depth: 1}",
@@ -50,6 +52,8 @@ ELABORATE = [
     "ema.enabled=true",
 ]
 
+ON_DEVICE = ["augmentation.auto_augment=rand-m9-mstd0.5-inc1", "augmentation.reprob=0.5"]
+
 
 def config(tmp_path, *overrides):
     return with_overrides(get_recipe("digits").config, [*TINY, f"run.output={tmp_path}", *overrides])
@@ -68,6 +72,8 @@ def assert_same_end(first: Path, second: Path):
         for key in weights:
             assert torch.equal(weights[key], others[key]), key
     assert (first / "summary.csv").read_text() == (second / "summary.csv").read_text()
+    best = [open_training_checkpoint(run / "checkpoints" / "best") for run in (first, second)]
+    assert (best[0].step, best[0].metric) == (best[1].step, best[1].metric)
 
 
 @pytest.fixture
@@ -103,7 +109,7 @@ def test_a_padded_crop_needs_data_in_memory(tmp_path):
         running.train(config(tmp_path, "data.in_memory=false"))
 
 
-@pytest.mark.parametrize("extra", [[], ELABORATE], ids=["in_memory", "elaborate"])
+@pytest.mark.parametrize("extra", [ON_DEVICE, ELABORATE], ids=["in_memory", "elaborate"])
 @pytest.mark.parametrize("updates", [3, 5], ids=["mid_epoch", "end_of_epoch"])
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, updates, extra):
     whole, metrics = running.train(config(tmp_path, "run.experiment=whole", *extra))
@@ -115,6 +121,28 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, u
     assert_same_end(whole, parts)
     assert metrics == resumed_metrics
     assert metrics.count == 360
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_during_an_evaluation_is_answered_at_its_next_batch(tmp_path, monkeypatch, number, code):
+    extra = ["training.validation_batch_size=36", "ema.enabled=true"]
+    whole, _ = running.train(config(tmp_path, "run.experiment=whole", *extra))
+    counted, count = [], evaluation._count
+
+    def count_and_tell(logits, targets):
+        counted.append(len(targets))
+        if len(counted) == 13:  # the third of ten batches by which the average is evaluated
+            os.kill(os.getpid(), number)
+        return count(logits, targets)
+
+    monkeypatch.setattr(evaluation, "_count", count_and_tell)
+    with pytest.raises(InterruptedBySignalError) as stopped:
+        running.train(config(tmp_path, "run.experiment=parts", *extra))
+    assert stopped.value.exit_code == code
+    assert len(counted) == 13
+    parts, _ = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto", *extra))
+    assert len(counted) == 13 + 2 * 20  # this epoch's evaluation again, from its start, and the next one's
+    assert_same_end(whole, parts)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
@@ -130,6 +158,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
     assert newest.exists()
     assert len(list(csv.DictReader((parts / "summary.csv").open()))) == 2
     assert whole != parts
+
+
+def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_then(tmp_path, capsys):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    weights = final_weights(folder)
+    slow = ["ema.enabled=true", "ema.decay=0.999999", "ema.decay_base_size=null"]
+    running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", *slow))
+    assert "the average begins here" in capsys.readouterr().out
+    torch.testing.assert_close(final_weights(folder, "model_ema.safetensors"), weights, rtol=0, atol=1e-4)
 
 
 def test_nan_losses_are_skipped_and_counted_then_end_the_run(tmp_path, monkeypatch):
@@ -222,27 +259,13 @@ def test_sigterm_ends_the_command_with_143_and_a_checkpoint(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_count_every_sample_once_and_one_may_go_on_alone(tmp_path, strategy):
+def test_two_processes_under_torchrun_count_every_sample_once(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    shared = ["--set", f"distributed.strategy={strategy}", "--set", "training.batch_size=64"]
-    arguments = command(tmp_path, "--experiment", "two", "--set", "training.epochs=1", *shared)[2:]
+    arguments = command(tmp_path, "--experiment", "two", "--epochs", "1", "--set", "training.batch_size=64")[2:]
     done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "of 360 images" in done.stdout
     assert "64 images × 2 devices × 2 accumulated" in done.stdout
-    done = subprocess.run(
-        command(tmp_path, "--experiment", "two", "--resume", "auto", "--set", "training.epochs=2"),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "not in the same bits" in done.stdout.replace("\n", " ")
-    # And several may take up what one has saved.
-    longer = command(tmp_path, "--experiment", "two", "--resume", "auto", "--set", "training.epochs=3", *shared)[2:]
-    done = subprocess.run(
-        [*torchrun, *longer], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_run_is_evaluated_and_speaks_in_class_names(tmp_path):
@@ -273,8 +296,13 @@ def test_the_command_says_what_is_wrong():
 
 
 def test_recipes_are_listed_and_shown():
-    listed = CliRunner().invoke(app, ["recipes"]).output
-    assert "inline train digits" in listed
+    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    recipes = list_recipes()
+    assert len(lines) == 1 + len(recipes)
+    for line, recipe in zip(lines[1:], recipes, strict=True):
+        assert line.startswith(recipe.name)
+        assert line.rstrip().endswith(recipe.command)
+        assert recipe.expected is None or f" {recipe.expected:.1f} % " in line
     shown = CliRunner().invoke(app, ["recipes", "show", "digits"]).output
     assert from_yaml(shown) == get_recipe("digits").config
     assert "--batch-size, -b VALUE" in CliRunner().invoke(app, ["train", "digits", "--flags"]).output

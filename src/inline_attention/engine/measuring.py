@@ -3,55 +3,60 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import timm
-from timm.data.config import resolve_data_config
-
-from inline_attention.data.batch import Normalize
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
-from inline_attention.data.loading import ImageLoader
-from inline_attention.data.sampling import EvaluationBatches
-from inline_attention.data.transforms import evaluation_transform
-from inline_attention.engine.building import evaluation_options
-from inline_attention.engine.evaluation import Metrics, evaluate
+from inline_attention.engine.broken_report import BrokenReport
+from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
+from inline_attention.engine.evaluation import evaluate
+from inline_attention.engine.interruption import Interruption
+from inline_attention.engine.lockstep import Lockstep
 from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.reading import Checkpoint, open_checkpoint
+from inline_attention.tasks.classification.task import ClassificationTask, Preparation
+from inline_attention.tasks.detection.task import DetectionTask
+from inline_attention.tasks.segmentation.task import SegmentationTask
+from inline_attention.tasks.task import DataChoice, Metrics, ModelChoice, Reading, Task
+from inline_attention.tasks.weights import TASK
 
 
 def evaluate_checkpoint(
     path: Path,
     *,
-    dataset: str = "folder",
+    dataset: str | None = None,
     data_dir: Path | None = None,
     split: str = "validation",
+    repair: bool = False,
     model_name: str | None = None,
     model_arguments: dict[str, Any] | None = None,
     size: int | None = None,
     use_ema: bool = False,
     batch_size: int = 64,
     workers: int = 4,
-    amp: Any = "off",
+    amp: str = "off",
     device: str = "auto",
 ) -> Metrics | None:
-    """Top-1, top-5 and loss; None in all but the main process.
+    """What the model of a file is worth, in the figures of its task; None in all but the main process.
 
     Args:
         path: A file of weights, or a folder of a training checkpoint.
-        dataset: As `open_dataset` names it.
+        dataset: Of a classifier, as `open_dataset` names it, "folder" if None; others know theirs.
         data_dir: Its folder.
         split: Split or subfolder.
-        model_name: The model; as the file says, if None.
-        model_arguments: Further arguments of the model, besides those that the file names.
-        size: Side of the images in pixels; the model's own, if None.
-        use_ema: Take the averaged weights of a training checkpoint.
+        repair: Of detectors and segmenters: repair what can be repaired in what is used.
+        model_name: Of a classifier, the model; as the file says, if None.
+        model_arguments: Of a classifier, further arguments of the model, besides those that the file names.
+        size: Pixels of the side of a classifier's images, or of the shorter side of others'; the model's own, if None.
+        use_ema: Demand the averaged weights.
         batch_size: Images of a forward pass.
         workers: Processes that read images.
-        amp: "bf16", "fp16" or "off".
+        amp: "bf16", "fp16", "auto" or "off".
         device: "auto", "cpu", "cuda" or "cuda:N".
 
     Raises:
@@ -60,38 +65,75 @@ def evaluate_checkpoint(
         ValueError: If the file does not say which model it is of.
     """
     if path.is_dir():
-        path = path / ("model_ema.safetensors" if use_ema else "model.safetensors")
-    metadata = open_checkpoint(path).metadata
-    name = model_name or metadata.get("model")
-    if not name:
-        raise ValueError(f"{path} does not say which model it is of; name it with --model")
+        path = path / (EMA_WEIGHTS if use_ema else WEIGHTS)
+        use_ema = False  # the file has no others
+    file = open_checkpoint(path, use_ema=use_ema or None)
+    folder = None if data_dir is None else str(data_dir)
+    data = DataChoice(dataset or "folder", folder, validation_split=split, repair=repair)
     with joined_processes(device) as processes:
-        source = open_dataset(dataset, data_dir, split)
-        classes = metadata.get("class_names")
-        if classes is not None:
-            source = source.with_classes(json.loads(classes))
-        arguments: dict[str, Any] = json.loads(metadata.get("model_arguments", "{}"))
-        arguments = {"num_classes": len(source.class_names), **arguments, **(model_arguments or {})}
-        if size is not None:
-            arguments["img_size"] = size
-        model = timm.create_model(name, **arguments)
-        load_checkpoint(model, path)
+        if file.metadata.get(TASK) is None:
+            task, source, class_names = _classification(file, data, model_name, model_arguments or {}, size)
+        elif dataset or model_name or model_arguments:
+            kind = file.metadata[TASK]
+            raise ValueError(
+                f"{path} is of a model for {kind}, which knows its model and kind of data; give --data-dir"
+            )
+        elif folder is None:
+            raise ValueError(f"{path} is of a model for {file.metadata[TASK]}: name the data with --data-dir")
+        else:
+            task, source, class_names = _dense(file, data, size)
+        model = task.build_model(class_names)
+        load_checkpoint(model, file)
         model = model.to(processes.device)
-        wanted: dict[str, Any] = {"crop_pct": json.loads(metadata.get("crop_pct", "null"))}
-        pixels = arguments.get("img_size")
-        if pixels is not None:
-            height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-            wanted["input_size"] = (3, height, width)
-        described = resolve_data_config(wanted, model=model)
-        loader = ImageLoader(
-            source,
-            evaluation_transform(described["input_size"][1:], **evaluation_options(described)),
-            EvaluationBatches(len(source), batch_size, rank=processes.rank, world_size=processes.world_size),
-            normalize=Normalize(described["mean"], described["std"]),
-            broken=BrokenImages(len(source), BrokenImageLimit()),
-            replace_broken=False,
+        broken = BrokenImages(len(source), BrokenImageLimit())
+        reading = Reading(
+            batch_size,
+            processes.device,
             workers=workers,
-            device=processes.device,
+            rank=processes.rank,
+            world_size=processes.world_size,
         )
-        metrics = evaluate(model, loader, Precision(amp, processes.device), processes)
+        loader = task.validation_loader(source, model, reading, broken)
+        lockstep = Lockstep(processes, Interruption(), BrokenReport([broken], processes))
+        try:
+            evaluator = task.evaluator(source, processes.device)
+            metrics = evaluate(model, loader, evaluator, Precision(amp, processes.device), lockstep)
+        finally:
+            loader.close()
         return metrics if processes.is_main else None
+
+
+def _classification(
+    file: Checkpoint, data: DataChoice, model_name: str | None, given: Mapping[str, Any], size: int | None
+) -> tuple[Task, Any, list[str]]:
+    """The task, its data and the names of its classes."""
+    name = model_name or file.metadata.get("model")
+    if not name:
+        raise ValueError(f"{file.path} does not say which model it is of; name it with --model")
+    source = open_dataset(data.dataset, data.folder, data.validation_split)
+    names = file.metadata.get("class_names")
+    if names is not None:
+        source = source.with_classes(json.loads(names))
+    arguments = {**json.loads(file.metadata.get("model_arguments", "{}")), **given}
+    if size is not None:
+        arguments["img_size"] = size
+    pixels = arguments.get("img_size")
+    preparation = Preparation(
+        image_size=(pixels, pixels) if isinstance(pixels, int) else pixels and tuple(pixels),
+        channels=arguments.get("in_chans", 3),
+        crop_pct=json.loads(file.metadata.get("crop_pct", "null")),
+    )
+    return ClassificationTask(data, ModelChoice(name, arguments), preparation), source, list(source.class_names)
+
+
+def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, Any, list[str]]:
+    """The task, its data and the names of its classes."""
+    if file.metadata[TASK] == DetectionTask.name:
+        task, class_names = DetectionTask.of_checkpoint(file, data)
+        if size is not None:
+            task.options = replace(task.options, shorter_side=size)
+        return task, task.open_validation(class_names), class_names
+    task, class_names = SegmentationTask.of_checkpoint(file, data)
+    if size is not None:
+        task.options = replace(task.options, crop=size)
+    return task, task.open_validation(class_names), class_names

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
 
 
 class Precision:
     """Autocast to bfloat16 or float16, or none; gradients scaled for float16 on GPUs."""
 
-    def __init__(self, amp: Literal["bf16", "fp16", "off"], device: torch.device):
+    def __init__(self, amp: str, device: torch.device):
         """Choose.
 
         Args:
-            amp: "bf16", "fp16" or "off".
+            amp: "bf16", "fp16", "auto" (bf16 where the device has it, otherwise fp16) or "off".
             device: Where products are done.
+
+        Raises:
+            ValueError: If it is none of these.
         """
-        self._dtype = _DTYPES.get(amp)
+        if amp == "auto":
+            amp = "bf16" if _has_bfloat16(device) else "fp16"
+        if amp not in _DTYPES:
+            raise ValueError(f"amp must be bf16, fp16, auto or off, got {amp!r}")
+        self._dtype = _DTYPES[amp]
         self._device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16" and device.type == "cuda")
 
@@ -29,3 +36,7 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, self._dtype)
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)

@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
 
 
 class DeviceError(ValueError):
@@ -44,18 +47,21 @@ class Processes:
             dist.all_reduce(values)
         return values
 
-    def any(self, condition: bool) -> bool:
-        """Whether the condition holds in any process: all must ask."""
+    def any(self, *conditions: bool) -> tuple[bool, ...]:
+        """Of each condition, whether it holds in any process: all must ask."""
         if self.world_size == 1:
-            return condition
-        flag = torch.tensor(float(condition), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+            return conditions
+        flags = torch.tensor(conditions, dtype=torch.float32, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return tuple(flag > 0 for flag in flags.tolist())
 
-    def wait(self) -> None:
-        """Until all are here."""
-        if self.world_size > 1:
-            dist.barrier()
+    def gather(self, value: T) -> list[T]:
+        """What each process has, in the order of their numbers: all must ask."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
 
 @contextmanager

@@ -27,7 +27,15 @@ SUMMARY = "summary.csv"
 class RunReport:
     """The run's folder and console, in the main process; in others it says and writes nothing."""
 
-    def __init__(self, folder: Path, config: TrainConfig, *, is_main: bool, total_updates: int):
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        is_main: bool,
+        total_updates: int,
+        on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
+    ):
         """Write the settings and where they run.
 
         Args:
@@ -35,9 +43,12 @@ class RunReport:
             config: Its settings.
             is_main: Whether this process reports.
             total_updates: Of the whole run, for the time that remains.
+            on_epoch: Called with each row of the table of epochs, instead of anything on the console.
         """
         self._folder, self._interval, self._is_main = folder, config.logging.interval, is_main
-        self._console = Console(quiet=not is_main)
+        self._on_epoch = on_epoch
+        speaks = is_main and on_epoch is None
+        self._console = Console(quiet=not speaks)
         self._curves: list[_Curves] = []
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -46,7 +57,7 @@ class RunReport:
             TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not is_main or not self._console.is_terminal,
+            disable=not speaks or not self._console.is_terminal,
         )
         self._task = self._progress.add_task("update", total=total_updates, status="")
         self._since, self._images_since, self._update = time.perf_counter(), 0, 0
@@ -118,6 +129,8 @@ class RunReport:
         values = {f"epoch/{key}": value for key, value in row.items() if isinstance(value, float)}
         for curves in self._curves:
             curves.add(values, self._update)
+        if self._on_epoch is not None:
+            self._on_epoch(row)
 
 
 def _replace(path: Path, text: str) -> None:

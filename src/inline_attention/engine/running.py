@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from inline_attention.data.loading import named_worker_error
-from inline_attention.engine.building import open_sources
+from inline_attention.engine.building import build_task, open_sources
 from inline_attention.engine.checkpoints import CheckpointStore, TrainingCheckpoint, open_training_checkpoint
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
-from inline_attention.engine.evaluation import Metrics
 from inline_attention.engine.interruption import noted_interruptions
+from inline_attention.engine.output_folder import check_output
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.trainer import CHECKPOINTS, Trainer
+from inline_attention.tasks.task import Metrics
 
 
-def train(config: TrainConfig) -> tuple[Path, Metrics | None]:
+def train(
+    config: TrainConfig, *, on_epoch: Callable[[Mapping[str, Any]], None] | None = None
+) -> tuple[Path, Metrics | None]:
     """Run, or resume, a training run in this process and its peers.
 
     Args:
         config: The settings.
+        on_epoch: Called in the main process with each row of summary.csv as it is written, instead of anything on the
+            console: for programs with a display of their own.
 
     Returns:
         The run's folder, and the last evaluation if there was one.
@@ -33,24 +40,25 @@ def train(config: TrainConfig) -> tuple[Path, Metrics | None]:
     """
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
         problems = check(config, world_size=processes.world_size)
-        if config.distributed.strategy == "fsdp2" and config.ema.enabled:
-            message = "expected ddp with ema.enabled, got fsdp2: the average is not divided among devices"
-            problems.append(Problem("distributed.strategy", message))
         if problems:
             raise ConfigError(problems)
         resolved = resolve(config, processes.world_size)
-        sources = open_sources(config)
+        data = open_sources(config)
         folder = _run_folder(config, processes)
         checkpoint = _checkpoint_to_resume(config, folder)
-        if resolved.total_batch_size > len(sources.train):
-            message = f"expected at most the {len(sources.train)} images there are, got {resolved.total_batch_size}"
+        if resolved.total_batch_size > len(data.train):
+            message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
             raise ConfigError([Problem("training.total_batch_size", f"{message}; use a smaller batch")])
-        trainer = Trainer(resolved, sources, folder, processes)
-        total_updates = resolved.total_epochs * trainer.updates_per_epoch
-        report = RunReport(folder, config, is_main=processes.is_main, total_updates=total_updates)
+        trainer = Trainer(resolved, build_task(config), data, folder, processes)
+        problems = check_output(folder, trainer.bytes_still_to_write())
+        if problems:
+            raise ConfigError(problems)
+        report = RunReport(
+            folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
+        )
         with report, noted_interruptions() as interruption:
-            for line in (f"run: {folder}", f"data: {len(sources.train)} images to train on, "
-                         f"{len(sources.validation)} to evaluate on, {len(trainer.class_names)} classes",
+            for line in (*data.notes, f"run: {folder}", f"data: {len(data.train)} images to train on, "
+                         f"{len(data.validation)} to evaluate on, {len(trainer.class_names)} classes",
                          *resolved.describe()):  # fmt: skip
                 report.say(line)
             if checkpoint is not None:
@@ -66,6 +74,8 @@ def train(config: TrainConfig) -> tuple[Path, Metrics | None]:
                 if (named := named_worker_error(error)) is not None:
                     raise named from error
                 raise
+            finally:
+                trainer.close()
         return folder, metrics
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,14 +37,23 @@ class Strategy(Protocol):
         """A context for backward passes whose gradients need not be exchanged yet."""
         ...
 
-    def capture(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
-        """Whole weights, and optimiser state by names of parameters; all processes take part, the main one gets it."""
+    def gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which processes may run the model without waiting for each other; all must enter it."""
         ...
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], state: StateDict
-    ) -> None:
-        """Take them up again."""
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Whole weights; all processes take part, the main one gets them."""
+        ...
+
+    def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """Take whole weights up again."""
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+        """Whole state by names of parameters; all processes take part, the main one gets it."""
+        ...
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Take it up again."""
 
 
 class Replicated:
@@ -66,23 +76,34 @@ class Replicated:
         """DDP's `no_sync`."""
         return runnable.no_sync() if isinstance(runnable, DistributedDataParallel) else nullcontext()
 
-    def capture(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
-        """Their state dicts; the optimiser's names parameters instead of numbering them, as the sharded one's does."""
+    def gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """It is whole everywhere already."""
+        del model
+        return nullcontext()
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's state dict."""
+        return model.state_dict()
+
+    def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """Load them."""
+        model.load_state_dict(weights)
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+        """Its state dict, with names of parameters instead of numbers, as the sharded one has."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         numbered = optimizer.state_dict()
-        return model.state_dict(), {
+        return {
             "state": {order[number]: state for number, state in numbered["state"].items()},
             "param_groups": [
                 {**group, "params": [order[number] for number in group["params"]]} for group in numbered["param_groups"]
             ],
         }
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], state: StateDict
-    ) -> None:
-        """Load them; an optimiser goes by the order of parameters, whatever they are called."""
-        model.load_state_dict(weights)
+    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load it; an optimiser goes by the order of parameters, whatever they are called."""
+        del model
         optimizer.load_state_dict(state)
 
 
@@ -104,19 +125,41 @@ class Sharded:
         """Keep whole gradients until they are wanted."""
         return _Unsynchronised(runnable) if isinstance(runnable, FSDPModule) else nullcontext()
 
-    def capture(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Every device has all parameters meanwhile, which is little beside what training takes.
+
+        One process may have a batch more to evaluate than another, and must not wait for it to take part.
+        """
+        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                # As FSDP2 has it by default: what belongs to no block is wanted again at once, by the backward pass.
+                part.set_reshard_after_forward(part is not model, recurse=False)
+                part.reshard()
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Gathered from all devices."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
-        return weights, cast(StateDict, get_optimizer_state_dict(model, optimizer, options=options))
+        return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], state: StateDict
-    ) -> None:
+    def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         """Each device takes its part."""
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, cast(Any, weights), options=options)
-        set_optimizer_state_dict(model, optimizer, state, options=options)
+        set_model_state_dict(model, cast(Any, weights), options=StateDictOptions(full_state_dict=True))
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+        """Gathered from all devices."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast(StateDict, get_optimizer_state_dict(model, optimizer, options=options))
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Each device takes its part."""
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
 class _Unsynchronised:

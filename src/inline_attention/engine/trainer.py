@@ -7,34 +7,33 @@ learning rates on the number of updates, so a run that was stopped and resumed o
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 
-from inline_attention.data.batch import Batch
+from inline_attention.data.broken import BrokenImageLimit
 from inline_attention.data.randomness import derived_seed
-from inline_attention.engine.building import Loaders, Objective, Sources, build_loaders, build_model
-from inline_attention.engine.checkpoints import CheckpointStore, TrainingCheckpoint
-from inline_attention.engine.config import ResolvedValues, model_arguments, optimizer_arguments, schedule_arguments
-from inline_attention.engine.evaluation import Metrics, evaluate
+from inline_attention.engine.broken_report import BrokenReport
+from inline_attention.engine.checkpoints import CheckpointStore, CheckpointWriteError, TrainingCheckpoint
+from inline_attention.engine.config import ResolvedValues, optimizer_arguments, schedule_arguments
+from inline_attention.engine.evaluation import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
+from inline_attention.engine.lockstep import Lockstep
 from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import Processes
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.strategies import Replicated, Sharded, Strategy
+from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
 
 CHECKPOINTS = "checkpoints"
-HIGHER_IS_BETTER = {"top1": True, "top5": True, "loss": False}
 
 
 class DivergedError(RuntimeError):
@@ -72,44 +71,68 @@ class Position:
 class Trainer:
     """One run, in one of its processes."""
 
-    def __init__(self, resolved: ResolvedValues, sources: Sources, folder: Path, processes: Processes):
+    def __init__(self, resolved: ResolvedValues, task: Task, data: TaskData, folder: Path, processes: Processes):
         """Build all parts.
 
         Args:
             resolved: The settings, and what follows from them.
-            sources: The data.
+            task: What is to be learnt.
+            data: What it opened.
             folder: Of the run.
             processes: This one among the others.
         """
         config = resolved.config
         self.resolved, self.config, self.folder, self.processes = resolved, config, folder, processes
-        self.class_names = list(sources.train.class_names)
-        num_classes = config.model.num_classes or len(self.class_names)
+        self.task, self.data, self.class_names = task, data, data.class_names
         torch.use_deterministic_algorithms(config.training.deterministic)
-        self.model = build_model(config, num_classes).to(processes.device)
-        self.loaders: Loaders = build_loaders(resolved, sources, self.model, processes)
+        torch.manual_seed(config.training.seed)
+        self.model = self._with_shared_statistics(task.build_model(self.class_names)).to(processes.device)
+        reading = Reading(
+            resolved.batch_size,
+            processes.device,
+            config.training.seed,
+            config.data.workers,
+            processes.rank,
+            processes.world_size,
+        )
+        validation_batch = config.training.validation_batch_size or resolved.batch_size
+        self.loaders = build_loaders(
+            task,
+            data,
+            self.model,
+            training=reading,
+            validation=replace(reading, batch_size=validation_batch),
+            limit=BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share),
+        )
+        self.broken = BrokenReport((self.loaders.broken, self.loaders.broken_validation), processes, folder)
         sharded = config.distributed.strategy == "fsdp2" and processes.world_size > 1
         self.strategy: Strategy = Sharded() if sharded else Replicated(processes)
+        self.ema = None
+        if resolved.ema_decay is not None:  # copied while the model is whole
+            # All at once is faster, but cannot take buffers, which are whole, beside parameters that are divided.
+            at_once = not (sharded and any(buffer.is_floating_point() for buffer in self.model.buffers()))
+            self.ema = ModelEmaV3(self.model, resolved.ema_decay, use_warmup=config.ema.warmup, foreach=at_once)
+            self.strategy.prepare(self.ema.module)
         self.strategy.prepare(self.model)
         self.updates_per_epoch = len(self.loaders.train) // resolved.grad_accum_steps
         self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved))
+        self.total_updates = resolved.total_updates(self.updates_per_epoch)
+        self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
-        if resolved.total_epochs > 0:  # timm asserts that there is something to schedule
+        if self.total_updates > 0:  # timm asserts that there is something to schedule
             self.scheduler, _ = create_scheduler_v2(
                 self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
             )
-        self.ema = None
-        if resolved.ema_decay is not None:
-            self.ema = ModelEmaV3(self.model, decay=resolved.ema_decay, use_warmup=config.ema.warmup)
         self.precision = Precision(config.training.amp, processes.device)
-        self.objective = Objective(config, num_classes, processes.rank)
+        self.objective = task.objective(self.class_names, processes.rank)
         self.wrapped = self.strategy.wrap(self.model)
         self.runnable = cast(nn.Module, torch.compile(self.wrapped)) if config.training.compile else self.wrapped
+        self.judged_by = config.checkpoints.metric or next(iter(task.metrics))
         self.store = CheckpointStore(
             folder / CHECKPOINTS,
             keep_last=config.checkpoints.keep_last,
             keep_best=config.checkpoints.keep_best,
-            higher_is_better=HIGHER_IS_BETTER[config.checkpoints.metric],
+            higher_is_better=task.metrics[self.judged_by],
         )
         self.position = Position(rows=[])
         torch.manual_seed(derived_seed("model", config.training.seed, processes.rank))
@@ -120,20 +143,48 @@ class Trainer:
         Raises:
             InterruptedBySignalError: After saving, if told to stop.
             DivergedError: If the loss stays NaN or infinite.
+            BrokenImagesError: If too many images are broken.
+            CheckpointWriteError: If there is no place for a checkpoint.
         """
         metrics = None
-        while self.position.epoch < self.resolved.total_epochs:
-            self._train_epoch(report, interruption)
-            metrics = self._end_epoch(report)
+        lockstep = Lockstep(self.processes, interruption, self.broken)
+        try:
+            while self.position.epoch < self.total_epochs:
+                self._train_epoch(report, lockstep)
+                metrics = self._end_epoch(report, lockstep)
+        except InterruptedBySignalError:
+            self.save()
+            raise
         return metrics
+
+    def close(self) -> None:
+        """End the processes that read images."""
+        self.loaders.train.close()
+        self.loaders.validation.close()
+
+    def bytes_still_to_write(self) -> int:
+        """About how much disk the run's checkpoints will take, besides those that are there.
+
+        An optimiser of Adam's kind is assumed: two moments for every weight. While the newest is written, all that are
+        kept are there.
+        """
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        copies = 3 if self.ema is None else 4
+        settings = self.config.checkpoints
+        there = len(list(self.store.folder.glob("step-*")))
+        return copies * weights * max(1, settings.keep_last + settings.keep_best + 1 - there)
 
     def resume(self, checkpoint: TrainingCheckpoint) -> list[str]:
         """Take up a run; the notes say what is not as it was."""
         loaded = checkpoint.load()
         state, notes = loaded.state, []
-        self.strategy.restore(self.model, self.optimizer, loaded.weights, state["optimizer"])
-        if self.ema is not None and loaded.ema_weights is not None:
-            self.ema.module.load_state_dict(loaded.ema_weights)
+        self.strategy.load_weights(self.model, loaded.weights)
+        self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        if self.ema is not None:
+            self.strategy.load_weights(self.ema.module, loaded.ema_weights or loaded.weights)
+            if loaded.ema_weights is None:
+                notes.append("the run had no averaged weights: the average begins here")
+        self.broken.restore(state["broken"])
         self.precision.scaler.load_state_dict(state["scaler"])
         self.position = Position(**state["position"])
         generators = state["generators"]
@@ -156,95 +207,96 @@ class Trainer:
 
     def save(self, metric: float | None = None) -> None:
         """Write a checkpoint of this moment; all processes take part."""
-        generators = self._gather_generators()
-        weights, optimizer_state = self.strategy.capture(self.model, self.optimizer)
+        generators = self.processes.gather(self._generators())
+        weights = self.strategy.weights(self.model)
+        ema_weights = None if self.ema is None else self.strategy.weights(self.ema.module)
+        optimizer_state = self.strategy.optimizer_state(self.model, self.optimizer)
+        trouble = None
         if self.processes.is_main:
-            self.store.save(
-                step=self.position.updates,
-                epoch=self.position.epoch,
-                weights=weights,
-                ema_weights=None if self.ema is None else self.ema.module.state_dict(),
-                state={
-                    "optimizer": optimizer_state,
-                    "scaler": self.precision.scaler.state_dict(),
-                    "position": vars(self.position),
-                    "generators": generators,
-                    "updates_per_epoch": self.updates_per_epoch,
-                },
-                metric=metric,
-                metadata=self._metadata(),
-            )
-        self.processes.wait()
+            try:
+                self.store.save(
+                    step=self.position.updates,
+                    epoch=self.position.epoch,
+                    weights=weights,
+                    ema_weights=ema_weights,
+                    state={
+                        "optimizer": optimizer_state,
+                        "scaler": self.precision.scaler.state_dict(),
+                        "position": vars(self.position),
+                        "broken": self.broken.state(),
+                        "generators": generators,
+                        "updates_per_epoch": self.updates_per_epoch,
+                    },
+                    metric=metric,
+                    metadata=self.task.metadata(self.class_names),
+                )
+            except CheckpointWriteError as error:
+                trouble = error
+        (has_failed,) = self.processes.any(trouble is not None)  # the others would wait for the one that fails
+        if has_failed:
+            raise trouble or CheckpointWriteError("the main process could not write a checkpoint: see what it says")
 
-    def _metadata(self) -> dict[str, str]:
-        """What the files of weights need to say to be used elsewhere."""
-        config = self.config
-        notes = {
-            "model": config.model.name,
-            "model_arguments": json.dumps(model_arguments(config, len(self.class_names))),
-            "class_names": json.dumps(self.class_names),
-        }
-        if config.data.crop_pct is not None:
-            notes["crop_pct"] = json.dumps(config.data.crop_pct)
-        return notes
+    def _with_shared_statistics(self, model: nn.Module) -> nn.Module:
+        """Batch norms, where there are any, over the images of all devices: those of one are few in dense tasks."""
+        if self.processes.world_size == 1 or self.processes.device.type != "cuda":
+            return model
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
-    def _train_epoch(self, report: RunReport, interruption: Interruption) -> None:
+    def _train_epoch(self, report: RunReport, lockstep: Lockstep) -> None:
         position, accumulated = self.position, self.resolved.grad_accum_steps
         self.runnable.train()
         batches = self.loaders.train.epoch(position.epoch, position.updates_in_epoch * accumulated)
-        while position.updates_in_epoch < self.updates_per_epoch:
+        while position.updates_in_epoch < self.updates_per_epoch and position.updates < self.total_updates:
             lr = self._set_learning_rate()
-            loss = self._update([next(batches) for _ in range(accumulated)])
+            loss = self._update(lockstep.fetch(batches, accumulated))
             position.updates += 1
             position.updates_in_epoch += 1
             position.loss_sum += loss if math.isfinite(loss) else 0.0
             report.update_done(position.updates, position.epoch, self.resolved.total_batch_size, loss, lr)
             interval = self.config.checkpoints.interval_steps
-            if self.processes.any(interruption.number is not None):
-                self.save()
-                raise InterruptedBySignalError(interruption.number or 15)
             if interval is not None and position.updates % interval == 0:
                 self.save()
 
-    def _end_epoch(self, report: RunReport) -> Metrics | None:
+    def _end_epoch(self, report: RunReport, lockstep: Lockstep) -> Metrics | None:
         position, settings = self.position, self.config
-        is_last = position.epoch + 1 == self.resolved.total_epochs
+        is_last = position.epoch + 1 == self.total_epochs
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
-            "train_loss": position.loss_sum / max(self.updates_per_epoch, 1),
+            "train_loss": position.loss_sum / max(position.updates_in_epoch, 1),
             "lr": self.optimizer.param_groups[0]["lr"],
         }
         metrics = chosen = None
         if is_last or (position.epoch + 1) % settings.training.validation_interval == 0:
-            metrics = chosen = evaluate(self.model, self.loaders.validation, self.precision, self.processes)
-            row |= {"val_loss": metrics.loss, "top1": metrics.top1, "top5": metrics.top5}
+            metrics = chosen = self._evaluate(self.model, lockstep)
+            row |= {"val_loss" if name == "loss" else name: value for name, value in metrics.figures.items()}
             if self.ema is not None:
-                chosen = evaluate(self.ema.module, self.loaders.validation, self.precision, self.processes)
-                row |= {"ema_loss": chosen.loss, "ema_top1": chosen.top1, "ema_top5": chosen.top5}
-        row |= {"skipped_updates": position.skipped, "broken_images": len(self.loaders.broken)}
+                chosen = self._evaluate(self.ema.module, lockstep)
+                row |= {f"ema_{name}": value for name, value in chosen.figures.items()}
+        row |= {"skipped_updates": position.skipped, "broken_images": len(self.broken)}
         assert position.rows is not None
         position.rows.append(row)
         position.start_next_epoch()
         report.epoch_done(position.rows)
-        if self.processes.is_main and len(self.loaders.broken):
-            self.loaders.broken.write_report(self.folder)
         if is_last or position.epoch % settings.checkpoints.interval_epochs == 0:
-            self.save(None if chosen is None else getattr(chosen, settings.checkpoints.metric))
+            self.save(None if chosen is None else chosen.figures[self.judged_by])
         return chosen
 
-    def _update(self, batches: list[Batch]) -> float:
+    def _evaluate(self, model: nn.Module, lockstep: Lockstep) -> Metrics:
+        with self.strategy.gathered(model):
+            evaluator = self.task.evaluator(self.data.validation, self.processes.device)
+            return evaluate(model, self.loaders.validation, evaluator, self.precision, lockstep)
+
+    def _update(self, batches: list[Any]) -> float:
         """One update of the weights from the gradients of several batches; its mean loss over all processes.
 
         Nothing is updated if the loss is not finite in any process.
         """
         total = torch.zeros((), device=self.processes.device)
         for number, batch in enumerate(batches):
-            images, targets = self.objective.inputs(batch)
             is_last = number + 1 == len(batches)
             with nullcontext() if is_last else self.strategy.without_exchange(self.wrapped):
                 with self.precision.autocast():
-                    logits = self.runnable(images)
-                loss = self.objective.loss(logits, targets) / len(batches)
+                    loss = self.objective(self.runnable, batch) / len(batches)
                 self.precision.scaler.scale(loss).backward()
             total += loss.detach()
         mean = (self.processes.sum(total) / self.processes.world_size).item()
@@ -283,16 +335,12 @@ class Trainer:
         self.scheduler.step_update(self.position.updates)
         return self.optimizer.param_groups[0]["lr"]
 
-    def _gather_generators(self) -> list[dict[str, torch.Tensor]]:
-        """The states of the random number generators of all processes."""
-        own = {"cpu": torch.get_rng_state()}
+    def _generators(self) -> dict[str, torch.Tensor]:
+        """The states of this process's random number generators."""
+        states = {"cpu": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
-            own["cuda"] = torch.cuda.get_rng_state(self.processes.device)
-        if self.processes.world_size == 1:
-            return [own]
-        everyone: list[Any] = [None] * self.processes.world_size
-        dist.all_gather_object(everyone, own)
-        return everyone
+            states["cuda"] = torch.cuda.get_rng_state(self.processes.device)
+        return states
 
     def _restore_generators(self, states: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(states["cpu"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 
 from inline_attention.recipes import (
+    ade20k,
     cifar10,
+    coco,
     cswin_base,
     cswin_base_384,
     cswin_small,
@@ -19,6 +21,7 @@ from inline_attention.recipes import (
     pvt_medium,
     pvt_small,
     pvt_tiny,
+    scenes,
     swin_base,
     swin_base_384,
     swin_small,
@@ -33,7 +36,9 @@ _MODULES = (
     *(swin_tiny, swin_small, swin_base, swin_base_384),
     *(cswin_tiny, cswin_small, cswin_base, cswin_base_384),
 )
-_RECIPES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
+_DENSE_MODULES = (scenes, coco, ade20k)  # one recipe for many backbones: a module has several
+_ALL = (*(module.RECIPE for module in _MODULES), *(recipe for module in _DENSE_MODULES for recipe in module.RECIPES))
+_RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}
 
 
 class UnknownRecipeError(ValueError):
@@ -41,7 +46,7 @@ class UnknownRecipeError(ValueError):
 
 
 def list_recipes() -> list[Recipe]:
-    """All recipes: for newcomers first, then the paper's by family and size."""
+    """All recipes: for newcomers first, then the paper's by family and size, then detection and segmentation."""
     return list(_RECIPES.values())
 
 

@@ -3,7 +3,8 @@
 `inline train cifar10 --data-dir DIR`
 
 `--model softmax_deit_tiny` and `--model linear_deit_tiny` train its twins by the same recipe. CIFAR-10 is no experiment
-of the paper: nothing is published to compare with.
+of the paper: nothing is published to compare with. For longer runs there is more to do to the pictures, on the device
+as well: `--aa rand-m9-mstd0.5-inc1 --reprob 0.25`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Recipe:
     def command(self) -> str:
         """The command that runs it; words in capitals are for the user to replace."""
         words = ["inline", "train", self.name]
-        if self.config.data.dataset in ("folder", "cifar10"):
+        if self.config.data.dataset in ("folder", "cifar10", "coco", "pairs"):
             words += ["--data-dir", "DIR"]
         if self.config.model.require_checkpoint:
             words += ["--initial-checkpoint", "FILE"]

@@ -11,12 +11,18 @@ import torch
 from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
+from inline_attention.data.on_device.rand_augment import TIMM_OPTIONS, unsupported_policy
+from inline_attention.engine.config.dense_checks import check_dense
 from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
+from inline_attention.engine.config.relevance import check_relevance
 from inline_attention.engine.config.resolving import resolve
-from inline_attention.engine.config.schema import TrainConfig
+from inline_attention.engine.config.schema import AugmentationSection, TrainConfig
 from inline_attention.engine.config.settings import did_you_mean, shown
 from inline_attention.engine.config.timm_arguments import input_size, model_arguments, optimizer_arguments
 from inline_attention.models.registry import create_model
+from inline_attention.tasks.classification.task import ClassificationTask
+from inline_attention.tasks.detection.evaluation import FIGURES, KINDS_OF_FIGURES
+from inline_attention.tasks.segmentation.task import SegmentationTask
 
 DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
 # What else reads these must find them in one place.
@@ -25,6 +31,11 @@ ARGUMENTS_WITH_FIELDS = {
     "img_size": "model.img_size",
     "in_chans": "model.in_chans",
     "drop_path_rate": "model.drop_path",
+}
+METRICS = {
+    "classification": tuple(ClassificationTask.metrics),
+    "detection": tuple(f"{kind}_{figure}" for kind in KINDS_OF_FIGURES for figure in FIGURES),
+    "segmentation": tuple(SegmentationTask.metrics),
 }
 KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
 
@@ -42,12 +53,22 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
         from_mapping(to_mapping(config))
     except ConfigError as error:
         return list(error.problems)  # wrong types would only cause further complaints
+    if config.task.name == "classification":
+        of_task = (
+            *_check_data(config),
+            *_check_memory(config),
+            *_check_augmentation(config),
+            *_check_mixing(config, world_size),
+            *_check_model(config),
+        )
+    else:
+        of_task = (*check_dense(config, world_size), *_check_arguments(config))
     return [
-        *_check_data(config),
-        *_check_memory(config),
-        *_check_augmentation(config),
+        *check_relevance(config),
+        *of_task,
         *_check_batches(config, world_size),
-        *_check_model(config),
+        *_check_schedule(config),
+        *_check_metric(config),
         *_check_optimizer(config),
     ]
 
@@ -62,25 +83,27 @@ def _check_data(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_memory(config: TrainConfig) -> Iterator[Problem]:
-    """Images kept on the device take a plain path: what it leaves out must not be asked for."""
+    """What images kept on the device, or those read from files, leave out must not be asked for."""
     settings = config.augmentation
-    offered: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "data.crop_pct": (config.data.crop_pct, (1.0,)),
-        "augmentation.crop": (settings.crop, ("padded",)),
-        "augmentation.hflip": (settings.hflip, (0.5, 0.0)),
-        "augmentation.vflip": (settings.vflip, (0.0,)),
-        "augmentation.auto_augment": (settings.auto_augment, (None,)),
-        "augmentation.color_jitter": (settings.color_jitter, (0.0,)),
-        "augmentation.reprob": (settings.reprob, (0.0,)),
-    }
-    for path, (value, choices) in offered.items():
-        if config.data.in_memory and value not in choices:
-            expected = " or ".join("null" if choice is None else str(choice) for choice in choices)
+    if not config.data.in_memory:
+        if settings.crop == "padded":
+            message = "expected resized, got padded, which only data kept in memory offers"
+            yield Problem("augmentation.crop", f"{message}; set it so, or data.in_memory=true")
+        return
+    needed = {"data.crop_pct": (config.data.crop_pct, 1.0), "augmentation.crop": (settings.crop, "padded")}
+    for path, (value, expected) in needed.items():
+        if value != expected:
             message = f"expected {expected} with data.in_memory, got {shown(value)}"
             yield Problem(path, f"{message}; set it so, or data.in_memory=false")
-    if not config.data.in_memory and settings.crop == "padded":
-        message = "expected resized, got padded, which only data kept in memory offers"
-        yield Problem("augmentation.crop", f"{message}; set it so, or data.in_memory=true")
+    for name in ("scale", "ratio"):
+        if getattr(settings, name) != getattr(AugmentationSection(), name):
+            message = f"has no effect with data.in_memory, where crops are padded, got {shown(getattr(settings, name))}"
+            yield Problem(f"augmentation.{name}", f"{message}; leave it out, or set data.in_memory=false")
+    if settings.auto_augment is not None and _is_known_policy(settings.auto_augment):
+        reason = unsupported_policy(settings.auto_augment)
+        if reason is not None:
+            message = f"expected what data.in_memory can do; {settings.auto_augment} {reason}, or data.in_memory=false"
+            yield Problem("augmentation.auto_augment", message)
 
 
 def _check_augmentation(config: TrainConfig) -> Iterator[Problem]:
@@ -98,10 +121,33 @@ def _check_augmentation(config: TrainConfig) -> Iterator[Problem]:
 
 def _check_batches(config: TrainConfig, world_size: int) -> Iterator[Problem]:
     try:
-        batch = resolve(config, world_size).batch_size
+        resolve(config, world_size)
     except ConfigError as error:
         yield from error.problems
-        return
+
+
+def _check_schedule(config: TrainConfig) -> Iterator[Problem]:
+    settings = config.schedule
+    milestones = settings.decay_milestones
+    if settings.name == "multistep" and (not milestones or list(milestones) != sorted(set(milestones))):
+        message = f"expected the epochs of the steps in ascending order, such as [8, 11], got {shown(list(milestones))}"
+        yield Problem("schedule.decay_milestones", f"{message}; set them, or another schedule.name")
+
+
+def _check_metric(config: TrainConfig) -> Iterator[Problem]:
+    metric, known = config.checkpoints.metric, METRICS[config.task.name]
+    if metric is not None and metric not in known:
+        hint = did_you_mean(metric, known) or f"; {', '.join(known)} are there"
+        yield Problem("checkpoints.metric", f"expected a figure of {config.task.name}, got {metric!r}{hint}")
+    if metric is not None and metric.startswith("mask_") and config.detection.head == "retinanet":
+        yield Problem("checkpoints.metric", f"expected a figure of boxes, as retinanet finds no masks, got {metric!r}")
+
+
+def _check_mixing(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+    try:
+        batch = resolve(config, world_size).batch_size
+    except ConfigError:
+        return  # reported elsewhere
     if (config.augmentation.mixup or config.augmentation.cutmix) and batch % 2:
         message = f"expected an even number, since mixup pairs the images of a batch, got {batch}"
         yield Problem("training.batch_size", f"{message}; try {batch + 1}, or set augmentation.mixup and cutmix to 0")
@@ -116,22 +162,26 @@ def _is_known_policy(description: str) -> bool:
     else:
         parse = auto_augment_transform
     try:
-        parse(description, {})
+        parse(description, dict(TIMM_OPTIONS))
     except Exception:
         return False
     return True
 
 
-def _check_model(config: TrainConfig) -> Iterator[Problem]:
+def _check_arguments(config: TrainConfig) -> Iterator[Problem]:
     settings = config.model
     if settings.require_checkpoint and settings.initial_checkpoint is None:
         message = "expected a file of trained weights, from which this recipe starts, got null"
         yield Problem("model.initial_checkpoint", f"{message}; add --initial-checkpoint FILE")
-    doubled = [name for name in ARGUMENTS_WITH_FIELDS if name in settings.arguments]
-    for name in doubled:
-        path = ARGUMENTS_WITH_FIELDS[name]
-        yield Problem(f"model.arguments.{name}", f"expected it as {path}; set {path}={settings.arguments[name]}")
-    if doubled:
+    for name, path in ARGUMENTS_WITH_FIELDS.items():
+        if name in settings.arguments:
+            yield Problem(f"model.arguments.{name}", f"expected it as {path}; set {path}={settings.arguments[name]}")
+
+
+def _check_model(config: TrainConfig) -> Iterator[Problem]:
+    problems, settings = list(_check_arguments(config)), config.model
+    yield from problems
+    if any(problem.path.startswith("model.arguments.") for problem in problems):
         return
     try:
         with torch.device("meta"):

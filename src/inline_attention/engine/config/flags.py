@@ -14,10 +14,12 @@ class Flag:
     Attributes:
         names: As the user writes it, the most usual spelling first.
         assignments: The overrides it stands for, with {0}, {1}, … for its values.
+        bare: The value it has if none follows it; None if one must.
     """
 
     names: tuple[str, ...]
     assignments: tuple[str, ...]
+    bare: str | None = None
 
     @property
     def setting(self) -> Setting:
@@ -37,9 +39,9 @@ class Flag:
         return [assignment.format(*values) for assignment in self.assignments]
 
 
-def _flag(*names_and_assignments: str) -> Flag:
+def _flag(*names_and_assignments: str, bare: str | None = None) -> Flag:
     names = tuple(text for text in names_and_assignments if text.startswith("-"))
-    return Flag(names, names_and_assignments[len(names) :])
+    return Flag(names, names_and_assignments[len(names) :], bare)
 
 
 # As in timm, --lr, --model-ema-decay and --grad-accum-steps mean what they say: no scaling rule of a recipe applies to
@@ -61,6 +63,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--train-split", "data.train_split={0}"),
     _flag("--val-split", "data.val_split={0}"),
     _flag("--class-map", "data.class_map={0}"),
+    _flag("--repair", "data.repair=true"),
     _flag("--workers", "-j", "data.workers={0}"),
     _flag("--crop-pct", "data.crop_pct={0}"),
     _flag("--scale", "augmentation.scale=[{0}, {1}]"),
@@ -98,12 +101,13 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--model-ema", "ema.enabled=true"),
     _flag("--model-ema-decay", "ema.decay={0}", "ema.decay_base_size=null"),
     _flag("--model-ema-warmup", "ema.warmup=true"),
-    _flag("--epochs", "training.epochs={0}"),
+    _flag("--epochs", "training.epochs={0}", "training.updates=null"),
+    _flag("--updates", "training.updates={0}"),
     _flag("--batch-size", "-b", "training.batch_size={0}"),
     _flag("--validation-batch-size", "-vb", "training.validation_batch_size={0}"),
     _flag("--grad-accum-steps", "--grad-accum", "training.grad_accum_steps={0}", "training.total_batch_size=null"),
     _flag("--val-interval", "training.validation_interval={0}"),
-    _flag("--amp", "training.amp={0}"),
+    _flag("--amp", "training.amp={0}", bare="auto"),
     _flag("--torchcompile", "--compile", "training.compile=true"),
     _flag("--grad-checkpointing", "training.grad_checkpointing=true"),
     _flag("--clip-grad", "training.clip_grad={0}"),

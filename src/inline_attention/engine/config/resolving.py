@@ -34,26 +34,36 @@ class ResolvedValues:
     warmup_lr: float
     ema_decay: float | None
 
-    @property
-    def total_epochs(self) -> int:
-        """Epochs with cool-down. Without epochs there is nothing to cool down from."""
+    def total_updates(self, updates_per_epoch: int) -> int:
+        """Updates with cool-down. Without epochs there is nothing to cool down from."""
         training, schedule = self.config.training, self.config.schedule
-        return training.epochs + schedule.cooldown_epochs if training.epochs else 0
+        if training.updates is not None:
+            return training.updates
+        return updates_per_epoch * (training.epochs + schedule.cooldown_epochs if training.epochs else 0)
+
+    def total_epochs(self, updates_per_epoch: int) -> int:
+        """Epochs with cool-down, that in which the updates end included."""
+        return -(-self.total_updates(updates_per_epoch) // max(updates_per_epoch, 1))
 
     def describe(self) -> list[str]:
         """Lines that say how each number came about."""
         config, total = self.config, self.total_batch_size
         training, schedule, base_size = config.training, config.schedule, config.optimizer.lr_base_size
         rule = "as given" if base_size is None else f"{config.optimizer.lr:g} × {total}/{base_size}"
-        warmup = f", {schedule.warmup_epochs} of warm-up from {self.warmup_lr:g}" if schedule.warmup_epochs else ""
-        if schedule.warmup_epochs > training.epochs:
-            warmup += ", which the run does not outlast"
+        if schedule.warmup_updates is not None:
+            warmup = f", {schedule.warmup_updates} updates of warm-up from {self.warmup_lr:g}"
+        else:
+            warmup = f", {schedule.warmup_epochs} of warm-up from {self.warmup_lr:g}" if schedule.warmup_epochs else ""
+            if schedule.warmup_epochs > training.epochs and training.updates is None:
+                warmup += ", which the run does not outlast"
         cooldown = f" + {schedule.cooldown_epochs} of cool-down" if schedule.cooldown_epochs else ""
+        length = f"epochs: {training.epochs}{cooldown}" if training.updates is None else f"updates: {training.updates}"
+        rates = "in steps" if "step" in schedule.name else f"{schedule.name} down to {self.min_lr:g}"
         lines = [
             f"batch: {self.batch_size} images × {_devices(self.world_size)} × {self.grad_accum_steps} accumulated = "
             f"{total} per update",
-            f"learning rate: {self.lr:g} ({rule}), {schedule.name} down to {self.min_lr:g}",
-            f"epochs: {training.epochs}{cooldown}{warmup}",
+            f"learning rate: {self.lr:g} ({rule}), {rates}",
+            f"{length}{warmup}",
         ]
         if self.ema_decay is not None:
             rule = "as given"

@@ -47,7 +47,7 @@ class RunSection:
     """Where the run goes and what it continues."""
 
     output: str = _option("out/train", "Folder under which the run's own folder is made.")
-    experiment: str | None = _option(None, "Name of the run's folder; null: from the time, the model and the size.")
+    experiment: str | None = _option(None, "Name of the run's folder; null: from the time and the model.")
     resume: str | None = _option(
         None, "Continue a run: auto (the newest valid checkpoint of this experiment, if any), a checkpoint or a run."
     )
@@ -55,10 +55,64 @@ class RunSection:
 
 
 @dataclass(frozen=True)
+class TaskSection:
+    """What is to be learnt."""
+
+    name: Literal["classification", "detection", "segmentation"] = _option(
+        "classification", "classification (of images), detection (of objects) or segmentation (classes of pixels)."
+    )
+
+
+@dataclass(frozen=True)
+class DetectionSection:
+    """What is built around the model for task.name=detection, and at what size it looks at images."""
+
+    head: Literal["mask_rcnn", "retinanet"] = _option(
+        "mask_rcnn", "mask_rcnn (boxes and masks) or retinanet (boxes), with torchvision's heads."
+    )
+    width: int = _option(256, "Channels of the pyramid and of the heads' convolutions.", at_least=8)
+    sampled_boxes: int = _option(512, "Proposals of an image that a step of mask_rcnn looks at.", at_least=1)
+    shorter_side: int = _option(800, "Pixels that the shorter side of images is resized to.", at_least=32)
+    longest_side: int = _option(1333, "Pixels that the longer side may have at most.", at_least=32)
+    multi_scale_from: int | None = _option(
+        None,
+        "In training, the shorter side is chosen at random from this, in steps of 32, to shorter_side; null: it is "
+        "shorter_side.",
+        at_least=32,
+    )
+    smallest_anchor: int = _option(
+        32, "Side in pixels of the anchors on the finest level; it doubles with each of the five levels.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class SegmentationSection:
+    """What is built around the model for task.name=segmentation, and at what size it looks at images."""
+
+    head: Literal["semantic_fpn", "upernet"] = _option("semantic_fpn", "semantic_fpn or upernet.")
+    width: int | None = _option(None, "Channels of the decoder; null: the papers', 256 and 512.", at_least=8)
+    crop: int = _option(
+        512, "Pixels of the side of training crops; images to evaluate on get it as their shorter side.", at_least=32
+    )
+    scale: tuple[float, float] = _option(
+        (0.5, 2.0), "Smallest and largest share of crop that the shorter side of a training image is resized to.",
+        above=0,
+    )  # fmt: skip
+    inference: Literal["whole", "sliding"] = _option(
+        "whole", "Evaluate whole images at once, or by sliding windows of the size of crops."
+    )
+    window_step: int | None = _option(None, "Pixels from one window to the next; null: two thirds of crop.", at_least=1)
+
+
+@dataclass(frozen=True)
 class ModelSection:
     """The network and the weights it starts from."""
 
-    name: str = _option("inline_deit_tiny", "A model of this library (`inline models --all`) or of timm.")
+    name: str = _option(
+        "inline_deit_tiny",
+        "A model of this library (`inline models --all`) or of timm. For detection and segmentation it is the "
+        "backbone, and must be one of this library's with a pyramid: pvt, swin or cswin.",
+    )
     arguments: Mapping[str, Any] = _option({}, "Further arguments of the model, such as {depth: 4, patch_size: 2}.")
     num_classes: int | None = _option(None, "Outputs of the head; null: as many as the data has classes.", at_least=1)
     img_size: int | tuple[int, int] | None = _option(
@@ -69,7 +123,9 @@ class ModelSection:
         None, "Rate of stochastic depth at the last block; null: the model's own.", at_least=0, below=1
     )
     initial_checkpoint: str | None = _option(
-        None, "Weights to start from. A head of another number of classes is started anew."
+        None,
+        "Weights to start from. A head of another number of classes is started anew; a backbone takes those of a "
+        "classifier, and of detectors and segmenters.",
     )
     require_checkpoint: bool = _option(
         False, "Refuse to start without initial_checkpoint: for recipes whose learning rate needs trained weights."
@@ -87,17 +143,23 @@ class DataSection:
     dataset: str = _option(
         "folder",
         "folder (a subfolder per class), digits (in the package), cifar10, hfds/NAME (Hugging Face) or wds/PATTERN "
-        "(WebDataset).",
+        "(WebDataset); for detection coco (COCO's format), for segmentation pairs (images and maps of labels).",
     )
     dir: str | None = _option(None, "Folder of the data; not needed for digits and hfds.")
     train_split: str = _option("train", "Split or subfolder to train on.")
     val_split: str = _option("validation", "Split or subfolder to evaluate on; of a folder, val will do as well.")
     class_map: str | None = _option(None, "File that lists the classes, one per line, in the order of their indices.")
+    repair: bool = _option(
+        False, "Repair faults of coco and pairs in what is used, as the report before training says; files stay."
+    )
+    reduce_zero_label: bool = _option(
+        False, "Of pairs: 0 in maps means other and is ignored, 1 is the first class, as in ADE20K and in scenes."
+    )
     workers: int = _option(4, "Processes that read images, per device; 0: the main process does.", at_least=0)
     in_memory: bool = _option(
         False,
-        "Keep every image, decoded, on the device: for small data. Only padded crops, left-right flips and mixing are "
-        "done there.",
+        "Keep every image, decoded, on the device, and augment whole batches there: for small data. It needs "
+        "augmentation.crop=padded and data.crop_pct=1; of auto_augment it knows RandAugment.",
     )
     crop_pct: float | None = _option(
         None,
@@ -131,7 +193,7 @@ class AugmentationSection:
     )
     reprob: float = _option(0.25, "Probability of erasing a rectangle.", at_least=0, at_most=1)
     remode: Literal["pixel", "rand", "const"] = _option(
-        "pixel", "Fill of erased rectangles: noise per pixel, one random colour, or black."
+        "pixel", "Fill of erased rectangles: noise per pixel, one random colour, or the mean colour."
     )
     recount: int = _option(1, "Largest number of rectangles erased.", at_least=1)
     mixup: float = _option(0.8, "Alpha of mixup; 0: off.", at_least=0)
@@ -177,18 +239,26 @@ class OptimizerSection:
 class ScheduleSection:
     """The learning rate over time; it changes with every update."""
 
-    name: Literal["cosine", "tanh", "poly", "step"] = _option("cosine", "Curve of the learning rate, as timm's.")
+    name: Literal["cosine", "tanh", "poly", "step", "multistep"] = _option(
+        "cosine", "Curve of the learning rate, as timm's."
+    )
     warmup_epochs: int = _option(20, "Epochs of linear rise, part of training.epochs.", at_least=0)
+    warmup_updates: int | None = _option(
+        None, "Updates of linear rise, in place of warmup_epochs; null: as warmup_epochs says.", at_least=0
+    )
     warmup_lr: float = _option(5e-7, "Learning rate at the start of the rise; scaled as optimizer.lr.", at_least=0)
     min_lr: float = _option(5e-6, "Learning rate at the end; scaled as optimizer.lr.", at_least=0)
     cooldown_epochs: int = _option(0, "Epochs at min_lr after training.epochs.", at_least=0)
     decay_epochs: int = _option(30, "Epochs between steps of the step schedule.", at_least=1)
+    decay_milestones: tuple[int, ...] = _option(
+        (), "Epochs after which the multistep schedule takes a step.", at_least=1
+    )
     decay_rate: float = _option(0.1, "Factor of each step; power of the poly schedule.", above=0)
 
 
 @dataclass(frozen=True)
 class LossSection:
-    """What is minimised: cross entropy."""
+    """What a classifier minimises: cross entropy. Detectors and segmenters have the losses of their heads."""
 
     smoothing: float = _option(0.1, "Label smoothing.", at_least=0, below=1)
 
@@ -212,6 +282,9 @@ class TrainingSection:
     """How long, how many images at once, in what precision."""
 
     epochs: int = _option(300, "Passes over the data, without the schedule's cool-down.", at_least=0)
+    updates: int | None = _option(
+        None, "Updates of the weights in all, in place of epochs; null: as epochs says.", at_least=1
+    )
     batch_size: int = _option(
         128, "Images of one forward pass on one device; with total_batch_size, at most.", at_least=1
     )
@@ -228,8 +301,10 @@ class TrainingSection:
         None, "Images of one forward pass in evaluation; null: batch_size.", at_least=1
     )
     validation_interval: int = _option(1, "Epochs from one evaluation to the next.", at_least=1)
-    amp: Literal["bf16", "fp16", "off"] = _option(
-        "bf16", "Precision of matrix products: bf16, fp16 (with loss scaling) or off (float32)."
+    amp: Literal["bf16", "fp16", "auto", "off"] = _option(
+        "bf16",
+        "Precision of matrix products: bf16, fp16 (with loss scaling), auto (bf16 where the device has it, otherwise "
+        "fp16; what --amp alone stands for) or off (float32).",
     )
     compile: bool = _option(False, "Compile the model with torch.compile.")
     grad_checkpointing: bool = _option(False, "Recompute blocks in the backward pass: less memory, more time.")
@@ -250,7 +325,11 @@ class CheckpointsSection:
     )
     keep_last: int = _option(3, "How many of the newest to keep.", at_least=1)
     keep_best: int = _option(1, "How many of the best to keep besides.", at_least=0)
-    metric: Literal["top1", "top5", "loss"] = _option("top1", "What makes a checkpoint the best.")
+    metric: str | None = _option(
+        None,
+        "What makes a checkpoint the best: top1, top5 or loss; of detectors box_ap, box_ap50, … and mask_ap, …; of "
+        "segmenters miou, macc or aacc. null: the first of these.",
+    )
 
 
 @dataclass(frozen=True)
@@ -291,9 +370,12 @@ class TrainConfig:
     """All settings of a training run."""
 
     run: RunSection = field(default_factory=RunSection)
+    task: TaskSection = field(default_factory=TaskSection)
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     augmentation: AugmentationSection = field(default_factory=AugmentationSection)
+    detection: DetectionSection = field(default_factory=DetectionSection)
+    segmentation: SegmentationSection = field(default_factory=SegmentationSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     loss: LossSection = field(default_factory=LossSection)

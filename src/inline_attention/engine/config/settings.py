@@ -118,7 +118,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str) and value in get_args(annotation)
     if origin is tuple:
-        kinds = get_args(annotation)
+        kinds = _kinds_of_items(annotation, value)
         return (
             isinstance(value, (list, tuple))
             and len(value) == len(kinds)
@@ -143,8 +143,18 @@ def _is_plain(value: Any) -> bool:
 
 def _converted(value: Any, annotation: Any) -> Any:
     if get_origin(annotation) is tuple:
-        return tuple(_converted(item, kind) for item, kind in zip(value, get_args(annotation), strict=True))
+        return tuple(
+            _converted(item, kind) for item, kind in zip(value, _kinds_of_items(annotation, value), strict=True)
+        )
     return float(value) if annotation is float else value
+
+
+def _kinds_of_items(annotation: Any, value: Any) -> tuple[Any, ...]:
+    """The type of each item of a tuple; of `tuple[int, ...]` as many as the value has."""
+    kinds = get_args(annotation)
+    if kinds[-1] is not Ellipsis:
+        return kinds
+    return kinds[:1] * (len(value) if isinstance(value, (list, tuple)) else 0)
 
 
 def _numbers(value: Any) -> list[float]:
@@ -177,7 +187,8 @@ def _in_words(annotation: Any, bounds: Bounds) -> str:
         if get_origin(kind) is Literal:
             words += get_args(kind)
         elif get_origin(kind) is tuple:
-            words.append(f"[{len(get_args(kind))} {_PLURALS[get_args(kind)[0]]}{limits}]")
+            count = "" if get_args(kind)[-1] is Ellipsis else f"{len(get_args(kind))} "
+            words.append(f"[{count}{_PLURALS[get_args(kind)[0]]}{limits}]")
         elif get_origin(kind) is Mapping:
             words.append("a mapping such as {depth: 4} of plain values")
         else:

@@ -58,16 +58,19 @@ def optimizer_arguments(resolved: ResolvedValues) -> dict[str, Any]:
 
 def schedule_arguments(resolved: ResolvedValues, updates_per_epoch: int) -> dict[str, Any]:
     """Arguments of `timm.scheduler.create_scheduler_v2` besides the optimiser: a schedule in updates, not epochs."""
-    settings = resolved.config.schedule
+    settings, training = resolved.config.schedule, resolved.config.training
+    warmup, updates = settings.warmup_updates, training.updates
+    # To timm an epoch is one update here: a run may be as long as some epochs, and its warm-up as some updates.
     return {
         "sched": settings.name,
-        "num_epochs": resolved.config.training.epochs,
-        "warmup_epochs": settings.warmup_epochs,
+        "num_epochs": training.epochs * updates_per_epoch if updates is None else updates,
+        "warmup_epochs": settings.warmup_epochs * updates_per_epoch if warmup is None else warmup,
         "warmup_lr": resolved.warmup_lr,
         "min_lr": resolved.min_lr,
-        "cooldown_epochs": settings.cooldown_epochs,
-        "decay_epochs": settings.decay_epochs,
+        "cooldown_epochs": settings.cooldown_epochs * updates_per_epoch,
+        "decay_epochs": settings.decay_epochs * updates_per_epoch,
+        "decay_milestones": [epoch * updates_per_epoch for epoch in settings.decay_milestones],
         "decay_rate": settings.decay_rate,
         "step_on_epochs": False,
-        "updates_per_epoch": updates_per_epoch,
+        "updates_per_epoch": 1,
     }

@@ -1,0 +1,276 @@
+"""Backbones and whole detectors at the resolution of detection: images per second and peak memory, on a GPU.
+
+    python benchmarks/gpu_detection.py [--output DIR] [--compiled] [--time-limit 300]
+    python benchmarks/gpu_detection.py --smoke --output DIR        # small images on a CPU: does it run?
+
+Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1344 and
+1600 × 2688 pixels, which is what images of 800 × 1333 and 1600 × 2666 are padded to; inference with bf16 weights,
+training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast, heads
+included: all keep their 100 best objects an image, whatever random weights make of them. No InLine backbone is timed
+before its features agree with those of the same weights on plain PyTorch in float32.
+
+Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+import typer
+from torch import Tensor, nn
+from torchvision.models.detection import maskrcnn_resnet50_fpn
+
+from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.benchmark.models import read_peak, reset_peak, set_backend
+from inline_attention.analysis.benchmark.results import (
+    Measurement,
+    WrongResultError,
+    markdown_table,
+    notes_of,
+    ratio,
+    relative_error,
+    write_json,
+    write_markdown,
+)
+from inline_attention.analysis.benchmark.timing import (
+    Work,
+    interleaved_timings,
+    prepare_throughput,
+    release_memory,
+)
+from inline_attention.cli.bench import resolve_device
+from inline_attention.models import create_model
+from inline_attention.tasks.detection.models import DetectorDescription, build_detector
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "gpu_detection"
+RESNET = "torchvision ResNet-50"
+NUM_CLASSES = 8
+LARGEST_ERROR = 2e-2  # relative, of the coarsest features in bf16
+LEAST_ROUNDS = 5
+Kind = Literal["backbone", "detector"]
+Mode = Literal["inference", "training"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contestants of one kind on images of one size; speeds are given relative to the first.
+
+    Attributes:
+        kind: A "backbone" alone, or a whole "detector".
+        mode: "inference", or "training": forward and backward.
+        height: Of images, in pixels.
+        width: Of images, in pixels.
+        batch: Images of a step.
+        contestants: Names of backbones.
+    """
+
+    kind: Kind
+    mode: Mode
+    height: int
+    width: int
+    batch: int
+    contestants: tuple[str, ...]
+
+
+PVT, SWIN = ("inline_pvt_tiny", "softmax_pvt_tiny"), ("inline_swin_tiny", "softmax_swin_tiny")
+CASES = (
+    *(
+        Case("backbone", mode, height, width, batch, (*family, RESNET))
+        for height, width, batch in ((800, 1344, 8), (1600, 2688, 2))
+        for mode in ("inference", "training")
+        for family in (PVT, SWIN)
+    ),
+    *(Case("detector", "inference", 800, 1333, batch, (*PVT, *SWIN, RESNET)) for batch in (1, 8)),
+)
+SMOKE_CASES = (
+    Case("backbone", "inference", 64, 96, 1, (*PVT, RESNET)),
+    Case("backbone", "training", 64, 96, 1, SWIN),
+    Case("detector", "inference", 64, 90, 1, (PVT[0], RESNET)),
+)
+
+
+def measure(case: Case, device: torch.device, *, compiled: bool, seconds: float) -> list[Measurement]:
+    """All contestants of a case, which take turns; one that fails is left out with the reason."""
+    works: dict[str, Work] = {}
+    peaks: dict[str, int | None] = {}
+    errors: dict[str, float | None] = {}
+    failures: dict[str, Measurement] = {}
+    for name in case.contestants:
+        release_memory(device)
+        occupied = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        try:
+            step, errors[name] = prepare(name, case, device, compiled=compiled)
+            step()
+            reset_peak(device)
+            step()
+            peaks[name] = read_peak(device, occupied)
+            works[name] = prepare_throughput(step, device)
+        except Exception as error:
+            failures[name] = Measurement.failure(name, error)
+    timings = interleaved_timings(works, seconds=seconds, at_least=LEAST_ROUNDS)
+    return [
+        failures.get(name) or Measurement(name, "timed", timings[name], error=errors[name], peak_bytes=peaks[name])
+        for name in case.contestants
+    ]
+
+
+def prepare(
+    name: str, case: Case, device: torch.device, *, compiled: bool
+) -> tuple[Callable[[], object], float | None]:
+    """A step of a contestant, checked, and its error against float32."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    images = torch.randn(case.batch, 3, case.height, case.width, device=device)
+    with device:
+        model = (_detector if case.kind == "detector" else _backbone)(name, case)
+    if case.kind == "detector":
+        listed = list(images)
+
+        def detect() -> object:
+            with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                return model(listed)
+
+        model.eval()
+        return detect, None
+    error = _check(model, images[:1], dtype) if name.startswith("inline_") else None
+    if case.mode == "inference":
+        model, images = model.to(dtype).eval(), images.to(dtype)
+        runnable = torch.compile(model, dynamic=False) if compiled else model
+
+        def infer() -> object:
+            with torch.inference_mode():
+                return runnable(images)
+
+        return infer, error
+    model.train()
+    runnable = torch.compile(model, dynamic=False) if compiled else model
+
+    def train() -> object:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            features: Sequence[Tensor] = runnable(images)
+        loss = torch.stack([feature.float().square().mean() for feature in features]).sum()
+        loss.backward()
+        return loss
+
+    return train, error
+
+
+class _Levels(nn.Module):
+    """torchvision's body of a backbone, which gives its features by name, as a list."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return list(self.body(images).values())
+
+
+def _backbone(name: str, case: Case) -> nn.Module:
+    if name == RESNET:
+        return _Levels(_resnet_detector(case).backbone.body)
+    # Stochastic depth is a training recipe's choice.
+    return create_model(name, features_only=True, drop_path_rate=0.0)
+
+
+def _detector(name: str, case: Case) -> nn.Module:
+    if name == RESNET:
+        model = _resnet_detector(case)
+        model.roi_heads.score_thresh = 0.0
+        return model
+    model = build_detector(DetectorDescription("mask_rcnn", name, {}, NUM_CLASSES))
+    roi_heads: Any = cast(Any, model).heads.roi_heads
+    roi_heads.score_thresh = 0.0
+    return model
+
+
+def _resnet_detector(case: Case) -> Any:
+    sides = {"min_size": min(case.height, case.width), "max_size": max(case.height, case.width)}  # as they are
+    return maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=NUM_CLASSES + 1, **sides)
+
+
+@torch.no_grad()
+def _check(model: nn.Module, image: Tensor, dtype: torch.dtype) -> float:
+    """Relative error of the coarsest features, in the dtype that is timed, against plain PyTorch in float32."""
+    exact = set_backend(copy.deepcopy(model), "eager").eval()(image)[-1]
+    found = copy.deepcopy(model).eval().to(dtype)(image.to(dtype))[-1]
+    error = relative_error(found, exact)
+    if not error <= LARGEST_ERROR:
+        raise WrongResultError(f"relative error {error:.1e} of the features exceeds {LARGEST_ERROR:.0e}")
+    return error
+
+
+def write(
+    path: Path, results: Sequence[tuple[Case, list[Measurement]]], environment: dict[str, str], note: str
+) -> None:
+    """Both files, as far as there are results."""
+    rows: list[list[str]] = []
+    for case, measurements in results:
+        first = measurements[0].milliseconds
+        for item in measurements:
+            speed = ratio(1e3 * case.batch, item.milliseconds)
+            relative = ratio(item.milliseconds, first)
+            rows.append(
+                [
+                    f"{case.kind}, {case.mode}",
+                    f"{case.height} × {case.width}",
+                    str(case.batch),
+                    item.contestant,
+                    item.status if speed is None else f"{speed:,.1f}",
+                    "–" if item.milliseconds is None else f"{item.milliseconds:.2f}",
+                    "–" if item.peak_bytes is None else f"{item.peak_bytes / 2**20:,.0f}",
+                    "–" if relative is None else f"{relative:.2f}×",
+                ]
+            )
+    header = ["what", "image", "batch", "contestant", "images/s", "ms", "peak MiB", "time ÷ first of its case"]
+    notes = notes_of([item for _, measurements in results for item in measurements])
+    body = "\n\n".join([note, markdown_table(header, rows), *(f"- {line}" for line in notes)])
+    write_json(
+        path.with_suffix(".json"),
+        {
+            "environment": environment,
+            "note": note,
+            "results": [
+                {"case": asdict(case), "measurements": [asdict(item) for item in measurements]}
+                for case, measurements in results
+            ],
+        },
+    )
+    write_markdown(path.with_suffix(".md"), "Backbones and detectors at the resolution of detection", environment, body)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+    compiled: Annotated[bool, typer.Option(help="Compile backbones; whole detectors run eagerly.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of measuring, for each case.")] = 2.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which no further case is begun.")] = math.inf,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Small images, on a CPU: does it run?")] = False,
+) -> None:
+    start, environment = time.monotonic(), describe_environment()
+    device = resolve_device("cpu" if smoke else "cuda")
+    results: list[tuple[Case, list[Measurement]]] = []
+    for case in SMOKE_CASES if smoke else CASES:
+        if time.monotonic() - start > time_limit:
+            print("the time is up: the remaining cases are left out", flush=True)
+            break
+        results.append((case, measure(case, device, compiled=compiled, seconds=seconds)))
+        parts = [
+            f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.2f} ms'}"
+            for item in results[-1][1]
+        ]
+        print(f"{case.kind}, {case.mode}, {case.height}×{case.width}, B={case.batch}: {', '.join(parts)}", flush=True)
+        execution = "Backbones compiled." if compiled else "Eager execution."
+        write(output / NAME, results, environment, f"{execution} Whole detectors are always eager.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

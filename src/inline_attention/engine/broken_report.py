@@ -1,0 +1,67 @@
+"""The broken images that all processes of a run have met: counted together, and listed in the run's folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from inline_attention.data.broken import BrokenImage, BrokenImages, write_report
+from inline_attention.engine.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+
+class BrokenReport:
+    """Keeps the lists of the processes the same, each image in them once."""
+
+    def __init__(self, lists: Sequence[BrokenImages], processes: Processes, folder: Path | None = None):
+        """Start with what the lists hold.
+
+        Args:
+            lists: Where the loaders of this process note what they meet: one for each dataset.
+            processes: This one among the others.
+            folder: Where to list them; None for nowhere.
+        """
+        self._lists, self._processes, self._folder = lists, processes, folder
+        self._known = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lists))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this process has met images that the others have not heard of."""
+        return len(self) > self._known
+
+    def share(self) -> None:
+        """Tell each other, and list all; all processes must take part.
+
+        Raises:
+            BrokenImagesError: In all of them, if there are more than allowed in one of the datasets.
+        """
+        gathered = self._processes.gather([list(images) for images in self._lists])
+        try:
+            for number, images in enumerate(self._lists):
+                images.add(image for lists in gathered for image in lists[number])
+        finally:
+            if self._processes.is_main:
+                self._publish()
+            self._known = len(self)
+
+    def _publish(self) -> None:
+        everything = [image for images in self._lists for image in images]
+        where = ""
+        if self._folder is not None:
+            where = f", all in {write_report(self._folder, everything)}"
+        new = len(everything) - self._known
+        logger.warning("left out %d broken images%s; the last: %s", new, where, everything[-1])
+
+    def state(self) -> list[list[tuple[str, str]]]:
+        """For a checkpoint: name and reason of each, by dataset."""
+        return [[(image.name, image.reason) for image in images] for images in self._lists]
+
+    def restore(self, state: list[list[tuple[str, str]]]) -> None:
+        """Take up what a run has met before."""
+        for images, entries in zip(self._lists, state, strict=True):
+            images.add(BrokenImage(name, reason) for name, reason in entries)

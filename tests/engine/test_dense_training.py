@@ -1,0 +1,222 @@
+"""Detection and segmentation through the one engine: learning, resuming, signals, NaN, several processes, bad data."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from PIL import Image, ImageChops
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from engine import pair
+from engine.dense import dense_config
+from engine.pair import in_pair
+from inline_attention.cli.main import app
+from inline_attention.data.scenes import ScenesPlan, write_scenes
+from inline_attention.engine import running, trainer
+from inline_attention.engine.config import ConfigError
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.engine.reporting import RunReport
+from inline_attention.tasks.dense import SumOfLosses
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+@pytest.fixture(scope="module")
+def _one_thread():
+    """Small models gain nothing from more, and lose much where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return write_scenes(tmp_path_factory.mktemp("dense") / "scenes", ScenesPlan(8, 3, size=96, seed=3))
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Send this process a signal after so many updates, once."""
+
+    def arrange(updates):
+        report_update, sent = RunReport.update_done, []
+
+        def update_done(self, update, *arguments):
+            report_update(self, update, *arguments)
+            if update == updates and not sent:
+                sent.append(update)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(RunReport, "update_done", update_done)
+
+    return arrange
+
+
+def rows_of(folder):
+    return list(csv.DictReader((folder / "summary.csv").open()))
+
+
+def weights_of(folder):
+    return load_file(folder / "checkpoints" / "last" / "model.safetensors")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet", "semantic_fpn", "upernet"])
+def test_training_reduces_the_loss(head, scenes, tmp_path):
+    fixed = ["augmentation.hflip=0", *(["segmentation.scale=[1, 1]"] if head in ("semantic_fpn", "upernet") else [])]
+    extra = ["training.epochs=6", "training.validation_interval=6", "optimizer.lr=4e-3", "run.experiment=run", *fixed]
+    folder, metrics = running.train(dense_config(head, scenes, tmp_path, *extra))
+    losses = [float(row["train_loss"]) for row in rows_of(folder)]
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert set(metrics.figures) <= set(rows_of(folder)[-1])
+
+
+@pytest.mark.parametrize("head", ["retinanet", "semantic_fpn"])
+@pytest.mark.parametrize("updates", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["mid_epoch", "end_of_epoch"])
+def test_a_stopped_and_resumed_run_ends_in_the_same_bits(head, updates, scenes, tmp_path, stop_after):
+    extra = ["data.workers=1"] if updates == 1 else ["ema.enabled=true"]
+    whole, metrics = running.train(dense_config(head, scenes, tmp_path, "run.experiment=whole", *extra))
+    stop_after(updates)
+    with pytest.raises(InterruptedBySignalError) as stopped:
+        running.train(dense_config(head, scenes, tmp_path, "run.experiment=parts", *extra))
+    assert stopped.value.exit_code == 143
+    arguments = ["run.experiment=parts", "run.resume=auto", *extra]
+    parts, resumed_metrics = running.train(dense_config(head, scenes, tmp_path, *arguments))
+    first, second = weights_of(whole), weights_of(parts)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert (whole / "summary.csv").read_text() == (parts / "summary.csv").read_text()
+    assert str(metrics) == str(resumed_metrics)
+
+
+@pytest.mark.slow
+def test_mask_rcnn_draws_the_same_proposals_after_a_stop(scenes, tmp_path, stop_after):
+    whole, _ = running.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=whole"))
+    stop_after(1)
+    with pytest.raises(InterruptedBySignalError):
+        running.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=parts"))
+    parts, _ = running.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=parts", "run.resume=auto"))
+    first, second = weights_of(whole), weights_of(parts)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_run_is_as_long_as_its_updates_say(scenes, tmp_path):
+    extra = ["training.updates=3", "schedule.name=poly", "schedule.decay_rate=1.0", "schedule.min_lr=0"]
+    folder, metrics = running.train(dense_config("semantic_fpn", scenes, tmp_path, "run.experiment=run", *extra))
+    assert [row["epoch"] for row in rows_of(folder)] == ["1", "2"]  # of two updates each: the second ends early
+    assert float(rows_of(folder)[-1]["lr"]) == pytest.approx(1e-3 / 3)  # two thirds of the way down
+    assert metrics is not None
+    assert (folder / "checkpoints" / "last").resolve().name == "step-00000003"
+
+
+def test_nan_losses_are_skipped_and_then_end_the_run(scenes, tmp_path, monkeypatch):
+    loss, calls = SumOfLosses.__call__, []
+
+    def sometimes_nan(self, runnable, batch):
+        calls.append(None)
+        return loss(self, runnable, batch) * (torch.nan if len(calls) > 1 else 1.0)
+
+    monkeypatch.setattr(SumOfLosses, "__call__", sometimes_nan)
+    config = dense_config("retinanet", scenes, tmp_path, "run.experiment=run", "limits.nan_losses_in_a_row=2")
+    with pytest.raises(trainer.DivergedError, match="3 losses in a row"):
+        running.train(config)
+    assert len(calls) == 4
+
+
+def test_two_processes_measure_what_one_does(scenes, tmp_path):
+    extra = ["training.batch_size=2", "training.total_batch_size=4", "training.epochs=1", "run.experiment=two"]
+    outcomes = in_pair(pair.train_dense, "mask_rcnn", str(scenes), str(tmp_path), extra)
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes
+    assert outcomes[0].value == outcomes[1].value
+    checkpoint = tmp_path / "two" / "checkpoints" / "last"
+    done = invoke("eval", "-c", checkpoint, "--data-dir", scenes, "-j", 0, "-b", 2, "--repair", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert done.output.strip() == outcomes[0].value
+
+
+def test_faults_of_the_data_are_reported_before_anything_is_written(scenes, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(scenes, broken)
+    path = broken / "annotations" / "instances_train.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["bbox"][2] = 0
+    content["annotations"][1]["category_id"] = 99
+    path.write_text(json.dumps(content))
+    (broken / "images" / "training" / content["images"][-1]["file_name"]).unlink()
+    with pytest.raises(ConfigError) as error:
+        running.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "data.repair=false"))
+    for expected in ("1 boxes without area", "1 objects of an unknown category", "file is missing", "--repair"):
+        assert expected in str(error.value)
+    assert not (tmp_path / "runs").exists()
+    folder, _ = running.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "training.epochs=1"))
+    assert rows_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("head", "override", "message"),
+    [
+        ("mask_rcnn", "model.name=inline_deit_tiny", "one resolution throughout"),
+        ("mask_rcnn", "augmentation.mixup=0.5", r"augmentation\.mixup: has no effect on detection"),
+        ("mask_rcnn", "segmentation.crop=96", r"segmentation\.crop: has no effect on detection"),
+        ("mask_rcnn", "checkpoints.metric=top1", "expected a figure of detection"),
+        ("retinanet", "checkpoints.metric=mask_ap", "finds no masks"),
+        ("retinanet", "detection.sampled_boxes=7", "has no effect on retinanet"),
+        ("mask_rcnn", "detection.multi_scale_from=480", "expected at most 64"),
+        ("mask_rcnn", "data.dataset=folder", "expected coco"),
+        ("mask_rcnn", "schedule.name=multistep", "such as \\[8, 11\\]"),
+        ("upernet", "training.batch_size=1", "expected at least 2"),
+        ("upernet", "segmentation.window_step=65", "would be missed"),
+        ("semantic_fpn", "training.compile=true", r"training\.compile: has no effect on segmentation"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(head, override, message, scenes, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        running.train(dense_config(head, scenes, tmp_path, override))
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory):
+    """4000×3000 pixels."""
+    path = tmp_path_factory.mktemp("photograph") / "photo.jpg"
+    Image.effect_noise((500, 375), 80).convert("RGB").resize((4000, 3000)).save(path, quality=80)
+    return path
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "semantic_fpn"])
+def test_predictions_are_drawn_on_a_large_photograph(head, scenes, photograph, tmp_path):
+    extra = ["run.experiment=run", "training.epochs=1"]
+    folder, _ = running.train(dense_config(head, scenes, tmp_path, *extra))
+    weights, target = folder / "checkpoints" / "last" / "model.safetensors", tmp_path / "out.jpg"
+    done = invoke(
+        "predict", photograph, "-c", weights, "--save", target, "--least-score", 0, "--json", "--device", "cpu"
+    )
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)
+    with Image.open(target) as drawn, Image.open(photograph) as original:
+        assert drawn.width == 4000
+        assert drawn.height >= 3000
+        picture = drawn.convert("RGB").crop((0, 0, *original.size))
+        assert ImageChops.difference(picture, original.convert("RGB")).getbbox() is not None
+    if head == "mask_rcnn":
+        assert found["objects"]
+        assert all(0 <= item["box"][0] <= item["box"][2] <= 4000 for item in found["objects"])
+    else:
+        assert sum(found["shares"].values()) == pytest.approx(1)
+    wrong = invoke("predict", photograph, "-c", weights, "--model", "inline_pvt_tiny")
+    assert wrong.exit_code == 1
+    assert "knows its model" in wrong.output
+
+
+def test_help_names_all_three_tasks():
+    for command, words in {"predict": ("detector", "segmenter"), "eval": ("AP", "mIoU")}.items():
+        text = invoke(command, "--help").output
+        assert all(word in text for word in words), text

@@ -1,0 +1,237 @@
+"""What a run answers when its disk, its data or its checkpoints fail it: a clear error, and nothing lost."""
+
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine import commands
+from engine.saving import Child
+from engine.test_training import TINY, assert_same_end, config
+from inline_attention.data import open_dataset
+from inline_attention.data.broken import BrokenImagesError
+from inline_attention.engine import running
+from inline_attention.engine.checkpoints import CheckpointStore
+from inline_attention.engine.config import ConfigError
+from inline_attention.engine.durable_files import free_bytes
+from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.engine.reporting import RunReport
+from inline_attention.models.checkpoints import CheckpointError
+
+
+def train_without(denied, output, *arguments):
+    """Exit code and output of `inline train digits` where something is denied."""
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    command = ["train", "digits", "--output", str(output), "--experiment", "run", *settings, *map(str, arguments)]
+    (result,) = Child(commands.run_command, command, denied).received()
+    return result
+
+
+def checkpoints(folder):
+    return {path.name for path in (folder / "checkpoints").glob("step-*")}
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tmp_path):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    before = checkpoints(folder)
+    code, output = train_without("large files", tmp_path, "--resume", "auto")
+    assert (code, "Traceback" in output) == (1, False)
+    assert "could not be written" in output
+    assert "Checkpoints from before are as they were" in output
+    assert checkpoints(folder) == before
+    # With room again, it goes on from there.
+    assert CheckpointStore(folder / "checkpoints").latest_valid().epoch == 1
+    running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+    assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
+
+
+def test_not_even_a_table_fits_on_the_disk(tmp_path):
+    code, output = train_without("files", tmp_path)
+    assert code == 1
+    assert "Traceback" not in output
+    assert "File too large" in output
+    assert "make room" in output
+
+
+def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained():
+    with tempfile.TemporaryDirectory() as outer:
+        os.chmod(outer, 0o555)
+        if os.geteuid() == 0:
+            code, output = train_without("root", outer)
+        else:
+            code, output = train_without("nothing", outer)
+        assert code == 1
+        assert "run.output: may not write to" in output
+        assert "--output" in output
+        assert not list(Path(outer).iterdir())
+
+
+def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.output: expected a folder, but .*file is a file"):
+        running.train(config(tmp_path / "file", "run.experiment=run"))
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("inline_attention.engine.output_folder.free_bytes", lambda path: 100_000)
+    assert free_bytes(tmp_path) != 100_000
+    with pytest.raises(ConfigError, match=r"run\.output: .* has 0 MB free, the run's checkpoints will take"):
+        running.train(config(tmp_path / "runs", "checkpoints.keep_last=50"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
+    whole, _ = running.train(config(tmp_path, "run.experiment=whole"))
+    save, update_done, sent = torch.save, RunReport.update_done, []
+
+    def tell():
+        sent.append(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RunReport, "update_done", lambda self, *facts: (update_done(self, *facts), sent or tell()))
+    monkeypatch.setattr(torch, "save", lambda *content: (tell(), save(*content), tell()))
+    with pytest.raises(InterruptedBySignalError) as stopped:
+        running.train(config(tmp_path, "run.experiment=parts"))
+    monkeypatch.undo()
+    assert (stopped.value.exit_code, len(sent)) == (143, 3)
+    parts, _ = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
+    assert_same_end(whole, parts)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """64 digits to train on and 25 to evaluate on, as files."""
+    for split, folder, count in (("train", "train", 64), ("validation", "val", 25)):
+        source = open_dataset("digits", split=split)
+        for index in range(count):
+            path = tmp_path / "digits" / folder / str(source.targets[index]) / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            source.load(index).save(path)
+    return tmp_path / "digits"
+
+
+def from_files(tmp_path, pictures, name, *overrides):
+    return config(
+        tmp_path, f"run.experiment={name}", "data.dataset=folder", f"data.dir={pictures}", "data.in_memory=false",
+        "augmentation.crop=resized", "data.workers=1", "training.batch_size=16", "training.total_batch_size=16",
+        *overrides,
+    )  # fmt: skip
+
+
+def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_back(tmp_path, pictures, monkeypatch):
+    whole, _ = running.train(from_files(tmp_path, pictures, "whole"))
+    update_done = RunReport.update_done
+
+    def unplug(self, update, *facts):
+        update_done(self, update, *facts)
+        if update == 5:  # the first of the second epoch
+            pictures.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(RunReport, "update_done", unplug)
+    with pytest.raises(BrokenImagesError, match=r"of 64 images cannot be read(?s:.*)No such file"):
+        running.train(from_files(tmp_path, pictures, "parts"))
+    monkeypatch.undo()
+    assert "No such file" in (tmp_path / "parts" / "broken_images.csv").read_text()
+    with pytest.raises(ConfigError, match="does not exist"):
+        running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+    (tmp_path / "elsewhere").rename(pictures)
+    parts, _ = running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+    assert_same_end(whole, parts)
+
+
+def test_broken_pictures_met_before_a_stop_are_still_known_after_it(tmp_path, pictures, monkeypatch):
+    spoiled = sorted(pictures.rglob("*.png"))[::12]
+    for path in spoiled:
+        path.write_bytes(path.read_bytes()[:60])
+    allowed = ["limits.broken_image_share=0.5"]
+    whole, _ = running.train(from_files(tmp_path, pictures, "whole", *allowed))
+    update_done = RunReport.update_done
+
+    def stop(self, update, *facts):
+        update_done(self, update, *facts)
+        if update == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RunReport, "update_done", stop)
+    with pytest.raises(InterruptedBySignalError):
+        running.train(from_files(tmp_path, pictures, "parts", *allowed))
+    monkeypatch.undo()
+    parts, _ = running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto", *allowed))
+    assert_same_end(whole, parts)
+    lists = [sorted((run / "broken_images.csv").read_text().splitlines()) for run in (whole, parts)]
+    assert lists[0] == lists[1]
+    assert len(lists[0]) == 1 + len(spoiled)
+
+
+def test_all_pictures_broken_is_said_before_the_first_update(tmp_path, pictures):
+    for path in pictures.rglob("*.png"):
+        path.write_bytes(b"no picture")
+    with pytest.raises(ConfigError, match="none of 16 pictures tried can be read"):
+        running.train(from_files(tmp_path / "runs", pictures, "run"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "val" / "3").rename(folder / "val" / "three"), "not in"),
+        (lambda folder: (folder / "train" / "none").mkdir(), "1 empty class"),
+        (lambda folder: shutil.rmtree(folder / "val"), "none for the split"),
+    ],
+    ids=["another_class", "empty_class", "no_validation"],
+)
+def test_wrong_data_are_said_before_the_first_update(tmp_path, pictures, damage, message):
+    damage(pictures)
+    with pytest.raises(ConfigError, match=message):
+        running.train(from_files(tmp_path / "runs", pictures, "run", "model.num_classes=null"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_number_of_classes_is_said_before_the_first_update(tmp_path):
+    with pytest.raises(ConfigError, match="has 10 classes, the model 7; use num_classes=10"):
+        running.train(config(tmp_path / "runs", "model.num_classes=7"))
+
+
+def test_a_checkpoint_that_is_named_must_be_whole(tmp_path):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    weights = checkpoint / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its contents do not match"):
+        running.train(config(tmp_path, f"run.resume={checkpoint}"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [({"blocks.0.other": torch.ones(3)}, r"blocks\.0\.other"), ({"head.weight": torch.ones(10, 7)}, r"head\.weight")],
+    ids=["names", "shapes"],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, weights, message):
+    save_file(weights, tmp_path / "foreign.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        running.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.safetensors'}"))
+    assert not (tmp_path / "runs").exists()
+
+
+class Attack:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_nothing_in_foreign_weights_is_run(tmp_path):
+    torch.save({"model": Attack(tmp_path / "attacked")}, tmp_path / "foreign.pth")
+    with pytest.raises(CheckpointError, match=r"foreign\.pth"):
+        running.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.pth'}"))
+    assert not (tmp_path / "attacked").exists()

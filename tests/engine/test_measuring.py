@@ -1,0 +1,96 @@
+"""`inline eval` finds what timm and torchvision find, to the last digit, whoever shares the work."""
+
+import json
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from timm.utils import accuracy
+from typer.testing import CliRunner
+
+from data.conftest import noise
+from engine import pair
+from engine.pair import in_pair
+from inline_attention.cli.main import app
+from inline_attention.engine.measuring import evaluate_checkpoint
+from inline_attention.models.checkpoints import save_weights
+
+CLASSES = [f"class_{number}" for number in range(7)]
+ARGUMENTS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 1, "depth": 1, "num_classes": len(CLASSES)}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """37 pictures of several shapes and formats: no batch size divides their number, and neither do two processes."""
+    root = tmp_path_factory.mktemp("pictures")
+    for number in range(37):
+        folder = root / "val" / CLASSES[number % len(CLASSES)]
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = noise(number, (30 + 5 * (number % 9), 70 - 4 * (number % 7)))
+        picture.save(folder / f"{number}.{('jpg', 'png', 'webp')[number % 3]}")
+    return root
+
+
+@pytest.fixture(scope="module", params=["as_initialised", "all_logits_equal"])
+def checkpoint(request, tmp_path_factory):
+    torch.manual_seed(0)
+    model = timm.create_model("inline_deit_tiny", **ARGUMENTS)
+    torch.nn.init.normal_(model.head.weight)
+    if request.param == "all_logits_equal":
+        torch.nn.init.zeros_(model.head.weight)
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    metadata = {
+        "model": "inline_deit_tiny",
+        "model_arguments": json.dumps(ARGUMENTS),
+        "class_names": json.dumps(CLASSES),
+    }
+    save_weights(model.state_dict(), path, metadata=metadata)
+    return path, model.eval()
+
+
+@pytest.fixture(scope="module")
+def expected(pictures, checkpoint):
+    """By timm's transform and `accuracy`, and by torchvision's rule, over all pictures at once."""
+    _, model = checkpoint
+    described = resolve_data_config({"input_size": (3, 32, 32)}, model=model)
+    transform = create_transform(**described)
+    files = sorted((pictures / "val").rglob("*.*"))
+    images = torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+    targets = torch.tensor([CLASSES.index(file.parent.name) for file in files])
+    with torch.no_grad():
+        logits = model(images)
+    by_timm = [value.item() for value in accuracy(logits, targets, topk=(1, 5))]
+    hits = logits.topk(5).indices == targets[:, None]
+    by_hand = [100 * hits[:, :count].any(1).sum().item() / len(files) for count in (1, 5)]
+    assert by_timm == pytest.approx(by_hand, rel=1e-6)
+    return by_hand
+
+
+@pytest.mark.parametrize("batch_size", [5, 16, 37, 64])
+def test_a_ragged_last_batch_counts_as_it_should(checkpoint, pictures, expected, batch_size):
+    metrics = evaluate_checkpoint(checkpoint[0], data_dir=pictures, batch_size=batch_size, workers=0)
+    assert (metrics.top1, metrics.top5, metrics.count) == (*expected, 37)
+
+
+def test_two_processes_count_nobody_twice(checkpoint, pictures, expected):
+    options = {"data_dir": pictures, "batch_size": 6, "workers": 1}  # 19 pictures and 18, in four batches and three
+    main, other = in_pair(pair.measure, checkpoint[0], options)
+    assert (main.error, other.error) == (None, None), main.message
+    assert (main.value["top1"], main.value["top5"], main.value["count"]) == (*expected, 37)
+    assert other.value is None  # one of them speaks
+
+
+def test_the_command_writes_the_same_figures(checkpoint, pictures, expected, tmp_path):
+    arguments = ["eval", "--checkpoint", checkpoint[0], "--data-dir", pictures, "-b", "6", "-j", "0"]
+    done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--results-file", tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert [figures["top1"], figures["top5"], figures["count"]] == [*expected, 37]
+    assert f"top-1 {expected[0]:.3f} %, top-5 {expected[1]:.3f} %" in done.output
+
+
+def test_an_unknown_precision_is_refused(checkpoint, pictures):
+    with pytest.raises(ValueError, match="amp must be bf16, fp16, auto or off, got 'bfloat16'"):
+        evaluate_checkpoint(checkpoint[0], data_dir=pictures, workers=0, amp="bfloat16")
