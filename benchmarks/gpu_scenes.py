@@ -1,6 +1,6 @@
 """InLine against its softmax twin, trained on generated scenes: box AP50, mask AP50 and mIoU, two seeds, on a GPU.
 
-    python benchmarks/gpu_scenes.py --work DIR [--tasks detection] [--seeds 0,1] [--updates 2000] [--output DIR]
+    python benchmarks/gpu_scenes.py --work DIR [--tasks detection] [--seeds 0,1] [--updates 3000] [--output DIR]
     python benchmarks/gpu_scenes.py --smoke --work DIR --output DIR       # a few updates on a CPU: does it run?
 
 Mask R-CNN and Semantic FPN on a pyramid whose attention is InLine or softmax over the whole map, from random weights,
@@ -56,7 +56,7 @@ class Plan:
     images: int = 4000
     validation_images: int = 400
     pixels: int = 320
-    updates: int = 2000
+    updates: int = 3000
     batch_size: int = 16
     lr: float = 4e-4
 

@@ -5,6 +5,7 @@ from inline_attention.recipes import get_recipe
 
 SMALL = [
     "model.arguments={embed_dim: 16, depths: [1, 1, 1, 1], num_heads: [1, 2, 2, 2], global_blocks: [1, 1, 1, 0]}",
+    "optimizer.lr=1e-3",
     "training.batch_size=4",
     "training.epochs=2",
     "training.validation_interval=2",
