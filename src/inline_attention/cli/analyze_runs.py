@@ -30,7 +30,7 @@ from inline_attention.analysis.surveys import survey_confusion, survey_injectivi
 from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
-from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.printing import fail, progress_bar, writing_to
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.digits import digits
@@ -199,7 +199,7 @@ def run_scaling(
     environment = describe_environment()
     machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"
     rows = [flat_row(point) for point in points]
-    with _writing_to(output):
+    with writing_to(output):
         files = write_results(
             output, "scaling", {"scaling": rows}, subjects=[], settings={"device": str(place), "seconds": seconds}
         )
@@ -208,7 +208,7 @@ def run_scaling(
 
 
 def _start(output: Path) -> Console:
-    with _writing_to(output):
+    with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
     console = Console()
@@ -308,7 +308,7 @@ def _finish(
 ) -> None:
     """Write the results, draw them, and say where they are and what was left out."""
     described = [subject.described() for subject in subjects]
-    with _writing_to(options.output):
+    with writing_to(options.output):
         files = write_results(options.output, name, rows, subjects=described, settings=options.described(**settings))
         files += _draw_if_possible(draw)
     _report_skipped(settings.get("skipped", {}))
@@ -344,11 +344,3 @@ def _failing_cleanly() -> Iterator[None]:
         fail("the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu")
     except (CheckpointError, BrokenImagesError, DataWorkerError, ValueError) as error:
         fail(error)
-
-
-@contextmanager
-def _writing_to(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")

@@ -16,7 +16,7 @@ from rich.table import Table
 from inline_attention.analysis.benchmark import attention, models
 from inline_attention.analysis.benchmark.results import write_json, write_markdown
 from inline_attention.analysis.benchmark.tables import ResultTable, as_markdown, attention_tables, model_tables
-from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.printing import fail, progress_bar, writing_to
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -165,7 +165,7 @@ def _run(
     console = Console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
-    with _writing_to(output):
+    with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
     with progress_bar(console) as progress:
         task = progress.add_task("measuring", total=steps)
@@ -179,13 +179,13 @@ def _run(
 
         def save(report: Report) -> None:
             # After every case: a run that is cut off leaves its figures.
-            with _writing_to(output):
+            with writing_to(output):
                 write_json(output / f"{name}.json", report.as_json())
                 write_markdown(output / f"{name}.md", title, report.environment, as_markdown(tables_of(report)))
 
         report = measure(on_progress=report_progress, on_result=save)
     tables = tables_of(report)
-    with _writing_to(output):
+    with writing_to(output):
         picture = _draw_if_possible(lambda path: draw(report, path), output / f"{name}.png")
         body = as_markdown(tables) + (f"\n\n![{title}]({picture.name})" if picture else "")
         write_markdown(output / f"{name}.md", title, report.environment, body)
@@ -250,11 +250,3 @@ def _failing_on_bad_settings() -> Iterator[None]:
         yield
     except ValueError as error:
         fail(error)
-
-
-@contextmanager
-def _writing_to(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")

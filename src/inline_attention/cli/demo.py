@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -26,7 +25,7 @@ from inline_attention.analysis.predictions import predict_dataset
 from inline_attention.analysis.subjects import trained_subject
 from inline_attention.analysis.training_curves import read_training_curves
 from inline_attention.cli.demo_training import RUNS, TrainedModel, accuracy_table, explain_lead, train_all
-from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.printing import fail, progress_bar, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST, CheckpointWriteError
@@ -53,7 +52,7 @@ def run_demo(
             143 after SIGINT or SIGTERM while training; the reason is printed.
     """
     _require_matplotlib()
-    with _writing_to(output):
+    with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
     console = Console()
@@ -87,7 +86,7 @@ def _show_injectivity_and_cost(
     console.print(_injectivity_table(results))
     console.print(_cost_table(points))
     machine = describe_machine()
-    with _writing_to(output):
+    with writing_to(output):
         plots.draw_injectivity(results, output / "injectivity.png")
         plots.draw_cost(points, machine, output / "cost.png")
         _write_csv(
@@ -107,7 +106,7 @@ def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[
     from inline_attention.analysis.drawing.predictions import draw_predictions
     from inline_attention.analysis.drawing.training_curves import draw_training_curves
 
-    with _writing_to(output):
+    with writing_to(output):
         trained = _train_or_fail(output, console, epochs)
         console.print(accuracy_table(trained))
         typer.echo(explain_lead(trained), nl=False)
@@ -205,11 +204,3 @@ def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)
-
-
-@contextmanager
-def _writing_to(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -13,6 +16,15 @@ def fail(message: object) -> NoReturn:
     """Print an error in red on stderr and exit with code 1."""
     typer.secho(f"error: {message}", fg="red", err=True)
     raise typer.Exit(1)
+
+
+@contextmanager
+def writing_to(output: Path) -> Iterator[None]:
+    """Where files are written: what the system refuses ends the command with a sentence."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")
 
 
 def progress_bar(console: Console, **options: Any) -> Progress:
