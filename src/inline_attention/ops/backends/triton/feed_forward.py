@@ -80,7 +80,7 @@ def launch(
 def _gelu(x):
     """x · Phi(x), where Phi(-|x|) is 2 to a polynomial fitted to its logarithm over [0, 5.5]: relative error 5e-6.
 
-    The error function of the GPU's mathematics library takes three times the instructions, as many as the products.
+    A rational function times a Gaussian, the usual way to an error function, took half as many instructions again.
     """
     z = tl.minimum(tl.abs(x), 5.5)
     exponent = -1.921234624786968e-06 * z + 6.328849712405765e-05
