@@ -8,6 +8,7 @@ Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,7 +35,7 @@ Losses = dict[str, Tensor]
 Detections = list[dict[str, Tensor]]
 
 
-class Detector(nn.Module):
+class Detector(nn.Module, ABC):
     """What both detectors share: images in, features of their pyramid to the heads, losses or objects out.
 
     Attributes:
@@ -66,10 +67,11 @@ class Detector(nn.Module):
         """The levels that the heads look at, the finest first."""
         return self.pyramid(self.backbone(images), images)
 
+    @abstractmethod
     def _detect(
         self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
     ) -> Losses | Detections:
-        raise NotImplementedError
+        """What `forward` returns, from the features."""
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that an optimiser should not decay: those of the backbone."""
