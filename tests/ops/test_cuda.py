@@ -76,6 +76,14 @@ def test_a_struct_that_python_packs_otherwise_does_not_compile():
         compiler.compile_binary("sm_90", defines | {"OUTPUT_BYTES": defines["OUTPUT_BYTES"] + 8})
 
 
+def test_divisions_by_multiplication():
+    for divisor in (1, 2, 3, 6, 7, 64, 4097, 2**16 + 1, 2**31 - 1):
+        for number in (0, 1, divisor - 1, divisor, divisor + 1, 3 * divisor - 1, 2**30 + 1, 2**31 - 2, 2**31 - 1):
+            quotient = number * launch.inverse(divisor) >> 32  # as in `Division` of kernels.cu
+            quotient += number - quotient * divisor >= divisor
+            assert quotient == number // divisor
+
+
 def test_splits_cover_every_token():
     for tokens in (1, 2, 63, 64, 65, 196, 3137, 65536, 1 << 20):
         for rows in (1, 3, 100, 5000):
@@ -168,6 +176,19 @@ def test_a_mean_that_dominates_does_not_wash_out_the_covariance():
 
 
 @pytest.mark.gpu
+def test_local_weights_that_begin_anywhere():
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 49, 3, 3, 32, device="cuda").bfloat16()
+    weight = torch.randn(3 * 3 * 32 * 9 + 1, device="cuda").bfloat16()[1:].view(3, 3, 32, 3, 3)
+    assert weight.data_ptr() % 16 != 0
+    got, expected = (
+        inline_attention_qkvpacked(qkv, local_weight=given, grid_size=(7, 7), backend="cuda")
+        for given in (weight, weight.clone())
+    )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
 def test_refusals_on_a_gpu():
     qkv = torch.randn(2, 9, 3, 2, 32, device="cuda").bfloat16()
     q, k, v = qkv.unbind(2)
@@ -218,6 +239,8 @@ def test_compiled_graphs_keep_the_op(dynamic):
 @pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
 @pytest.mark.parametrize("tokens", [1, 31, 32, 197, 3137])
 def test_predicted_local_weights(tokens, head_dim, dtype):
+    torch._dynamo.reset()  # which compiles a function only so often, over all tests of a process
+    torch.manual_seed(0)
     for heads in (1, 3, 6):
         layer = LocalWeightPredictor(heads * head_dim, heads, device="cuda", dtype=dtype)
         torch.nn.init.normal_(layer[2].weight)

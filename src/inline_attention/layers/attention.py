@@ -26,7 +26,20 @@ from inline_attention.ops.tracing import is_exporting
 from inline_attention.ops.validation import check_feature_map, check_normalization
 
 
-class TokenAttention(nn.Module, ABC):
+class ProjectedAttention(nn.Module, ABC):
+    """An attention that ends in a projection, which a block may leave out in order to fuse it with what follows."""
+
+    proj: nn.Linear
+    proj_drop: nn.Dropout
+
+    @abstractmethod
+    def attend(
+        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`forward` without the output projection."""
+
+
+class TokenAttention(ProjectedAttention):
     """Projections, local residual and bookkeeping around a mixing of tokens that subclasses supply."""
 
     def __init__(
@@ -196,17 +209,28 @@ class TokenAttention(nn.Module, ABC):
         Returns:
             `[B, N, C]`.
         """
-        if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ValueError(
-                f"x must be [B, N, {self.dim}], got shape {tuple(x.shape)}; "
-                "flatten a feature map [B, C, h, w] with .flatten(2).transpose(1, 2) and pass grid_size=(h, w)"
-            )
         if is_causal:
             raise ValueError("is_causal=True is not possible: InLine attention is for grids, which have no order")
         if attn_mask is not None and key_padding_mask is not None:
             raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
         if attn_mask is not None:
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
+        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, local_input=local_input)))
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        grid_size: tuple[int, int] | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        *,
+        local_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward` without the output projection."""
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(
+                f"x must be [B, N, {self.dim}], got shape {tuple(x.shape)}; "
+                "flatten a feature map [B, C, h, w] with .flatten(2).transpose(1, 2) and pass grid_size=(h, w)"
+            )
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
         grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size)
         if self.qkv is not None and self.q_norm is None and self.k_norm is None:
@@ -219,7 +243,7 @@ class TokenAttention(nn.Module, ABC):
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
             out = grid if prefix == 0 else torch.cat([out[:, :prefix], grid], dim=1)
-        return self.proj_drop(self.proj(out))
+        return out
 
     @abstractmethod
     def mix(

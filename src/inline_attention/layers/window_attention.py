@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inline_attention.layers.attention import heads_last
+from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.grids import Windows, extent_pairs
 from inline_attention.ops.tracing import is_exporting
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(ProjectedAttention):
     """Softmax attention in square windows with a relative position bias, optionally shifted by half a window."""
 
     def __init__(
@@ -59,20 +59,25 @@ class WindowAttention(nn.Module):
         self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Mix `[B, N, C]` within windows; `key_padding_mask` `[B, N]` is True inside each image's rectangle."""
+        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask)))
+
+    def attend(
+        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`forward` without the output projection."""
         qkv = self.qkv(x)
         if key_padding_mask is None:
-            out = self._attend(qkv, grid_size, None, self._shift(*grid_size))
-        else:
-            # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
-            inside = torch.unflatten(key_padding_mask, 1, grid_size)
-            extents = torch.stack([inside.any(2).sum(1), inside.any(1).sum(1)], dim=1)
-            groups: dict[tuple[int, int], list[int]] = {}
-            for index, (height, width) in enumerate(extent_pairs(extents)):
-                groups.setdefault(self._shift(height, width), []).append(index)
-            out = torch.empty_like(x)
-            for shift, members in groups.items():
-                out[members] = self._attend(qkv[members], grid_size, key_padding_mask[members], shift).to(out.dtype)
-        return self.proj_drop(self.proj(out))
+            return self._mix(qkv, grid_size, None, self._shift(*grid_size))
+        # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
+        inside = torch.unflatten(key_padding_mask, 1, grid_size)
+        extents = torch.stack([inside.any(2).sum(1), inside.any(1).sum(1)], dim=1)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, (height, width) in enumerate(extent_pairs(extents)):
+            groups.setdefault(self._shift(height, width), []).append(index)
+        out = torch.empty_like(x)
+        for shift, members in groups.items():
+            out[members] = self._mix(qkv[members], grid_size, key_padding_mask[members], shift).to(out.dtype)
+        return out
 
     def set_window_size(self, window_size: int) -> None:
         """Change the window, resampling the relative position bias."""
@@ -93,7 +98,7 @@ class WindowAttention(nn.Module):
             )
         return (half if height > self.window_size else 0), (half if width > self.window_size else 0)
 
-    def _attend(
+    def _mix(
         self,
         qkv: torch.Tensor,
         grid_size: tuple[int, int],
@@ -132,7 +137,7 @@ class WindowAttention(nn.Module):
         return bias.permute(2, 0, 1).to(dtype)
 
 
-class StripeAttention(nn.Module):
+class StripeAttention(ProjectedAttention):
     """CSWin's softmax attention: half of the heads in vertical stripes, half in horizontal ones.
 
     Each branch adds a depthwise 3×3 convolution of its values, zero-padded at the border of the stripe. With
@@ -176,13 +181,19 @@ class StripeAttention(nn.Module):
         self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Mix `[B, N, C]` within stripes; `key_padding_mask` `[B, N]` is True inside each image's rectangle."""
+        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask)))
+
+    def attend(
+        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`forward` without the output projection."""
         qkv = torch.unflatten(self.qkv(x), 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
         stripe = self.stripe_width
         if stripe is None:
             convolution = cast(nn.Conv2d, self.static_local[0])
             real = None if key_padding_mask is None else torch.unflatten(key_padding_mask, 1, grid_size)
-            out = self._attend(torch.unflatten(qkv[:, :, :, 0], 1, grid_size), convolution, None, real)
-            return self.proj_drop(self.proj(out.flatten(1, 2)))
+            out = self._mix(torch.unflatten(qkv[:, :, :, 0], 1, grid_size), convolution, None, real)
+            return out.flatten(1, 2)
         branches: list[torch.Tensor] = []
         for branch, convolution, shape in zip(
             qkv.unbind(3), self.static_local, ((None, stripe), (stripe, None)), strict=True
@@ -191,11 +202,11 @@ class StripeAttention(nn.Module):
             real = None
             if key_padding_mask is not None or not windows.is_exact():
                 real = windows.repeat(windows.inside(key_padding_mask, (0, 0), qkv.device), x.shape[0])
-            out = self._attend(windows.split(branch), cast(nn.Conv2d, convolution), windows, real)
+            out = self._mix(windows.split(branch), cast(nn.Conv2d, convolution), windows, real)
             branches.append(windows.join(out, x.shape[0]))
-        return self.proj_drop(self.proj(torch.cat(branches, dim=-1)))
+        return torch.cat(branches, dim=-1)
 
-    def _attend(
+    def _mix(
         self, tokens: torch.Tensor, convolution: nn.Conv2d, windows: Windows | None, real: torch.Tensor | None
     ) -> torch.Tensor:
         """Attention and 3×3 within maps, `[maps, height, width, 3, c]` → `[maps, height, width, c]`.

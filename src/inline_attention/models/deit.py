@@ -14,7 +14,7 @@ from torch import nn
 
 from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.embeddings import ConvEmbedding
+from inline_attention.layers.embeddings import ConvEmbedding, embed_again_for_gradients
 from inline_attention.layers.grids import Grid, positions_for, resample_positions
 from inline_attention.models.base import VisionModel, drop_path_rates, global_attention, initialize
 from inline_attention.models.registry import (
@@ -104,13 +104,17 @@ class InLineDeiT(VisionModel):
 
     def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
         """Tokens and grid after each block."""
-        tokens, grid = self.patch_embed(x, grid)
+        tokens = embed_again_for_gradients(lambda images: self._embed(images, grid), x)
+        token_grid = grid.coarser(self.largest_stride)
+        for block in self.blocks[: last + 1]:
+            tokens = self.run_blocks([block], tokens, token_grid)
+            yield tokens, token_grid
+
+    def _embed(self, images: torch.Tensor, grid: Grid) -> torch.Tensor:
+        tokens, grid = self.patch_embed(images, grid)
         tokens = tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid)
         class_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
-        tokens = torch.cat([class_token, tokens], dim=1)
-        for block in self.blocks[: last + 1]:
-            tokens = self.run_blocks([block], tokens, grid)
-            yield tokens, grid
+        return torch.cat([class_token, tokens], dim=1)
 
     def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
         """Norm of all tokens."""

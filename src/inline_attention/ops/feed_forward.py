@@ -1,6 +1,7 @@
-"""The second half of a transformer block, fused where that pays: inference in half precision on Hopper.
+"""What follows the attention in a transformer block, fused where that pays: inference in half precision on Hopper.
 
-Composed, it takes twice the time of InLine attention itself, most of it spent on moving activations through memory.
+Composed (projection, residual, norm, MLP, residual), it takes three times as long as InLine attention itself, most of
+it spent on moving activations through memory.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `F` hidden channels.
 """
@@ -23,8 +24,10 @@ HIDDEN_MULTIPLE = 64
 
 
 class FeedForwardParameters(NamedTuple):
-    """What the second half of a block learns."""
+    """What is learnt after the attention of a block."""
 
+    projection_weight: torch.Tensor  # [C, C]
+    projection_bias: torch.Tensor  # [C]
     norm_weight: torch.Tensor  # [C]
     norm_bias: torch.Tensor  # [C]
     hidden_weight: torch.Tensor  # [F, C]
@@ -34,40 +37,38 @@ class FeedForwardParameters(NamedTuple):
 
 
 def fused_feed_forward(
-    x: torch.Tensor, branch: torch.Tensor, parameters: FeedForwardParameters, eps: float
-) -> torch.Tensor | None:
-    """`y + linear(GELU(linear(norm(y))))` for `y = x + branch`, or None where the caller composes.
+    x: torch.Tensor, attended: torch.Tensor, parameters: FeedForwardParameters, eps: float
+) -> torch.Tensor:
+    """`y + linear(GELU(linear(norm(y))))` for `y = x + projection(attended)`; `unsupported_reason` must be None.
 
     Args:
         x: `[B, N, C]`, the residual stream.
-        branch: `[B, N, C]`, what the first half of the block adds to it.
-        parameters: Of the norm and the two linear maps.
+        attended: `[B, N, C]`, what attention gave, before its projection.
+        parameters: Of the projection, the norm and the two linear maps.
         eps: Of the norm.
     """
-    hidden, channels = parameters.hidden_weight.shape
-    if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not _suits_tensor_cores(channels):
-        return None
-    if unsupported_reason(x, branch, *parameters) is not None:
-        return None
-    arguments: list[Any] = [*(tensor.contiguous() for tensor in (x, branch, *parameters)), eps]
+    arguments: list[Any] = [*(tensor.contiguous() for tensor in (x, attended, *parameters)), eps]
     return (_feed_forward_op if torch.compiler.is_compiling() else _feed_forward)(*arguments)
 
 
-def unsupported_reason(x: torch.Tensor, *tensors: torch.Tensor) -> str | None:
+def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> str | None:
     """Why there is no fused kernel for these, or that it would not pay; None if it does."""
+    hidden, channels = parameters.hidden_weight.shape
+    if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not _suits_tensor_cores(channels):
+        return f"was measured to pay up to {MOST_CHANNELS} channels that tensor cores take, got {channels} and {hidden}"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {x.dtype}"
     if x.device.type != "cuda":
         return f"needs a CUDA device, got {x.device.type}"
-    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):
+    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in parameters):
         return "takes tensors of one dtype and device"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
         return "has no derivative"
     if torch.is_autocast_enabled(x.device.type):
         return "leaves the choice of a dtype to autocast"
     if x.numel() == 0:
         return "takes at least one token"
-    if not torch.compiler.is_compiling() and not _is_plain_execution(x, *tensors):
+    if not torch.compiler.is_compiling() and not _is_plain_execution(x, *parameters):
         return "is not for those who watch the operations, such as a counter of FLOPs"
     return fused_op.transform_reason() or _device_reason(x.device.index)
 
@@ -98,18 +99,20 @@ def _cached_device_reason(index: int | None) -> str | None:
 # A plain call launches, a compiler gets an op that it can look into. Triton is imported by the first of either.
 
 
-def _feed_forward(x: torch.Tensor, branch: torch.Tensor, *parameters_and_eps: torch.Tensor | float) -> torch.Tensor:
+def _feed_forward(x: torch.Tensor, attended: torch.Tensor, *parameters_and_eps: torch.Tensor | float) -> torch.Tensor:
     from inline_attention.ops.backends.triton import feed_forward
     from inline_attention.ops.backends.triton.tuning import on_device
 
     with on_device(x.device):
-        return feed_forward.launch(x, branch, *parameters_and_eps)
+        return feed_forward.launch(x, attended, *parameters_and_eps)
 
 
 @torch.library.triton_op("inline_attention::feed_forward", mutates_args=())  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _feed_forward_op(
     x: torch.Tensor,
-    branch: torch.Tensor,
+    attended: torch.Tensor,
+    projection_weight: torch.Tensor,
+    projection_bias: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor,
     hidden_weight: torch.Tensor,
@@ -121,6 +124,7 @@ def _feed_forward_op(
     from inline_attention.ops.backends.triton import feed_forward
 
     launched = torch.library.wrap_triton(feed_forward.inline_feed_forward)  # pyright: ignore[reportUnknownMemberType]
-    return feed_forward.launch(
-        x, branch, norm_weight, norm_bias, hidden_weight, hidden_bias, weight, bias, eps, launched=launched
-    )
+    parameters = (
+        projection_weight, projection_bias, norm_weight, norm_bias, hidden_weight, hidden_bias, weight, bias,
+    )  # fmt: skip
+    return feed_forward.launch(x, attended, *parameters, eps, launched=launched)

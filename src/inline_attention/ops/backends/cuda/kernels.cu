@@ -69,6 +69,10 @@ __device__ __forceinline__ void store_shared(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(u32 address, u32 first, u32 second) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" :: "r"(address), "r"(first), "r"(second) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 r;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
@@ -137,6 +141,20 @@ __device__ __forceinline__ u32 plus(u32 pair, u32 negative_reference) {
   return r;
 }
 
+// number / divisor for numbers below 2^31, and what remains; `inverse` is 2^32 / divisor, rounded down. A division proper
+// takes a hundred cycles, and before it is known which tokens are a block's own, nothing else can be done.
+struct Division {
+  int quotient, rest;
+  __device__ __forceinline__ Division(int number, int divisor, u32 inverse) {
+    quotient = __umulhi(number, inverse);
+    rest = number - quotient * divisor;
+    if (rest >= divisor) {
+      quotient += 1;
+      rest -= divisor;
+    }
+  }
+};
+
 // ---------------------------------------------------------------------------------------------- fragments
 
 // For copies of eight tokens' chunks a lane takes chunk c of token `row`, not g: tokens four apart lie in different banks.
@@ -145,70 +163,110 @@ struct Lane {
   __device__ __forceinline__ Lane() : id(threadIdx.x & 31), g(id >> 2), c(id & 3), row((g >> 1) + 4 * (g & 1)) {}
 };
 
+constexpr int BLOCK_THREADS = 128;                 // of every block that multiplies
+constexpr int MATRIX_PITCH = HEAD_DIM * 2 + 16;    // bytes from row to row: eight rows' chunks in different banks
+constexpr int PART_BYTES = HEADS_PER_UNIT * HEAD_DIM * MATRIX_PITCH;
+
+// The float32 matrices of a unit's heads, in parts, in shared memory: each element is split by one thread, once.
+struct Matrices {
+  u32 parts;
+  float* unscale;  // float16 only: of each head, the power of two taken out before splitting
+
+  __device__ __forceinline__ Matrices() {
+    __shared__ __align__(16) unsigned char memory[PARTS * PART_BYTES];
+    __shared__ float scales[HEADS_PER_UNIT];
+    parts = shared_address(memory);
+    unscale = scales;
+  }
+};
+
+// The same on their way there. Fetching and sharing are apart: copies that are sent for in between come after what is
+// fetched, and while it is split.
+struct FetchedMatrices {
+  static constexpr int VECTORS = UNIT * HEAD_DIM / 4 / BLOCK_THREADS;
+  float4 values[VECTORS];
+
+  // From matrices [heads, HEAD_DIM, HEAD_DIM].
+  __device__ __forceinline__ FetchedMatrices(const float* matrices, int heads) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      values[i] = head_of(i) < heads ? *(const float4*)(matrices + 4 * (i * BLOCK_THREADS + threadIdx.x)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+  static __device__ __forceinline__ constexpr int head_of(int i) { return i * HEADS_PER_UNIT / VECTORS; }
+
+  // All threads of the block take part.
+  __device__ __forceinline__ void share(const Matrices& matrices) {
+    float scale[HEADS_PER_UNIT];
+    if (!IS_BF16) find_scales(scale, matrices);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int element = 4 * (i * BLOCK_THREADS + threadIdx.x), row = element / HEAD_DIM, column = element % HEAD_DIM;
+      float rest[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+      if (!IS_BF16)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rest[e] *= scale[head_of(i)];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const u32 first = pack(rest[0], rest[1]), second = pack(rest[2], rest[3]);
+        store_shared(matrices.parts + part * PART_BYTES + row * MATRIX_PITCH + column * 2, first, second);
+        rest[0] -= low_half(first);
+        rest[1] -= high_half(first);
+        rest[2] -= low_half(second);
+        rest[3] -= high_half(second);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void find_scales(float (&scale)[HEADS_PER_UNIT], const Matrices& matrices) const {
+    __shared__ float maxima[HEADS_PER_UNIT][BLOCK_THREADS / 32];
+#pragma unroll
+    for (int h = 0; h < HEADS_PER_UNIT; ++h) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i)
+        if (head_of(i) == h) largest = fmaxf(fmaxf(largest, fmaxf(fabsf(values[i].x), fabsf(values[i].y))), fmaxf(fabsf(values[i].z), fabsf(values[i].w)));
+#pragma unroll
+      for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      maxima[h][threadIdx.x >> 5] = largest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < HEADS_PER_UNIT; ++h) {
+      const float largest = fmaxf(fmaxf(maxima[h][0], maxima[h][1]), fmaxf(maxima[h][2], maxima[h][3]));
+      u32 exponent = __float_as_uint(largest) & 0x7f800000u;
+      exponent = min(max(exponent, 0x00800000u), 0x7e000000u);
+      scale[h] = __uint_as_float(0x7f000000u - exponent);
+      matrices.unscale[h] = __uint_as_float(exponent);
+    }
+  }
+};
+
 // A float32 matrix [HEAD_DIM, 32] as right operand, in parts.
 struct RightOperand {
   u32 fragments[PARTS][INNER][4][2];  // part, step of the inner dimension, column tile, register
-  float unscale;                      // float16 only: the power of two taken out before splitting
+  float unscale;
 
-  // values[s][j][i]: element (inner = 16 s + 8 (i / 2) + 2 c + i % 2, column = 8 j + g) of this thread.
-  __device__ __forceinline__ void split(float (&values)[INNER][4][4]) {
-    unscale = 1.0f;
-    if (!IS_BF16) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < INNER * 16; ++i) largest = fmaxf(largest, fabsf(values[i / 16][i / 4 % 4][i % 4]));
-#pragma unroll
-      for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-      u32 exponent = __float_as_uint(largest) & 0x7f800000u;
-      exponent = min(max(exponent, 0x00800000u), 0x7e000000u);
-      unscale = __uint_as_float(exponent);
-      const float scale = __uint_as_float(0x7f000000u - exponent);
-#pragma unroll
-      for (int i = 0; i < INNER * 16; ++i) values[i / 16][i / 4 % 4][i % 4] *= scale;
-    }
+  // Of a head's matrix 32 columns; of its TRANSPOSED, 32 rows.
+  template <bool TRANSPOSED> __device__ __forceinline__ void load(const Matrices& matrices, int head, int first, const Lane& lane) {
+    const int low = lane.id & 7, middle = (lane.id >> 3 & 1) * 8, high = (lane.id >> 4) * 8;
+    const u32 corner = matrices.parts + head * (HEAD_DIM * MATRIX_PITCH)
+        + (TRANSPOSED ? (first + high + low) * MATRIX_PITCH + middle * 2 : (middle + low) * MATRIX_PITCH + (first + high) * 2);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
       for (int s = 0; s < INNER; ++s)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const u32 pair = pack(values[s][j][2 * r], values[s][j][2 * r + 1]);
-            values[s][j][2 * r] -= low_half(pair);
-            values[s][j][2 * r + 1] -= high_half(pair);
-            fragments[part][s][j][r] = pair;
-          }
-  }
-
-  // matrix[inner][first_column + column], in rows of HEAD_DIM.
-  __device__ __forceinline__ void load(const float* matrix, int first_column, const Lane& lane) {
-    const float* corner = matrix + 2 * lane.c * HEAD_DIM + first_column + lane.g;
-    float values[INNER][4][4];
-#pragma unroll
-    for (int s = 0; s < INNER; ++s)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[s][j][i] = corner[(16 * s + 8 * (i >> 1) + (i & 1)) * HEAD_DIM + 8 * j];
-    split(values);
-  }
-
-  // The transpose: element (inner, column) is matrix[first_column + column][inner].
-  __device__ __forceinline__ void load_transpose(const float* matrix, int first_column, const Lane& lane) {
-    const float* corner = matrix + (first_column + lane.g) * HEAD_DIM + 2 * lane.c;
-    float values[INNER][4][4];
-#pragma unroll
-    for (int s = 0; s < INNER; ++s)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float2 pair = *(const float2*)(corner + 8 * j * HEAD_DIM + 16 * s + 8 * r);
-          values[s][j][2 * r] = pair.x;
-          values[s][j][2 * r + 1] = pair.y;
+        for (int j = 0; j < 4; j += 2) {
+          u32 r[4];
+          if (TRANSPOSED) load_matrices(r, corner + part * PART_BYTES + 8 * j * MATRIX_PITCH + 32 * s);
+          else load_transposed(r, corner + part * PART_BYTES + 16 * s * MATRIX_PITCH + 16 * j);
+          fragments[part][s][j][0] = r[0];
+          fragments[part][s][j][1] = r[1];
+          fragments[part][s][j + 1][0] = r[2];
+          fragments[part][s][j + 1][1] = r[3];
         }
-    split(values);
+    unscale = IS_BF16 ? 1.0f : matrices.unscale[head];
   }
 };
 
@@ -279,12 +337,13 @@ struct AccumulateParams {
   u16* grad_left; i64 grad_batch, grad_token;
   float product_factor, right_factor;
   int tokens, tokens_per_split, splits, channels, units;
+  u32 splits_inverse, units_inverse;
 };
 static_assert(sizeof(AccumulateParams) == ACCUMULATE_BYTES, PACKED_OTHERWISE);
 
 constexpr int STAGES = 3;
 constexpr int STAGE_TOKENS = 64;
-constexpr int ACCUMULATE_WARPS = 4;
+constexpr int ACCUMULATE_WARPS = BLOCK_THREADS / 32;
 constexpr int TENSOR_BYTES = STAGE_TOKENS * UNIT * 2;
 constexpr int STAGE_BYTES = 2 * TENSOR_BYTES;
 
@@ -306,16 +365,17 @@ __device__ __forceinline__ void load_stage(const AccumulateParams& p, const u16*
 // The reference that keys and values are measured from, negated: a channel whose first tokens lie within a factor of
 // two of each other is dominated by its mean, and subtracting its first value is then exact in the half type itself.
 // Any other channel needs no help: products are exact, and its mean cancels nothing.
-__device__ __forceinline__ u16 negative_reference(const u16* column, i64 stride, int tokens) {
+__device__ __forceinline__ u16 negative_reference(const unsigned char* stage, int channel, int tokens) {
   float smallest = 3.4e38f, largest = -3.4e38f;
-  u32 first = column[0];
+  u32 first = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float value = low_half(column[(i64)(i < tokens ? i : 0) * stride]);
+  for (int i = 15; i >= 0; --i) {
+    first = *(const u16*)(stage + swizzled(i < tokens ? i : 0, channel / CHUNK) + channel % CHUNK * 2);
+    const float value = low_half(first);
     smallest = fminf(smallest, value);
     largest = fmaxf(largest, value);
   }
-  bool dominated = (smallest > 0.0f && largest <= 2.0f * smallest) || (largest < 0.0f && smallest >= 2.0f * largest);
+  const bool dominated = (smallest > 0.0f && largest <= 2.0f * smallest) || (largest < 0.0f && smallest >= 2.0f * largest);
   return dominated ? (u16)(first ^ 0x8000u) : (u16)0;
 }
 
@@ -334,31 +394,37 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   const int start = split * p.tokens_per_split;
   const int end = min(start + p.tokens_per_split, p.tokens), count = end - start;
   const int channels_left = p.channels - unit * UNIT;
-  const int heads = p.channels / HEAD_DIM, head = unit * HEADS_PER_UNIT + (HEADS_PER_UNIT > 1 ? slab : 0);
+  const int heads = p.channels / HEAD_DIM;
   const int column = HALVES > 1 ? slab * SLAB : 0;  // where the slab starts within its head
   const bool active = slab * SLAB < channels_left;
   const u16* left = p.left + batch * p.left_batch + unit * UNIT;
   const u16* right = p.right + batch * p.right_batch + unit * UNIT;
   const u32 ring = shared_address(memory);
 
+  const auto send_first_stages = [&] {
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) {
-    load_stage(p, left, right, ring + s * STAGE_BYTES, start + s * STAGE_TOKENS, end, channels_left);
-    commit_copies();
-  }
+    for (int s = 0; s < STAGES - 1; ++s) {
+      load_stage(p, left, right, ring + s * STAGE_BYTES, start + s * STAGE_TOKENS, end, channels_left);
+      commit_copies();
+    }
+  };
 
   u32 left_reference[ROW_TILES][2], right_reference[4];
   RightOperand covariance;
   const float zeros[8] = {};
   if (BACKWARD) {
-    if (active) covariance.load_transpose(p.covariance + ((i64)batch * heads + head) * (HEAD_DIM * HEAD_DIM), column, lane);
+    const int first_head = unit * HEADS_PER_UNIT;
+    FetchedMatrices fetched(p.covariance + ((i64)batch * heads + first_head) * (HEAD_DIM * HEAD_DIM), heads - first_head);
+    send_first_stages();
+    const Matrices matrices;
+    fetched.share(matrices);
+    covariance.load<true>(matrices, HEADS_PER_UNIT > 1 ? slab : 0, column, lane);
   } else {
-    int channel = threadIdx.x % UNIT, tensor = threadIdx.x / UNIT;
-    u16 reference = 0;
-    if (channel < channels_left)
-      reference = tensor == 0 ? negative_reference(left + start * p.left_token + channel, p.left_token, count)
-                              : negative_reference(right + start * p.right_token + channel, p.right_token, count);
-    references[tensor][channel] = reference;
+    send_first_stages();
+    wait_copies<STAGES - 2>();
+    __syncthreads();
+    const int channel = threadIdx.x % UNIT, tensor = threadIdx.x / UNIT;
+    references[tensor][channel] = negative_reference(memory + tensor * TENSOR_BYTES, channel, count);
     __syncthreads();
     const int first_row = HALVES > 1 ? 0 : slab * SLAB;
 #pragma unroll
@@ -428,45 +494,40 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
     }
   }
 
-  // The groups of warps took turns with the tokens; their sums meet in shared memory.
-  constexpr int SUMS = ROW_TILES * 16 + ROW_TILES * 4 + 16;
-  float* exchange = (float*)memory + slab * SUMS * 32 + lane.id;
+  // Two groups of warps took turns with the tokens. Each finishes half of the row tiles: it takes over the other's sums of
+  // those, through shared memory. The sums of the columns both want.
+  static_assert(ACCUMULATE_WARPS == 4, "two slabs, two groups");
+  constexpr int OWN_TILES = ROW_TILES / 2, SUMS = OWN_TILES * 20 + 16;
   wait_copies<0>();
   __syncthreads();
+  {
+    float* given = (float*)memory + warp * (SUMS * 32) + lane.id;
+    const float* taken = (float*)memory + (warp ^ 2) * (SUMS * 32) + lane.id;
 #pragma unroll
-  for (int from = ACCUMULATE_WARPS / 2 - 1; from > 0; --from) {
-    if (group == from) {
-#pragma unroll
-      for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) exchange[(m * 16 + j * 4 + i) * 32] = sums[m][j][i];
-          exchange[(ROW_TILES * 16 + m * 4 + i) * 32] = left_sums[m][i];
-        }
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) exchange[(ROW_TILES * 20 + j * 4 + i) * 32] = right_sums[j][i];
-    }
-    __syncthreads();
-    if (group == 0) {
-#pragma unroll
-      for (int m = 0; m < ROW_TILES; ++m)
+    for (int m = 0; m < ROW_TILES; ++m)
+      if (m / OWN_TILES != group)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sums[m][j][i] += exchange[(m * 16 + j * 4 + i) * 32];
-          left_sums[m][i] += exchange[(ROW_TILES * 16 + m * 4 + i) * 32];
+          for (int j = 0; j < 4; ++j) given[(m % OWN_TILES * 20 + j * 4 + i) * 32] = sums[m][j][i];
+          given[(m % OWN_TILES * 20 + 16 + i) * 32] = left_sums[m][i];
         }
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) right_sums[j][i] += exchange[(ROW_TILES * 20 + j * 4 + i) * 32];
-    }
+    for (int i = 0; i < 16; ++i) given[(OWN_TILES * 20 + i) * 32] = right_sums[i / 4][i % 4];
     __syncthreads();
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+      if (m / OWN_TILES == group)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sums[m][j][i] += taken[(m % OWN_TILES * 20 + j * 4 + i) * 32];
+          left_sums[m][i] += taken[(m % OWN_TILES * 20 + 16 + i) * 32];
+        }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) right_sums[i / 4][i % 4] += taken[(OWN_TILES * 20 + i) * 32];
   }
-  if (group != 0 || !active) return;
+  if (!active) return;
 
   const i64 slot = results.first_slot + (HEADS_PER_UNIT > 1 ? slab : 0) * results.slot_stride;
   const float inverse_count = 1.0f / count;
@@ -474,6 +535,7 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (m / OWN_TILES != group) continue;
       const int row = 16 * m + 8 * half + lane.g;
       const float left_sum = left_sums[m][2 * half];
 #pragma unroll
@@ -492,6 +554,7 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
       if (!BACKWARD && lane.c == 0 && (HALVES == 1 || slab == 0))
         results.left_mean[slot * HEAD_DIM + row] = fmaf(left_sum, inverse_count, -low_half(left_reference[m][half]));
     }
+  if (group != 0) return;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
     if (BACKWARD) {
@@ -507,9 +570,8 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
 }
 
 template <bool BACKWARD> __device__ __forceinline__ void accumulate_part(const AccumulateParams& p) {
-  int block = blockIdx.x;
-  const int unit = block % p.units; block /= p.units;
-  const int split = block % p.splits, batch = block / p.splits;
+  const Division by_unit(blockIdx.x, p.units, p.units_inverse), by_split(by_unit.quotient, p.splits, p.splits_inverse);
+  const int unit = by_unit.rest, split = by_split.rest, batch = by_split.quotient;
   const i64 first_head = (i64)batch * (p.channels / HEAD_DIM) + unit * HEADS_PER_UNIT;
   accumulate<BACKWARD>(p, unit, split, batch, {p.product, p.left_mean, p.right_mean, first_head * p.splits + split, p.splits});
 }
@@ -586,6 +648,7 @@ struct Layout {
   int tile_height, tiles_across, tiles;
   int run;                             // tokens of a tile when there is no grid
   int roles;                           // kinds of blocks for the same tile
+  u32 units_inverse, tiles_across_inverse, tiles_inverse, roles_inverse;
 };
 
 constexpr int STRIP = 8;               // columns of one warp
@@ -598,14 +661,16 @@ struct Place {
 
   // Later samples first: the pass before this one left the last ones in the cache.
   __device__ __forceinline__ Place(const Layout& l) {
-    int block = blockIdx.x;
-    role = block % l.roles; block /= l.roles;
-    unit = block % l.units; block /= l.units;
-    tile = block % l.tiles;
-    batch = l.batches - 1 - block / l.tiles;
+    const Division by_role(blockIdx.x, l.roles, l.roles_inverse);
+    const Division by_unit(by_role.quotient, l.units, l.units_inverse), by_tile(by_unit.quotient, l.tiles, l.tiles_inverse);
+    role = by_role.rest;
+    unit = by_unit.rest;
+    tile = by_tile.rest;
+    batch = l.batches - 1 - by_tile.quotient;
     if (l.height > 0) {
-      top = tile / l.tiles_across * l.tile_height;
-      left = tile % l.tiles_across * (GROUPS * STRIP);
+      const Division by_column(tile, l.tiles_across, l.tiles_across_inverse);
+      top = by_column.quotient * l.tile_height;
+      left = by_column.rest * (GROUPS * STRIP);
       rows = min(l.tile_height, l.height - top);
       run_start = 0;
       run_end = tile == 0 ? l.prefix : 0;
@@ -784,27 +849,33 @@ struct OutputParams {
 static_assert(sizeof(OutputParams) == OUTPUT_BYTES, PACKED_OTHERWISE);
 
 constexpr int TILE_THREADS = 2 * GROUPS * 32;
+static_assert(TILE_THREADS == BLOCK_THREADS, "matrices are shared by all threads of a block");
 using OutputStrip = Strip<true, HALVES>;
 
-// `covariance` and `value_mean` of the unit's first head.
-template <bool LOCAL> __device__ __forceinline__ void output(const OutputParams& p, const Place& place, const float* covariances, const float* value_mean) {
+// `value_mean` and `weights` of the unit; `prepare` sees to it that the covariances are in shared memory.
+template <bool LOCAL, class Prepare>
+__device__ __forceinline__ void output(const OutputParams& p, const Place& place, const float* value_mean, const u16* weights, const Matrices& covariances, const Prepare& prepare) {
   extern __shared__ __align__(128) unsigned char memory[];
   const Layout& l = p.layout;
   const Lane lane;
   const int warp = threadIdx.x >> 5, slab = warp & 1, group = warp >> 1;
   const int channel = place.unit * UNIT + slab * SLAB, head = channel / HEAD_DIM;
-  if (channel >= l.channels) return;
+  if (channel >= l.channels) {
+    prepare();
+    return;
+  }
   const u32 own_memory = shared_address(memory) + warp * OutputStrip::BYTES;
   const u16* queries = p.query + place.batch * p.query_batch + head * HEAD_DIM;
   u16* out = p.out + (i64)place.batch * l.tokens * l.channels + channel;
   OutputStrip strip(l, place, lane, group, own_memory, p.value + place.batch * p.value_batch + channel, p.value_token, queries, p.query_token);
 
-  RightOperand covariance;
-  covariance.load(covariances + (HEADS_PER_UNIT > 1 ? slab : 0) * (HEAD_DIM * HEAD_DIM), channel % HEAD_DIM, lane);
   Diagonals<false> diagonals;
-  if (LOCAL) diagonals.load(p.local_weight + ((i64)place.batch * l.channels + channel) * 9, lane);
+  if (LOCAL) diagonals.load(weights + slab * SLAB * 9, lane);
   float mean[8];
   load_bias(mean, value_mean + slab * SLAB, lane);
+  prepare();
+  RightOperand covariance;
+  covariance.load<false>(covariances, HEADS_PER_UNIT > 1 ? slab : 0, channel % HEAD_DIM, lane);
 
   if (LOCAL) {
     Target target(l, place, lane, group, out, l.channels);
@@ -828,8 +899,11 @@ template <bool LOCAL> __device__ __forceinline__ void output(const OutputParams&
 
 template <bool LOCAL> __device__ __forceinline__ void output_tile(const OutputParams& p) {
   const Place place(p.layout);
-  const i64 first_head = (i64)place.batch * (p.layout.channels / HEAD_DIM) + place.unit * HEADS_PER_UNIT;
-  output<LOCAL>(p, place, p.covariance + first_head * (HEAD_DIM * HEAD_DIM), p.value_mean + first_head * HEAD_DIM);
+  const int heads = p.layout.channels / HEAD_DIM, first_head = place.unit * HEADS_PER_UNIT;
+  const i64 first = (i64)place.batch * heads + first_head;
+  const Matrices covariances;
+  FetchedMatrices fetched(p.covariance + first * (HEAD_DIM * HEAD_DIM), heads - first_head);
+  output<LOCAL>(p, place, p.value_mean + first * HEAD_DIM, p.local_weight + first * (HEAD_DIM * 9), covariances, [&] { fetched.share(covariances); });
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) inline_output(const __grid_constant__ OutputParams p) { output_tile<false>(p); }
@@ -843,23 +917,35 @@ struct SampleParams { AccumulateParams accumulate; OutputParams output; };
 static_assert(sizeof(SampleParams) == SAMPLE_BYTES, PACKED_OTHERWISE);
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_sample(const __grid_constant__ SampleParams p) {
-  static_assert(TILE_THREADS == ACCUMULATE_WARPS * 32, "one block does both");
-  __shared__ __align__(16) float product[HEADS_PER_UNIT * HEAD_DIM * HEAD_DIM], key_mean[UNIT], value_mean[UNIT];
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ float key_mean[UNIT], value_mean[UNIT];
+  __shared__ __align__(16) u16 weights[UNIT * 9];
+  // Beside what the groups of warps exchange; strips come later.
+  float* product = (float*)(memory + STAGES * STAGE_BYTES - UNIT * HEAD_DIM * 4);
   const Layout& l = p.output.layout;
   Place place(l);
+  const int first_head = place.unit * HEADS_PER_UNIT, heads = l.channels / HEAD_DIM, channels = min(UNIT, l.channels - place.unit * UNIT);
+  const i64 first = (i64)place.batch * heads + first_head;
+  if (threadIdx.x < channels * 9 / CHUNK)
+    copy_async(shared_address(weights) + threadIdx.x * 16, p.output.local_weight + first * (HEAD_DIM * 9) + threadIdx.x * CHUNK, true);
+  commit_copies();
   accumulate<false>(p.accumulate, place.unit, 0, place.batch, {product, key_mean, value_mean, 0, 1});
   __syncthreads();
+  const Matrices covariances;
+  FetchedMatrices fetched(product, heads - first_head);
   if (p.accumulate.product != nullptr) {
-    const i64 first_head = (i64)place.batch * (l.channels / HEAD_DIM) + place.unit * HEADS_PER_UNIT;
-    const int channels = min(UNIT, l.channels - place.unit * UNIT);
-    for (int i = threadIdx.x; i < channels * HEAD_DIM; i += TILE_THREADS) p.accumulate.product[first_head * (HEAD_DIM * HEAD_DIM) + i] = product[i];
+    float4* target = (float4*)(p.accumulate.product + first * (HEAD_DIM * HEAD_DIM)) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < FetchedMatrices::VECTORS; ++i)
+      if (FetchedMatrices::head_of(i) < heads - first_head) target[i * TILE_THREADS] = fetched.values[i];
     if (threadIdx.x < channels) {
-      p.accumulate.left_mean[first_head * HEAD_DIM + threadIdx.x] = key_mean[threadIdx.x];
-      p.accumulate.right_mean[first_head * HEAD_DIM + threadIdx.x] = value_mean[threadIdx.x];
+      p.accumulate.left_mean[first * HEAD_DIM + threadIdx.x] = key_mean[threadIdx.x];
+      p.accumulate.right_mean[first * HEAD_DIM + threadIdx.x] = value_mean[threadIdx.x];
     }
   }
+  fetched.share(covariances);
   for (; place.left < l.width; place.left += GROUPS * STRIP) {
-    output<true>(p.output, place, product, value_mean);
+    output<true>(p.output, place, value_mean, weights, covariances, [] {});
     place.run_end = 0;
     __syncwarp();  // the next strip's rows come into memory this one was stored from
   }
@@ -884,32 +970,40 @@ struct GradientParams {
 };
 static_assert(sizeof(GradientParams) == GRADIENT_BYTES, PACKED_OTHERWISE);
 
-// Take from `bias` what the operand makes of a mean, by the arithmetic that its rows go through: where all rows equal
-// their mean, nothing is left.
-__device__ __forceinline__ void subtract_mean(float (&bias)[8], const float* head_mean, const RightOperand& operand, const Lane& lane) {
-  float rest[INNER][4];
+__device__ __forceinline__ void fetch_mean(float (&mean)[INNER][4], const float* head_mean, const Lane& lane) {
 #pragma unroll
   for (int s = 0; s < INNER; ++s)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) rest[s][i] = head_mean[16 * s + 8 * (i >> 1) + 2 * lane.c + (i & 1)];
-  const float zeros[8] = {};
+    for (int i = 0; i < 4; ++i) mean[s][i] = head_mean[16 * s + 8 * (i >> 1) + 2 * lane.c + (i & 1)];
+}
+
+// Take from `bias` what the operand makes of a mean, by the arithmetic that its rows go through: where all rows equal
+// their mean, nothing is left.
+__device__ __forceinline__ void subtract_mean(float (&bias)[8], float (&rest)[INNER][4], const RightOperand& operand, const Lane& lane) {
+  // The mean is no half number but the sum of three, which take the first three rows of one tile.
+  LeftOperand rows;
 #pragma unroll
-  for (int part = 0; part < 3; ++part) {
-    LeftOperand row;
+  for (int s = 0; s < INNER; ++s)
 #pragma unroll
-    for (int s = 0; s < INNER; ++s)
+    for (int r = 0; r < 2; ++r) {
+      u32 mine = 0;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int part = 0; part < 3; ++part) {
         const u32 pair = pack(rest[s][2 * r], rest[s][2 * r + 1]);
         rest[s][2 * r] -= low_half(pair);
         rest[s][2 * r + 1] -= high_half(pair);
-        row.fragments[s][2 * r] = row.fragments[s][2 * r + 1] = pair;
+        if (lane.g == part) mine = pair;
       }
-    Tile tile;
-    tile.product(row, operand, zeros);
+      rows.fragments[s][2 * r] = mine;
+      rows.fragments[s][2 * r + 1] = 0;
+    }
+  const float zeros[8] = {};
+  Tile tile;
+  tile.product(rows, operand, zeros);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) bias[i] -= tile.of[i >> 1][i & 1];
-  }
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int part = 0; part < 3; ++part) bias[i] -= __shfl_sync(~0u, tile.of[i >> 1][i & 1], 4 * part + lane.c);
 }
 
 enum Role { GRAD_KEY, GRAD_VALUE, GRAD_LOCAL };
@@ -927,19 +1021,25 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
   const int warp = threadIdx.x >> 5, slab = warp & 1, group = warp >> 1;
   const int channel = place.unit * UNIT + slab * SLAB, head = channel / HEAD_DIM, column = channel % HEAD_DIM;
   const bool active = channel < l.channels;
-  const i64 matrix = ((i64)place.batch * (l.channels / HEAD_DIM) + head) * (HEAD_DIM * HEAD_DIM);
   const i64 vector = (i64)place.batch * l.channels + head * HEAD_DIM;
   const u32 own_memory = shared_address(memory) + warp * ValueStrip::BYTES;
   const u16* values = p.value + place.batch * p.value_batch + head * HEAD_DIM;
   const u16* grads = p.grad_out + place.batch * p.grad_out_batch + channel;
 
-  if (place.role == GRAD_KEY && active) {
+  const int heads = l.channels / HEAD_DIM, first_head = place.unit * HEADS_PER_UNIT;
+  const Matrices matrices;
+  FetchedMatrices fetched(p.grad_covariance + ((i64)place.batch * heads + first_head) * (HEAD_DIM * HEAD_DIM), place.role == GRAD_LOCAL ? 0 : heads - first_head);
+  if (place.role != GRAD_LOCAL && !active) {
+    fetched.share(matrices);
+  } else if (place.role == GRAD_KEY) {
     // (v - vbar) A^T
     KeyStrip strip(l, place, lane, group, own_memory, nullptr, 0, values, p.value_token);
+    float bias[8] = {}, mean[INNER][4];
+    fetch_mean(mean, p.value_mean + vector, lane);
+    fetched.share(matrices);
     RightOperand operand;
-    operand.load_transpose(p.grad_covariance + matrix, column, lane);
-    float bias[8] = {};
-    subtract_mean(bias, p.value_mean + vector, operand, lane);
+    operand.load<true>(matrices, head - first_head, column, lane);
+    subtract_mean(bias, mean, operand, lane);
     u16* grad_key = p.grad_key + place.batch * p.grad_key_batch + channel;
     if (LOCAL) {
       Target target(l, place, lane, group, grad_key, p.grad_key_token);
@@ -958,19 +1058,21 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
       tile.product(rows, operand, bias);
       tile.store(own_memory, grad_key + first * p.grad_key_token, grad_key + second * p.grad_key_token, first_inside, second_inside, lane);
     });
-  } else if (place.role == GRAD_VALUE && active) {
+  } else if (place.role == GRAD_VALUE) {
     // (k - kbar) A + mean gradient, and the 3×3 kernel turned around over the output gradients
     const u16* keys = p.key + place.batch * p.key_batch + head * HEAD_DIM;
     ValueStrip strip(l, place, lane, group, own_memory, grads, p.grad_out_token, keys, p.key_token);
-    RightOperand operand;
-    operand.load(p.grad_covariance + matrix, column, lane);
-    float bias[8];
+    Diagonals<true> diagonals;
+    if (LOCAL) diagonals.load(p.local_weight + ((i64)place.batch * l.channels + channel) * 9, lane);
+    float bias[8], mean[INNER][4];
     load_bias(bias, p.grad_mean + vector + column, lane);
-    subtract_mean(bias, p.key_mean + vector, operand, lane);
+    fetch_mean(mean, p.key_mean + vector, lane);
+    fetched.share(matrices);
+    RightOperand operand;
+    operand.load<false>(matrices, head - first_head, column, lane);
+    subtract_mean(bias, mean, operand, lane);
     u16* grad_value = p.grad_value + place.batch * p.grad_value_batch + channel;
     if (LOCAL) {
-      Diagonals<true> diagonals;
-      diagonals.load(p.local_weight + ((i64)place.batch * l.channels + channel) * 9, lane);
       Target target(l, place, lane, group, grad_value, p.grad_value_token);
       while (strip.left > 0) {
         strip.advance();

@@ -43,9 +43,9 @@ MOST_SPLITS = 64
 # Tokens that merging the splits costs as much as: a launch, and the partial sums read again.
 MERGE_TOKENS = 384
 
-_ACCUMULATE = struct.Struct("QqqQqqQQQQQqqffiiiii0q")
+_ACCUMULATE = struct.Struct("QqqQqqQQQQQqqffiiiiiII0q")
 _MERGE = struct.Struct("QQQQQQffiii0q")
-_LAYOUT = "12i"
+_LAYOUT = "12i4I"
 _OUTPUT = struct.Struct(f"{_LAYOUT}QqqQqqQQQQ")
 _SAMPLE = struct.Struct(f"{_ACCUMULATE.format}{_OUTPUT.format}")
 _GRADIENT = struct.Struct(f"{_LAYOUT}QqqQqqQqqQQQQQQqqQqqQQ")
@@ -75,12 +75,21 @@ class Layout(NamedTuple):
         """Thread blocks of a launch."""
         return self.roles * self.units * self.tiles * self.batches
 
+    def packed(self) -> tuple[int, ...]:
+        """All fields, and the inverses of those that kernels divide by."""
+        return *self, *map(inverse, (self.units, self.tiles_across, self.tiles, self.roles))
+
 
 class Splits(NamedTuple):
     """How the tokens of a sample are shared between blocks that accumulate."""
 
     number: int
     tokens_each: int
+
+
+def inverse(divisor: int) -> int:
+    """What `Division` of kernels.cu multiplies by."""
+    return min(2**32 // divisor, 2**32 - 1)
 
 
 class Tensors(NamedTuple):
@@ -99,7 +108,10 @@ class Plan(NamedTuple):
     kernels: dict[str, compiler.Kernel]
     units: int
     splits: Splits
+    inverses: tuple[int, int]  # of splits and units
+    blocks: int
     layout: Layout
+    packed_layout: tuple[int, ...]
     one_block: bool
     shared_bytes: int
 
@@ -117,6 +129,8 @@ def forward(
     del key_padding_mask  # None: refused by `unsupported_reason`
     if local_weight is not None:
         local_weight = local_weight.contiguous()
+        if local_weight.data_ptr() % 16 != 0:
+            local_weight = local_weight.clone()
     copies: list[torch.Tensor] = []
     query, key, value = _address(q, copies), _address(k, copies), _address(v, copies)
     B, N, H, D = q.shape
@@ -132,10 +146,10 @@ def forward(
         state = empty_state(q, v) if keep_state else None
         merged = (0, 0, 0) if state is None else _sections(state.data_ptr(), B * H, D)
         plan.kernels["inline_sample"].launch(
-            (plan.layout.blocks, 1), plan.shared_bytes, stream,
+            (plan.blocks, 1), plan.shared_bytes, stream,
             _SAMPLE.pack(
-                *key, *value, *merged, 0, 0, 0, 0, factor, 1.0, M, M, 1, H * D, plan.units,
-                *plan.layout, *query, *value, weight, 0, 0, out.data_ptr(),
+                *key, *value, *merged, 0, 0, 0, 0, factor, 1.0, M, M, 1, H * D, plan.units, *plan.inverses,
+                *plan.packed_layout, *query, *value, weight, 0, 0, out.data_ptr(),
             ),
         )  # fmt: skip
         return out, state
@@ -148,14 +162,14 @@ def forward(
         (B * plan.units * splits.number, 1), ACCUMULATE_SHARED_BYTES, stream,
         _ACCUMULATE.pack(
             *key, *value, *partial, 0, 0, 0, 0, factor if workspace is None else 1.0, 1.0,
-            M, splits.tokens_each, splits.number, H * D, plan.units,
+            M, splits.tokens_each, splits.number, H * D, plan.units, *plan.inverses,
         ),
     )  # fmt: skip
     if workspace is not None:
         _merge(plan.kernels, "", partial, merged, (factor, 1.0), M, splits, B * H, D, stream)
     plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
-        (plan.layout.blocks, 1), plan.shared_bytes, stream,
-        _OUTPUT.pack(*plan.layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
+        (plan.blocks, 1), plan.shared_bytes, stream,
+        _OUTPUT.pack(*plan.packed_layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
     )  # fmt: skip
     return out, state
 
@@ -196,6 +210,7 @@ def backward(
         _ACCUMULATE.pack(
             *query, *grad, *partial, covariance, *_address(grad_q, copies),
             *(factors if workspace is None else (1.0, 1.0)), N, splits.tokens_each, splits.number, H * D, plan.units,
+            *plan.inverses,
         ),
     )  # fmt: skip
     if workspace is not None:
@@ -206,9 +221,9 @@ def backward(
     if local_weight is not None and layout.tiles > 1:
         parts = torch.empty((B, layout.tiles, H * D, 9), dtype=torch.float32, device=q.device)
     plan.kernels["inline_gradient" if local_weight is None else "inline_gradient_local"].launch(
-        (layout.blocks, 1), plan.shared_bytes, stream,
+        (plan.blocks, 1), plan.shared_bytes, stream,
         _GRADIENT.pack(
-            *layout, *grad, *key, *value, _pointer(local_weight),
+            *plan.packed_layout, *grad, *key, *value, _pointer(local_weight),
             grad_covariance, grad_mean, key_mean, value_mean,
             *_address(grad_k, copies), *_address(grad_v, copies), _pointer(grad_local), _pointer(parts),
         ),
@@ -223,6 +238,13 @@ def backward(
     return grad_local
 
 
+def _plan(
+    kernels: dict[str, compiler.Kernel], units: int, splits: Splits, layout: Layout, one_block: bool, shared_bytes: int
+) -> Plan:
+    inverses = inverse(splits.number), inverse(units)
+    return Plan(kernels, units, splits, inverses, layout.blocks, layout, layout.packed(), one_block, shared_bytes)
+
+
 @lru_cache(4096)
 def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
     """How the forward pass of a call is cut up."""
@@ -232,10 +254,10 @@ def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
     if tensors.has_local_term and fits_one_block(B * units, tensors.keys, TILE_BLOCKS[D] * multiprocessors):
         layout = sample_layout(B, N, H * D, problem)
         shared_bytes = max(ACCUMULATE_SHARED_BYTES, strip_bytes(D))
-        return Plan(kernels, units, Splits(1, tensors.keys), layout, True, shared_bytes)
+        return _plan(kernels, units, Splits(1, tensors.keys), layout, True, shared_bytes)
     splits = choose_splits(B * units, tensors.keys, ACCUMULATE_BLOCKS[D] * multiprocessors)
     layout = choose_layout(B, N, H, D, problem, 1, multiprocessors)
-    return Plan(kernels, units, splits, layout, False, strip_bytes(D))
+    return _plan(kernels, units, splits, layout, False, strip_bytes(D))
 
 
 @lru_cache(4096)
@@ -246,7 +268,7 @@ def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
     layout = choose_layout(B, tensors.keys, H, D, problem, 3 if tensors.has_local_term else 2, multiprocessors)
     splits = choose_splits(B * units, N, ACCUMULATE_BACKWARD_BLOCKS[D] * multiprocessors)
     kernels = load_kernels(tensors.device, tensors.dtype, D)
-    return Plan(kernels, units, splits, layout, False, strip_bytes(D))
+    return _plan(kernels, units, splits, layout, False, strip_bytes(D))
 
 
 def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
