@@ -46,13 +46,13 @@ def cifar10_settings(data_dir: Path, compile_model: bool, overrides: Sequence[st
     data = [f"data.dir={data_dir}", "data.workers=8"]
     if (data_dir / "train").is_dir():
         data += ["data.dataset=folder", "data.val_split=test"]
-    compiling = f"training.compile={str(compile_model).lower()}"
-    return with_overrides(get_recipe("cifar10").config, [*data, *SPARSE, compiling, *overrides])
+    compiling = ("training.compile=true", "training.compile_mode=reduce-overhead") if compile_model else ()
+    return with_overrides(get_recipe("cifar10").config, [*data, *SPARSE, *compiling, *overrides])
 
 
 def describe(config: TrainConfig) -> str:
     training = config.training
-    how = "compiled" if training.compile else "eager"
+    how = f"compiled ({training.compile_mode})" if training.compile else "eager"
     return (
         f"{training.epochs} epochs, batch {training.batch_size}, {how}, {training.amp}; top-1 of the test pictures "
         "after the last epoch; images/s of training alone, without evaluation."

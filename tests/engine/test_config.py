@@ -244,7 +244,7 @@ class TestOverrides:
 
 class TestFlags:
     # Values by type, for flags of one value; the rest are below.
-    SAMPLES = ("0.5", "1", "pixel", "batch", "top1", "cosine", "bf16")
+    SAMPLES = ("0.5", "1", "pixel", "batch", "top1", "cosine", "bf16", "reduce-overhead")
 
     def test_names_are_unique(self):
         names = [name for flag in FLAGS for name in flag.names]
@@ -266,6 +266,7 @@ class TestFlags:
         expected = (
             "-b --batch-size --lr --opt --weight-decay --sched --epochs --warmup-epochs --model-ema --model-ema-decay "
             "--clip-grad --mixup --cutmix --smoothing --aa --reprob --drop-path --amp --torchcompile --compile "
+            "--torchcompile-mode "
             "--grad-accum-steps --grad-accum --workers --seed --resume --initial-checkpoint --experiment --output "
             "--data-dir --dataset --num-classes --img-size --input-size --class-map --log-wandb --model"
         )
@@ -373,11 +374,18 @@ class TestCheck:
             ("data.dataset=digit", "data.dataset", "did you mean digits?"),
             ("data.dir=null", "data.dir", "--data-dir DIR"),
             ("data.in_memory=true", "augmentation.crop", "expected padded with data.in_memory"),
+            ("training.compile_mode=max-autotune", "training.compile_mode", "set training.compile=true"),
         ],
     )
     def test_what_does_not_fit_is_named(self, override, path, hint):
         found = {problem.path: problem.message for problem in check(usable(override))}
         assert hint in found[path]
+
+    def test_cuda_graphs_and_accumulated_gradients_exclude_each_other(self):
+        compiled = ["training.compile=true", "training.compile_mode=reduce-overhead"]
+        assert check(usable(*compiled)) == []
+        (problem,) = check(usable(*compiled, "training.grad_accum_steps=2"))
+        assert (problem.path, "grad_accum_steps=1" in problem.message) == ("training.compile_mode", True)
 
     @pytest.mark.parametrize(
         "overrides",

@@ -23,7 +23,7 @@ from inline_attention.data.broken import BrokenImageLimit
 from inline_attention.data.randomness import derived_seed
 from inline_attention.engine.broken_report import BrokenReport
 from inline_attention.engine.checkpoints import CheckpointStore, CheckpointWriteError, TrainingCheckpoint
-from inline_attention.engine.config import ResolvedValues, optimizer_arguments, schedule_arguments
+from inline_attention.engine.config import ResolvedValues, fused_optimizer, optimizer_arguments, schedule_arguments
 from inline_attention.engine.evaluation import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.engine.lockstep import Lockstep
@@ -115,7 +115,8 @@ class Trainer:
             self.strategy.prepare(self.ema.module)
         self.strategy.prepare(self.model)
         self.updates_per_epoch = len(self.loaders.train) // resolved.grad_accum_steps
-        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved))
+        fused = fused_optimizer(resolved, processes.device)
+        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved), **fused)
         self.total_updates = resolved.total_updates(self.updates_per_epoch)
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
@@ -126,7 +127,9 @@ class Trainer:
         self.precision = Precision(config.training.amp, processes.device)
         self.objective = task.objective(self.class_names, processes.rank)
         self.wrapped = self.strategy.wrap(self.model)
-        self.runnable = cast(nn.Module, torch.compile(self.wrapped)) if config.training.compile else self.wrapped
+        self.runnable = self.wrapped
+        if config.training.compile:
+            self.runnable = cast(nn.Module, torch.compile(self.wrapped, mode=config.training.compile_mode))
         self.judged_by = config.checkpoints.metric or next(iter(task.metrics))
         self.store = CheckpointStore(
             folder / CHECKPOINTS,
@@ -291,6 +294,7 @@ class Trainer:
 
         Nothing is updated if the loss is not finite in any process.
         """
+        torch.compiler.cudagraph_mark_step_begin()  # logits and gradients of the update before may be overwritten
         total = torch.zeros((), device=self.processes.device)
         for number, batch in enumerate(batches):
             is_last = number + 1 == len(batches)

@@ -6,7 +6,9 @@ modes and tensor subclasses see as one node each. A plain eager call takes a sho
 autograd function of ours, without the dispatcher, because a custom op's wrappers cost more host time than the launches
 inside.
 
-Saved for backward are the inputs and the small state. Second derivatives go through `composed`.
+Saved for backward are the inputs and the state, where it is small beside them. Where it is not, as in short sequences,
+a compiled graph makes it again; a plain call saves it all the same, because there the extra launch costs more than the
+memory is worth. Second derivatives go through `composed`.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
 """
@@ -44,8 +46,12 @@ Forward: TypeAlias = Callable[
 ]
 # (grad_out, q, k, v, key_padding_mask, local_weight, state, problem, grad_q, grad_k, grad_v) to the gradient of
 # local_weight, or None without one. Fills grad_q, grad_k and grad_v, which come uninitialised and may be views of one
-# packed gradient. The last dimension of every token tensor has unit stride.
+# packed gradient. The last dimension of every token tensor has unit stride. The state is None where it is to be made
+# again, which happens only to backends that say they can.
 Backward: TypeAlias = Callable[..., torch.Tensor | None]
+
+# The largest part of the inputs' memory that a state may take and still be saved by a compiled graph.
+LARGEST_SAVED_STATE = 0.05
 
 _NAMESPACE = "inline_attention"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -69,16 +75,25 @@ def split_state(
     return covariance.view(B, H, D, Dv), key_mean.view(B, H, D), value_mean.view(B, H, Dv)
 
 
-def _state_size(q: torch.Tensor, v: torch.Tensor) -> int:
+def _state_size(q: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> int:
     (B, _, H, D), Dv = q.shape, v.shape[3]
-    return B * H * (D * Dv + D + Dv)
+    return (B if batch is None else batch) * H * (D * Dv + D + Dv)
 
 
 class _Kernels(NamedTuple):
-    """The two functions of one backend."""
+    """The two functions of one backend, and whether the second can do without the state."""
 
     forward: Forward
     backward: Backward
+    can_make_state_again: bool
+
+    def should_save_state(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a compiled graph saves the state of these inputs; depends on all sizes but the batch's."""
+        if not self.can_make_state_again:
+            return True
+        q, k, v = _separate(tensors)
+        inputs = sum(tensor.shape[1] * tensor.shape[2] * tensor.shape[3] for tensor in (q, k, v)) * q.element_size()
+        return 4 * _state_size(q, v, batch=1) <= LARGEST_SAVED_STATE * inputs
 
 
 def transform_reason() -> str | None:
@@ -94,7 +109,7 @@ def transform_reason() -> str | None:
 
 
 def register(
-    name: str, forward: Forward, backward: Backward, *, largest_head_dim: int
+    name: str, forward: Forward, backward: Backward, *, largest_head_dim: int, can_make_state_again: bool
 ) -> Callable[[AttentionCall], torch.Tensor]:
     """Define the ops `inline_attention::{name}[_packed]_{forward,backward}` and return the backend's `run`.
 
@@ -103,8 +118,9 @@ def register(
         forward: See `Forward`.
         backward: See `Backward`.
         largest_head_dim: Of the kernels; a callable feature map may widen heads beyond it, and is composed then.
+        can_make_state_again: Whether `backward` takes None for the state.
     """
-    kernels = _Kernels(forward, backward)
+    kernels = _Kernels(forward, backward, can_make_state_again)
     separate_op = _define_ops(name, kernels, ("q", "k", "v"))
     packed_op = _define_ops(f"{name}_packed", kernels, ("qkv",))
     separate_inference_op = _define_inference_op(name, kernels, ("q", "k", "v"))
@@ -187,7 +203,7 @@ def _backward(
     tensors: Sequence[torch.Tensor],
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
-    state: torch.Tensor,
+    state: torch.Tensor | None,
     problem: Problem,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Gradients of `tensors`, contiguous, and of `local_weight`."""
@@ -251,23 +267,27 @@ def _differentiable_backward(
 def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> Callable[..., Any]:
     """Define `{name}_forward` and `{name}_backward` on the named tensors; return the differentiable forward op.
 
-    A custom op cannot return None: without a local weight its gradient is an empty tensor.
+    A custom op cannot return None: without a local weight its gradient is an empty tensor, and so is a state that is
+    not saved.
     """
     count = len(tensor_names)
     inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
-        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=True)
-        assert state is not None
-        return out, state
+        saves = kernels.should_save_state(tensors)
+        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=saves)
+        return out, state if saves and state is not None else out.new_empty(0, dtype=torch.float32)
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        return _empty_results(arguments[:count])
+        tensors = arguments[:count]
+        out, state = _empty_results(tensors)
+        return out, state if kernels.should_save_state(tensors) else out.new_empty(0, dtype=torch.float32)
 
     def backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, (mask, local_weight, *rest) = arguments[:count], arguments[count:]
-        grads, grad_local = _backward(kernels, grad_out, tensors, mask, local_weight, rest[0], Problem(*rest[1:]))
+        state = rest[0] if kernels.should_save_state(tensors) else None
+        grads, grad_local = _backward(kernels, grad_out, tensors, mask, local_weight, state, Problem(*rest[1:]))
         return *grads, grad_out.new_empty(0) if grad_local is None else grad_local
 
     def fake_backward(grad_out: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from inline_attention.engine.config.schema import (
 )
 from inline_attention.engine.config.settings import SETTINGS, Setting
 from inline_attention.engine.config.timm_arguments import (
+    fused_optimizer,
     input_size,
     model_arguments,
     optimizer_arguments,
@@ -61,6 +62,7 @@ __all__ = [
     "check",
     "from_mapping",
     "from_yaml",
+    "fused_optimizer",
     "input_size",
     "model_arguments",
     "optimizer_arguments",

@@ -37,6 +37,7 @@ METRICS = {
     "detection": tuple(f"{kind}_{figure}" for kind in KINDS_OF_FIGURES for figure in FIGURES),
     "segmentation": tuple(SegmentationTask.metrics),
 }
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
 
 
@@ -67,6 +68,7 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
         *check_relevance(config),
         *of_task,
         *_check_batches(config, world_size),
+        *_check_compiling(config),
         *_check_schedule(config),
         *_check_metric(config),
         *_check_optimizer(config),
@@ -121,9 +123,21 @@ def _check_augmentation(config: TrainConfig) -> Iterator[Problem]:
 
 def _check_batches(config: TrainConfig, world_size: int) -> Iterator[Problem]:
     try:
-        resolve(config, world_size)
+        resolved = resolve(config, world_size)
     except ConfigError as error:
         yield from error.problems
+        return
+    if config.training.compile_mode in CUDA_GRAPH_MODES and resolved.grad_accum_steps > 1:
+        # The next forward pass would write where the gradients of the last one lie.
+        message = f"expected default where gradients are accumulated, got {config.training.compile_mode}"
+        yield Problem("training.compile_mode", f"{message}; set it so, or training.grad_accum_steps=1")
+
+
+def _check_compiling(config: TrainConfig) -> Iterator[Problem]:
+    settings = config.training
+    if settings.compile_mode != "default" and not settings.compile:
+        message = f"has no effect without training.compile, got {settings.compile_mode}"
+        yield Problem("training.compile_mode", f"{message}; leave it out, or set training.compile=true")
 
 
 def _check_schedule(config: TrainConfig) -> Iterator[Problem]:

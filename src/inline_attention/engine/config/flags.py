@@ -109,6 +109,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--val-interval", "training.validation_interval={0}"),
     _flag("--amp", "training.amp={0}", bare="auto"),
     _flag("--torchcompile", "--compile", "training.compile=true"),
+    _flag("--torchcompile-mode", "training.compile_mode={0}", "training.compile=true"),
     _flag("--grad-checkpointing", "training.grad_checkpointing=true"),
     _flag("--clip-grad", "training.clip_grad={0}"),
     _flag("--seed", "training.seed={0}"),

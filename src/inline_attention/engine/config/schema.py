@@ -307,6 +307,11 @@ class TrainingSection:
         "fp16; what --amp alone stands for) or off (float32).",
     )
     compile: bool = _option(False, "Compile the model with torch.compile.")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = _option(
+        "default",
+        "Mode of torch.compile. reduce-overhead records each pass once, as a CUDA graph: for models so small that "
+        "launching their kernels takes longer than running them.",
+    )
     grad_checkpointing: bool = _option(False, "Recompute blocks in the backward pass: less memory, more time.")
     clip_grad: float | None = _option(None, "Largest norm of the gradient; null: any.", above=0)
     seed: int = _option(

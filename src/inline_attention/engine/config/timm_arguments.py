@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from timm.optim import get_optimizer_info  # pyright: ignore[reportPrivateImportUsage]
+import torch
+from timm.optim import get_optimizer_class, get_optimizer_info  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
 from inline_attention.engine.config.resolving import ResolvedValues
@@ -54,6 +56,12 @@ def optimizer_arguments(resolved: ResolvedValues) -> dict[str, Any]:
         "momentum": settings.momentum,
         **{name: value for name, value in optional.items() if value is not None},
     }
+
+
+def fused_optimizer(resolved: ResolvedValues, device: torch.device) -> dict[str, Any]:
+    """A further argument for the optimiser: one kernel for all weights, where it offers that for the device."""
+    optimizer = get_optimizer_class(resolved.config.optimizer.name, bind_defaults=False)
+    return {"fused": True} if device.type == "cuda" and "fused" in inspect.signature(optimizer).parameters else {}
 
 
 def schedule_arguments(resolved: ResolvedValues, updates_per_epoch: int) -> dict[str, Any]:

@@ -153,9 +153,29 @@ def forward(
             ),
         )  # fmt: skip
         return out, state
-    state = empty_state(q, v)
+    state = _accumulate(q, v, key, value, M, problem, plan, stream)
     merged = _sections(state.data_ptr(), B * H, D)
-    splits = plan.splits
+    plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
+        (plan.blocks, 1), plan.shared_bytes, stream,
+        _OUTPUT.pack(*plan.packed_layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
+    )  # fmt: skip
+    return out, state
+
+
+def _accumulate(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    key: tuple[int, int, int],
+    value: tuple[int, int, int],
+    M: int,
+    problem: Problem,
+    plan: Plan,
+    stream: int,
+) -> torch.Tensor:
+    """The state of keys and values, given by address."""
+    B, _, H, D = q.shape
+    state, splits, factor = empty_state(q, v), plan.splits, problem.scale / M
+    merged = _sections(state.data_ptr(), B * H, D)
     workspace = None if splits.number == 1 else _workspace(B * H * splits.number, D, q.device)
     partial = merged if workspace is None else _sections(workspace.data_ptr(), B * H * splits.number, D)
     plan.kernels["inline_accumulate"].launch(
@@ -167,11 +187,7 @@ def forward(
     )  # fmt: skip
     if workspace is not None:
         _merge(plan.kernels, "", partial, merged, (factor, 1.0), M, splits, B * H, D, stream)
-    plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
-        (plan.blocks, 1), plan.shared_bytes, stream,
-        _OUTPUT.pack(*plan.packed_layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
-    )  # fmt: skip
-    return out, state
+    return state
 
 
 def backward(
@@ -181,7 +197,7 @@ def backward(
     v: torch.Tensor,
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
-    state: torch.Tensor,
+    state: torch.Tensor | None,
     problem: Problem,
     grad_q: torch.Tensor,
     grad_k: torch.Tensor,
@@ -196,8 +212,11 @@ def backward(
     B, N, H, D = q.shape
     M = k.shape[1]
     device = q.device.index
-    plan = plan_backward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
+    tensors = Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None)
+    plan = plan_backward(tensors, problem)
     stream = current_stream(device)
+    if state is None:
+        state = _accumulate(q, v, key, value, M, problem, plan_forward(tensors, problem), stream)
     covariance, key_mean, value_mean = _sections(state.data_ptr(), B * H, D)
     splits, layout = plan.splits, plan.layout
     sums = _workspace(B * H, D, q.device)
