@@ -315,3 +315,22 @@ def test_class_tokens_of_intermediates():
 @pytest.mark.parametrize("name", SMALL)
 def test_an_empty_batch(name):
     assert create(name)(torch.empty(0, 3, 64, 96)).shape == (0, 7)
+
+
+@pytest.mark.parametrize("kind", ["inline", "softmax", "linear"])
+def test_the_last_mlp_computes_the_class_token_alone_unless_somebody_looks(kind):
+    torch.manual_seed(0)
+    model = create(f"{kind}_deit_tiny", depth=3)
+    images = torch.randn(2, 3, 64, 48)
+    alone = model(images)
+    seen = []
+    handle = model.blocks[-1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    torch.testing.assert_close(model(images), alone)
+    assert seen == [1 + 4 * 3]
+    handle.remove()
+    widths = []
+    hidden = model.blocks[-1].mlp.fc1
+    hidden.forward = lambda x: widths.append(x.shape[1]) or nn.functional.linear(x, hidden.weight, hidden.bias)
+    torch.testing.assert_close(model(images), alone)
+    torch.testing.assert_close(model.forward_head(model.forward_features(images)), alone)
+    assert widths == [1, 1 + 4 * 3]

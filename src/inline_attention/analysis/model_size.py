@@ -63,7 +63,8 @@ def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = N
             module.register_forward_pre_hook(count_local_term)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        model(image)
+        # Of all tokens, as published: `forward` computes the last MLP of a DeiT for the class token alone.
+        model.forward_head(model.forward_features(image))
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         macs=counter.get_total_flops() // 2 + local_macs,

@@ -67,15 +67,30 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        grid_size: tuple[int, int],
+        key_padding_mask: torch.Tensor | None = None,
+        wanted: int | None = None,
     ) -> torch.Tensor:
-        """`[B, N, C]` → `[B, N, C]`."""
+        """Run the block.
+
+        Args:
+            x: `[B, N, C]`.
+            grid_size: `(h, w)` of the tokens.
+            key_padding_mask: `[B, N]` bool, True for a real token.
+            wanted: Of how many tokens, from the first, the output is wanted; None for all.
+
+        Returns:
+            `[B, N, C]`, or `[B, wanted, C]`.
+        """
         options: dict[str, Any] = {"local_input": x} if self.local_from_input else {}
         attention, parameters = self.attn, self._fusable_parameters()
         if parameters is not None and unsupported_reason(x, parameters) is None:
             attended = cast(ProjectedAttention, attention).attend(self.norm1(x), grid_size, key_padding_mask, **options)
-            return fused_feed_forward(x, attended, parameters, self.norm2.eps)
-        x = x + self.drop_path1(attention(self.norm1(x), grid_size, key_padding_mask, **options))
+            return fused_feed_forward(_first(x, wanted), _first(attended, wanted), parameters, self.norm2.eps)
+        branch = attention(self.norm1(x), grid_size, key_padding_mask, **options)
+        x = _first(x, wanted) + self.drop_path1(_first(branch, wanted))
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
     def _fusable_parameters(self) -> FeedForwardParameters | None:
@@ -85,18 +100,9 @@ class Block(nn.Module):
         projection, norm, hidden, last = self.attn.proj, self.norm2, self.mlp.fc1, self.mlp.fc2
         if type(norm) is not TokenNorm or any(type(linear) is not nn.Linear for linear in (projection, hidden, last)):
             return None
-        called = (
-            self.attn,
-            projection,
-            self.attn.proj_drop,
-            self.drop_path1,
-            norm,
-            self.mlp,
-            hidden,
-            self.mlp.act,
-            last,
-        )
-        if any(_has_hooks(module) for module in (*called, self.drop_path2)):
+        of_attention = (self.attn, projection, self.attn.proj_drop, self.drop_path1)
+        of_mlp = (norm, self.mlp, hidden, self.mlp.act, last, self.drop_path2)
+        if any(has_hooks(module) for module in (*of_attention, *of_mlp)):
             return None
         learnt: list[Any] = [
             parameter for module in (projection, norm, hidden, last) for parameter in (module.weight, module.bias)
@@ -104,6 +110,11 @@ class Block(nn.Module):
         return None if any(parameter is None for parameter in learnt) else FeedForwardParameters(*learnt)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def _first(tokens: torch.Tensor, count: int | None) -> torch.Tensor:
+    return tokens if count is None else tokens[:, :count]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody waits for a module to be called."""
     # torch has no public name for the question.
     return len(module._forward_hooks) + len(module._forward_pre_hooks) > 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownArgumentType]

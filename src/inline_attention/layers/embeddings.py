@@ -6,15 +6,11 @@ ceil(H / stride) × ceil(W / stride): an incomplete last row or column is comple
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from inline_attention.layers.grids import Grid, pad_to_multiple, positions_for, resample_positions
-from inline_attention.ops.fused_op import transform_reason
 
 
 class PatchConvolution(nn.Conv2d):
@@ -42,13 +38,6 @@ class PatchConvolution(nn.Conv2d):
         else:  # tokens, whose channels do
             patches, weight = patches.permute(0, 2, 4, 3, 5, 1), weight.permute(0, 2, 3, 1)
         return F.linear(patches.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
-
-
-def embed_again_for_gradients(embed: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """`embed(images)`, of which the backward pass keeps the images alone: patches would take as much memory again."""
-    if images.device.type != "cuda" or not torch.is_grad_enabled() or transform_reason() is not None:
-        return embed(images)
-    return checkpoint(embed, images, use_reentrant=False, preserve_rng_state=False)
 
 
 class ConvEmbedding(nn.Module):

@@ -7,7 +7,7 @@ occupies the top left corner of its canvas; `image_sizes` or `pixel_mask` say ho
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,16 @@ class VisionModel(nn.Module):
         self.register_load_state_dict_pre_hook(_convert_before_loading)
 
     @abstractmethod
-    def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
+    def levels(
+        self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, Grid]]:
         """Tokens `[B, N, C]` and their grid after each level 0 … last (a block of a ViT, a stage of a pyramid).
 
         Args:
             x: Images `[B, in_chans, H, W]`, zero outside each image.
             grid: The pixels, as a grid.
             last: Index of the last level wanted.
+            wanted: How many tokens of that level, from the first, are wanted; None for all.
         """
 
     @abstractmethod
@@ -62,6 +65,10 @@ class VisionModel(nn.Module):
     @abstractmethod
     def prune_levels(self, last: int) -> None:
         """Drop the levels after `last`."""
+
+    def tokens_for_head(self) -> int | None:
+        """How many tokens of the last level, from the first, the head looks at; None for all."""
+        return None
 
     def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Rename the authors' keys to ours, and resample what depends on the image size to this model's."""
@@ -83,7 +90,7 @@ class VisionModel(nn.Module):
         Returns:
             Logits `[B, num_classes]`.
         """
-        tokens, grid = self._encode(x, image_sizes, pixel_mask)
+        tokens, grid = self._encode(x, image_sizes, pixel_mask, self.tokens_for_head())
         if self.global_pool == "":
             return self.forward_head(self._shape_features(tokens, grid))
         return self._head(tokens, self._token_mask(tokens, grid), pre_logits=False)
@@ -189,22 +196,26 @@ class VisionModel(nn.Module):
         """Names of parameters that an optimiser should not decay."""
         return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
 
-    def run_blocks(self, blocks: Iterable[nn.Module], tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Run blocks on tokens `[B, N, C]`, checkpointed if that is on."""
+    def run_blocks(
+        self, blocks: Sequence[nn.Module] | nn.ModuleList, tokens: torch.Tensor, grid: Grid, wanted: int | None = None
+    ) -> torch.Tensor:
+        """Run blocks on tokens `[B, N, C]`, checkpointed if that is on; of the last, `wanted` tokens, or all."""
         mask = self._token_mask(tokens, grid)
-        for block in blocks:
-            if self.grad_checkpointing:
-                tokens = checkpoint(block, tokens, grid.size, mask)
-            else:
-                tokens = block(tokens, grid.size, mask)
+        for index, block in enumerate(blocks):
+            arguments = grid.size, mask, wanted if index == len(blocks) - 1 else None
+            tokens = checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
         return tokens
 
     def _encode(
-        self, x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        image_sizes: ImageSizes | None,
+        pixel_mask: torch.Tensor | None,
+        wanted: int | None = None,
     ) -> tuple[torch.Tensor, Grid]:
         x, grid = self._prepare(x, image_sizes, pixel_mask)
         tokens = x
-        for level, level_grid in self.levels(x, grid, len(self.feature_info) - 1):
+        for level, level_grid in self.levels(x, grid, len(self.feature_info) - 1, wanted):
             tokens, grid = level, level_grid
         return self.final_norm(tokens), grid
 

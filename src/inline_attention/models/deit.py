@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from inline_attention.layers.attention import SoftmaxAttention
-from inline_attention.layers.block import Block
-from inline_attention.layers.embeddings import ConvEmbedding, embed_again_for_gradients
+from inline_attention.layers.block import Block, has_hooks
+from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid, positions_for, resample_positions
 from inline_attention.models.base import VisionModel, drop_path_rates, global_attention, initialize
 from inline_attention.models.registry import (
@@ -102,19 +102,23 @@ class InLineDeiT(VisionModel):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
-    def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
-        """Tokens and grid after each block."""
-        tokens = embed_again_for_gradients(lambda images: self._embed(images, grid), x)
-        token_grid = grid.coarser(self.largest_stride)
-        for block in self.blocks[: last + 1]:
-            tokens = self.run_blocks([block], tokens, token_grid)
-            yield tokens, token_grid
-
-    def _embed(self, images: torch.Tensor, grid: Grid) -> torch.Tensor:
-        tokens, grid = self.patch_embed(images, grid)
+    def levels(
+        self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, Grid]]:
+        """Tokens and grid after each block; of the last, `wanted` tokens, or all."""
+        tokens, grid = self.patch_embed(x, grid)
         tokens = tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid)
         class_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
-        return torch.cat([class_token, tokens], dim=1)
+        tokens = torch.cat([class_token, tokens], dim=1)
+        for index, block in enumerate(self.blocks[: last + 1]):
+            tokens = self.run_blocks([block], tokens, grid, wanted if index == last else None)
+            yield tokens, grid
+
+    def tokens_for_head(self) -> int | None:
+        """The class token, if the head looks at nothing else: the last MLP is then computed for it alone."""
+        if self.global_pool != "token" or any(has_hooks(module) for module in self.blocks[-1].modules()):
+            return None
+        return 1
 
     def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
         """Norm of all tokens."""

@@ -56,13 +56,15 @@ class PyramidModel(VisionModel):
         ]
         self.apply(initialize)
 
-    def levels(self, x: torch.Tensor, grid: Grid, last: int) -> Iterator[tuple[torch.Tensor, Grid]]:
-        """Tokens and grid after each stage."""
+    def levels(
+        self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, Grid]]:
+        """Tokens and grid after each stage; of the last, `wanted` tokens, or all."""
         for index, (embedding, blocks) in enumerate(zip(self.embeddings, self.stages, strict=True)):
             if index > last:
                 return
             tokens, grid = embedding(x, grid)
-            tokens = self.run_blocks(blocks, tokens, grid)  # pyright: ignore[reportArgumentType]
+            tokens = self.run_blocks(blocks, tokens, grid, wanted if index == last else None)  # pyright: ignore[reportArgumentType]
             yield tokens, grid
             x = tokens_to_map(tokens, grid)
 
