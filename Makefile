@@ -23,12 +23,13 @@ demo: $(READY)  ## See why it works and what it costs, train it and its twins (3
 
 demo-dense: $(READY)  ## Train a detector and a segmenter on generated scenes (5 minutes): out/demo-dense
 	rm -rf $(DENSE)
-	$(BIN)/inline data scenes --output $(DENSE)/scenes --images 300 --validation-images 60 --size 128
+	$(BIN)/inline data scenes --output $(DENSE)/scenes --images 600 --validation-images 60 --size 128
 	$(BIN)/inline train scenes_segmentation --data-dir $(DENSE)/scenes --output $(DENSE) --experiment segmentation
-	$(BIN)/inline train scenes_detection --data-dir $(DENSE)/scenes --output $(DENSE) --experiment detection
+	$(BIN)/inline train scenes_detection --data-dir $(DENSE)/scenes --output $(DENSE) --experiment detection \
+		--initial-checkpoint $(DENSE)/segmentation/checkpoints/last/model.safetensors
 	for task in detection segmentation; do \
 		$(BIN)/inline predict $(DENSE)/scenes/images/validation/00000[0-7].jpg --save $(DENSE)/$${task}_pictures \
-			--checkpoint $(DENSE)/$$task/checkpoints/last/model.safetensors --least-score 0.2 || exit 1; \
+			--checkpoint $(DENSE)/$$task/checkpoints/last/model.safetensors --least-score 0.5 || exit 1; \
 	done
 
 test: $(READY)  ## Lint, type check, and all tests that need no GPU and little time

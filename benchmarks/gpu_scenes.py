@@ -1,20 +1,23 @@
 """InLine against its softmax twin, trained on generated scenes: box AP50, mask AP50 and mIoU, two seeds, on a GPU.
 
-    python benchmarks/gpu_scenes.py --work DIR [--tasks detection] [--seeds 0,1] [--updates 3000] [--output DIR]
+    python benchmarks/gpu_scenes.py --work DIR [--tasks detection] [--seeds 0,1] [--at-once 4] [--time-limit 480]
     python benchmarks/gpu_scenes.py --smoke --work DIR --output DIR       # a few updates on a CPU: does it run?
 
 Mask R-CNN and Semantic FPN on a pyramid whose attention is InLine or softmax over the whole map, from random weights,
-by one recipe, on the same scenes in the same order. A run that is in the results is not made again, so that several
-calls, each on a machine lent for a while, make up one table; other settings begin a new one. Needs faster-coco-eval and
-torchmetrics. Results: benchmarks/results/gpu_scenes.{json,md}.
+by one recipe, on the same scenes in the same order. Each run is an `inline train` of its own, several at the same time:
+one alone leaves a GPU waiting for its host. What they write is in DIR/*.log. A run that is in the results is not made
+again, so that several calls, each on a machine lent for a while, make up one table; other settings begin a new one.
+Needs faster-coco-eval and torchmetrics. Results: benchmarks/results/gpu_scenes.{json,md}.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,9 +29,10 @@ import typer
 
 from inline_attention.analysis.benchmark.environment import describe_environment
 from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.analysis.benchmark.side_by_side import Command, run_side_by_side
 from inline_attention.data.scenes import ScenesPlan, write_scenes
-from inline_attention.engine.config import TrainConfig, with_overrides
-from inline_attention.engine.running import train
+from inline_attention.engine.config import TrainConfig, to_yaml, with_overrides
+from inline_attention.engine.reporting import SUMMARY
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "gpu_scenes"
@@ -47,70 +51,102 @@ class Plan:
         images: Scenes to train on.
         validation_images: Scenes to measure on.
         pixels: Of the longer side of a scene.
-        updates: Of the weights.
+        detection_updates: Of a detector's weights; an update of them takes longer than one of a segmenter's.
+        segmentation_updates: Of a segmenter's weights.
         batch_size: Images of an update.
         lr: Learning rate at its highest.
     """
 
     backbone: str = "inline_pvt_tiny"
-    images: int = 4000
-    validation_images: int = 400
-    pixels: int = 320
-    updates: int = 3000
+    images: int = 3000
+    validation_images: int = 300
+    pixels: int = 256
+    detection_updates: int = 800
+    segmentation_updates: int = 1200
     batch_size: int = 16
-    lr: float = 4e-4
+    lr: float = 1e-3
+
+    def updates(self, task: str) -> int:
+        """Of the weights, in a run of a task."""
+        return self.detection_updates if task == "detection" else self.segmentation_updates
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to make."""
+
+    task: str
+    attention: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}-{self.attention}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run and what came of it; figures in percent."""
+    """A run that was made, and what came of it; figures in percent."""
 
     task: str
     attention: str
     seed: int
     figures: dict[str, float]
     seconds: float
-    images_per_second: float
+
+    @property
+    def job(self) -> Job:
+        """What it was."""
+        return Job(self.task, self.attention, self.seed)
 
 
-def config_of(plan: Plan, task: str, attention: str, seed: int, work: Path, device: str) -> TrainConfig:
-    """The settings of a run."""
-    side = plan.pixels * 4 // 5 // 32 * 32
+def scenes_folder(plan: Plan, work: Path) -> Path:
+    """Where the scenes of a plan are."""
+    return work / f"scenes-{plan.images}-{plan.validation_images}-{plan.pixels}"
+
+
+def config_of(plan: Plan, job: Job, work: Path, device: str, workers: int) -> TrainConfig:
+    """The settings of a run, with so many processes for its data."""
+    side, updates = plan.pixels * 4 // 5 // 32 * 32, plan.updates(job.task)
     of_task = {
         "detection": [
             "data.dataset=coco", f"detection.shorter_side={side}", f"detection.longest_side={plan.pixels}",
-            "detection.smallest_anchor=16",
+            "detection.smallest_anchor=16", "detection.sampled_boxes=128",
         ],
         "segmentation": [
             "data.dataset=pairs", "data.reduce_zero_label=true", f"segmentation.crop={side}",
             "segmentation.scale=[0.75, 1.5]",
         ],
-    }[task]  # fmt: skip
-    epochs = -(-plan.updates * plan.batch_size // plan.images)
+    }[job.task]  # fmt: skip
+    epochs = -(-updates * plan.batch_size // plan.images)
     return with_overrides(
         TrainConfig(),
         [
-            f"task.name={task}", *of_task, f"data.dir={work / 'scenes'}", f"data.workers={min(8, os.cpu_count() or 1)}",
-            f"model.name={plan.backbone.replace('inline', attention)}", "model.drop_path=0.0",
-            f"training.updates={plan.updates}", f"training.batch_size={plan.batch_size}", f"training.seed={seed}",
+            f"task.name={job.task}", *of_task, f"data.dir={scenes_folder(plan, work)}", f"data.workers={workers}",
+            f"model.name={plan.backbone.replace('inline', job.attention)}", "model.drop_path=0.0",
+            f"training.updates={updates}", f"training.batch_size={plan.batch_size}", f"training.seed={job.seed}",
             f"training.validation_interval={max(1, epochs)}", "training.clip_grad=5.0", f"run.device={device}",
             f"training.amp={'bf16' if device == 'cuda' else 'off'}", f"optimizer.lr={plan.lr}",
-            "optimizer.lr_base_size=null", f"schedule.warmup_updates={plan.updates // 10}", "schedule.warmup_lr=1e-6",
+            "optimizer.lr_base_size=null", f"schedule.warmup_updates={updates // 10}", "schedule.warmup_lr=1e-6",
             "schedule.min_lr=1e-6", "logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=0",
-            f"run.output={work}", f"run.experiment={task}-{attention}-{seed}",
+            f"run.output={work}", f"run.experiment={job}",
         ],
     )  # fmt: skip
 
 
-def measure(plan: Plan, task: str, attention: str, seed: int, work: Path, device: str) -> Run:
-    """Train and evaluate once."""
-    shutil.rmtree(work / f"{task}-{attention}-{seed}", ignore_errors=True)  # of a call that was cut short
-    start = time.perf_counter()
-    _, metrics = train(config_of(plan, task, attention, seed, work, device))
-    seconds = time.perf_counter() - start
-    assert metrics is not None, "the last epoch is always evaluated"
-    figures = {name: metrics.figures[name] for name in FIGURES[task]}
-    return Run(task, attention, seed, figures, seconds, plan.updates * plan.batch_size / seconds)
+def command_of(config: TrainConfig, job: Job, work: Path) -> Command:
+    """Trains and evaluates once."""
+    shutil.rmtree(work / str(job), ignore_errors=True)  # of a call that was cut short
+    settings = work / f"{job}.yaml"
+    settings.write_text(to_yaml(config), encoding="utf-8")
+    arguments = (sys.executable, "-m", "inline_attention", "train", str(settings))
+    return Command(str(job), arguments, work / f"{job}.log")
+
+
+def figures_of(job: Job, work: Path) -> dict[str, float]:
+    """Of the last evaluation of a run that has ended."""
+    with (work / str(job) / SUMMARY).open(newline="", encoding="utf-8") as file:
+        *_, last = csv.DictReader(file)
+    return {name: float(last[name]) for name in FIGURES[job.task]}
 
 
 def earlier_runs(path: Path, plan: Plan) -> list[Run]:
@@ -128,27 +164,25 @@ def write(path: Path, plan: Plan, runs: Sequence[Run], environment: dict[str, st
         {"environment": environment, "plan": asdict(plan), "runs": [asdict(run) for run in runs]},
     )
     parts = [
-        f"{plan.images:,} scenes of {plan.pixels} pixels to train on, {plan.validation_images} to measure on; "
-        f"{plan.updates:,} updates of {plan.batch_size} images from random weights; backbone {plan.backbone} and its "
-        "softmax twin."
+        f"{plan.images:,} scenes of {plan.pixels} pixels to train on, {plan.validation_images} to measure on; updates "
+        f"of {plan.batch_size} images from random weights; backbone {plan.backbone} and its softmax twin."
     ]
     for task, names in FIGURES.items():
         of_task = [run for run in runs if run.task == task]
         if not of_task:
             continue
         rows = [
-            [run.attention, str(run.seed), *(f"{run.figures[name]:.2f}" for name in names), f"{run.seconds:.0f}",
-             f"{run.images_per_second:,.0f}"]
+            [run.attention, str(run.seed), *(f"{run.figures[name]:.2f}" for name in names)]
             for run in sorted(of_task, key=lambda run: (run.attention, run.seed))
-        ]  # fmt: skip
+        ]
         for attention in ATTENTIONS:
             same = [run for run in of_task if run.attention == attention]
             if len(same) > 1:
                 means = (statistics.mean(run.figures[name] for run in same) for name in names)
-                rows.append([attention, "mean", *(f"{mean:.2f}" for mean in means), "", ""])
-        header = ["attention", "seed", *(f"{LABELS[name]} %" for name in names), "seconds", "images/s"]
-        parts += [f"## {task.capitalize()}", markdown_table(header, rows)]
-    parts.append("Seconds include reading, evaluation and checkpoints; images/s are training images over all of them.")
+                rows.append([attention, "mean", *(f"{mean:.2f}" for mean in means)])
+        header = ["attention", "seed", *(f"{LABELS[name]} %" for name in names)]
+        parts += [f"## {task.capitalize()}, {plan.updates(task):,} updates", markdown_table(header, rows)]
+    parts.append("Runs share the machine, several at a time: how long each took says nothing of its attention.")
     write_markdown(path.with_suffix(".md"), "InLine and softmax trained on scenes", environment, "\n\n".join(parts))
 
 
@@ -157,28 +191,61 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     tasks: Annotated[str, typer.Option(help="detection, segmentation or both.")] = "detection,segmentation",
     seeds: Annotated[str, typer.Option(help="Of weights and order, such as 0,1.")] = "0,1",
-    updates: Annotated[int, typer.Option(min=1, help="Of the weights, in each run.")] = Plan.updates,
+    detection_updates: Annotated[int, typer.Option(min=1, help="Of a detector.")] = Plan.detection_updates,
+    segmentation_updates: Annotated[int, typer.Option(min=1, help="Of a segmenter.")] = Plan.segmentation_updates,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 4,
+    time_limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which runs are stopped; what has ended stays.")
+    ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="A few updates on a CPU: does it run?")] = False,
 ) -> None:
-    plan, device = Plan(updates=updates), "cuda"
+    plan, device = Plan(detection_updates=detection_updates, segmentation_updates=segmentation_updates), "cuda"
     if smoke:
-        plan, device = Plan(images=8, validation_images=2, pixels=96, updates=2, batch_size=2), "cpu"
+        plan = Plan(
+            images=32, validation_images=4, pixels=96, detection_updates=2, segmentation_updates=2, batch_size=2
+        )
+        device = "cpu"
     elif not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch finds no GPU here; --smoke tries the script on a CPU")
-    if not (work / "scenes").exists():
+    if unknown := set(tasks.split(",")) - set(FIGURES):
+        raise typer.BadParameter(f"expected tasks of {', '.join(FIGURES)}, got {', '.join(sorted(unknown))}")
+    cores = os.cpu_count() or 1
+    start = time.monotonic()
+    if not scenes_folder(plan, work).exists():
         scenes = ScenesPlan(plan.images, plan.validation_images, plan.pixels)
-        write_scenes(work / "scenes", scenes, workers=1 if smoke else os.cpu_count() or 1)
+        write_scenes(scenes_folder(plan, work), scenes, workers=cores)
+        print(f"scenes: {time.monotonic() - start:.0f} s", flush=True)
     environment = describe_environment()
     runs = earlier_runs(output / f"{NAME}.json", plan)
-    done = {(run.task, run.attention, run.seed) for run in runs}
     # Twins one after the other: a call that is cut short leaves pairs.
-    for task in tasks.split(","):
-        for seed in map(int, seeds.split(",")):
-            for attention in ATTENTIONS:
-                if (task, attention, seed) not in done:
-                    runs.append(measure(plan, task, attention, seed, work, device))
-                    print(runs[-1], flush=True)
-                    write(output / NAME, plan, runs, environment)
+    jobs = [
+        job
+        for task in tasks.split(",")
+        for seed in map(int, seeds.split(","))
+        for attention in ATTENTIONS
+        if (job := Job(task, attention, seed)) not in {run.job for run in runs}
+    ]
+    workers = max(1, cores // at_once - 1)  # a core of each run's share is for the run itself
+    commands = {command_of(config_of(plan, job, work, device, workers), job, work): job for job in jobs}
+    complete = True
+    for ended in run_side_by_side(
+        list(commands),
+        at_once=at_once,
+        time_limit=None if time_limit is None else max(1.0, start + time_limit - time.monotonic()),
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},  # more would fight for the cores of the others
+    ):
+        job, seconds = commands[ended.command], ended.seconds
+        if ended.outcome == "done":
+            runs.append(Run(job.task, job.attention, job.seed, figures_of(job, work), seconds))
+            print(f"{job}: {seconds:.0f} s, {runs[-1].figures}", flush=True)
+            write(output / NAME, plan, runs, environment)
+            continue
+        complete = False
+        print(f"{job}: {ended.outcome} after {seconds:.0f} s", flush=True)
+        if ended.outcome != "not started":
+            print(ended.command.last_lines(), flush=True)
+    if not complete:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,17 @@ def test_photometric_distortion_changes_colours_and_no_labels():
     assert len({pixels.float().mean().item() for pixels, _ in results}) > 2
 
 
+def test_photometric_distortion_keeps_red_red():
+    """Colours shift, but do not change places: they are a part of what is to be learnt."""
+    labels = np.zeros((8, 8), dtype=np.uint8)
+    transform = segmentation_training_transform(8, scale=(1.0, 1.0), flip=0, largest_class_share=1.0)
+    torch.manual_seed(0)
+    for _ in range(30):
+        pixels, _ = transform(Image.new("RGB", (8, 8), (200, 60, 50)), labels)
+        red, green, blue = pixels.float().mean((1, 2))
+        assert red > max(green, blue) + 20
+
+
 def test_evaluation_keeps_the_labels_of_the_original():
     labels = np.zeros((30, 90), dtype=np.uint8)
     image, target = segmentation_evaluation_transform(60)(noise(0, (90, 30)), labels)

@@ -1,3 +1,4 @@
+import colorsys
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ from PIL import Image
 from inline_attention.data.coco import check_annotations, decode_mask, read_annotations
 from inline_attention.data.images import load_image
 from inline_attention.data.scenes import OBJECT_KINDS, SEMANTIC_CLASSES, ScenesPlan, render_scene, write_scenes
+from inline_attention.data.scenes.looks import GROUND_COLOURS, OBJECT_LOOKS
 from inline_attention.data.scenes.rendering import LEAST_VISIBLE_PIXELS
 from inline_attention.data.scenes.scene import category_number
 from inline_attention.data.scenes.shapes import REACH, outline_distance
+from inline_attention.data.scenes.textures import MATERIALS
 from inline_attention.data.scenes.writing import MANIFEST, leftovers
 from inline_attention.data.segmentation import open_and_check_pairs
 from inline_attention.data.sources import DataError
@@ -48,6 +51,57 @@ def test_scenes_vary_in_what_is_to_be_learnt():
     labels = np.unique(np.concatenate([scene.semantic_map().ravel() for scene in scenes]))
     assert labels.tolist() == list(range(len(SEMANTIC_CLASSES) + 1))
     assert sum(_overlap(scene) for scene in scenes) > 10
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """Scenes enough to count in."""
+    return [render_scene(0, "training", index, 160) for index in range(150)]
+
+
+def test_everything_that_is_drawn_has_a_look():
+    assert set(OBJECT_LOOKS) == set(OBJECT_KINDS)
+    assert set(GROUND_COLOURS) == set(MATERIALS)
+    assert {name for look in OBJECT_LOOKS.values() for name in (look.material, look.ground)} <= set(MATERIALS)
+
+
+def test_colours_hint_at_kinds_without_telling_them(crowd):
+    """Of photographed objects: the kind whose usual hue is nearest is the right one more often than not, not always."""
+    hues = np.array([OBJECT_LOOKS[kind].colouring.hue for kind in OBJECT_KINDS])
+    guessed, kinds = [], []
+    for scene in crowd:
+        for number, kind in enumerate(scene.kinds, start=1):
+            red, green, blue = np.median(scene.image[scene.visible_mask(number)], axis=0) / 255
+            distance = np.abs(colorsys.rgb_to_hsv(red, green, blue)[0] - hues)
+            guessed.append(OBJECT_KINDS[np.minimum(distance, 1 - distance).argmin()])
+            kinds.append(kind)
+    right = np.mean([guess == kind for guess, kind in zip(guessed, kinds, strict=True)])
+    assert 0.4 < right < 0.85
+    assert len(kinds) > 300
+    for kind in OBJECT_KINDS:
+        assert len({guess for guess, other in zip(guessed, kinds, strict=True) if other == kind}) > 2
+
+
+def test_surroundings_hint_too(crowd):
+    """More than a quarter of objects, as it were by chance, lie on their usual background of four; clouds are up."""
+    on_usual_ground, cloud_rows, gravel_rows = [], [], []
+    for scene in crowd:
+        for number, kind in enumerate(scene.kinds, start=1):
+            ground = scene.background == category_number(OBJECT_LOOKS[kind].ground)
+            on_usual_ground.append(ground[scene.visible_mask(number)].mean() > 0.5)
+        for name, rows in (("clouds", cloud_rows), ("gravel", gravel_rows)):
+            where = scene.background == category_number(name)
+            if 0.05 < where.mean() < 0.9:
+                rows.append(np.nonzero(where)[0].mean() / len(where))
+    assert 0.35 < np.mean(on_usual_ground) < 0.7
+    assert np.mean(cloud_rows) < 0.4 < 0.6 < np.mean(gravel_rows)
+    assert max(cloud_rows) > 0.6
+    assert min(gravel_rows) < 0.4
+
+
+@pytest.mark.parametrize(("size", "most"), [(64, 2), (128, 5), (320, 10)])
+def test_small_pictures_are_no_heaps(size, most):
+    assert max(len(render_scene(1, "training", index, size).kinds) for index in range(40)) in (most - 1, most)
 
 
 def _overlap(scene):

@@ -1,6 +1,6 @@
 """Draws scenes: materials in the background, wires across it, objects that cast shadows and hide each other.
 
-A kind of object is told by its outline alone: colour and material of objects and backgrounds are drawn alike.
+A kind of object is told by its outline; colour, material and surroundings (see `looks`) are hints that may mislead.
 Shapes: `H`, `W` height and width in pixels; `h`, `w` those of the part of the picture around one object.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.scenes.camera import photograph
+from inline_attention.data.scenes.looks import GROUND_COLOURS, OBJECT_LOOKS, Paint
 from inline_attention.data.scenes.scene import OBJECT_KINDS, OTHER, Scene, category_number
 from inline_attention.data.scenes.shapes import REACH, outline_distance, unit_area
 from inline_attention.data.scenes.textures import MATERIALS, painted, smooth_noise
@@ -20,7 +21,7 @@ from inline_attention.data.scenes.textures import MATERIALS, painted, smooth_noi
 SMALLEST_SIDE = 64
 LARGEST_SIDE = 4096
 SHORT_TO_LONG = (1.0, 3 / 4, 2 / 3)  # shapes of pictures
-MOST_OBJECTS = 10
+MOST_OBJECTS, PIXELS_PER_OBJECT = 10, 25  # one to every so many pixels of the longer side: small pictures are not heaps
 SHARE_WITHOUT_OBJECTS = 0.03
 # Square roots of areas in pixels, within COCO's limits of small (below 32²), medium (below 96²) and large objects. What
 # is seen of an object may be less, as objects hide each other.
@@ -32,6 +33,8 @@ LEAST_VISIBLE_SHARE = 0.45
 LEAST_VISIBLE_PIXELS = 48
 PLACING_ATTEMPTS = 8
 COLOUR_CANDIDATES = 3  # of which the one is taken that stands out most
+SHARE_AGAINST_THE_ORDER = 0.25  # of pictures, in which backgrounds lie in any order
+FAVOUR = 3  # how much likelier kinds of objects are on their usual background than others
 
 
 def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
@@ -53,7 +56,7 @@ def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
     for _ in range(random.integers(0, 4)):
         canvas.draw_wire()
     if random.random() >= SHARE_WITHOUT_OBJECTS:
-        for _ in range(random.integers(1, MOST_OBJECTS + 1)):
+        for _ in range(random.integers(1, min(MOST_OBJECTS, size // PIXELS_PER_OBJECT) + 1)):
             canvas.draw_object()
     return Scene(photograph(random, canvas.colours), canvas.instances, tuple(canvas.kinds), canvas.background)
 
@@ -101,7 +104,9 @@ class _Canvas:
     def draw_background(self) -> None:
         """One to three materials, divided by wavy borders."""
         count = int(self.random.integers(1, 4))
-        materials = self.random.permutation(list(MATERIALS))[:count]
+        materials = [str(material) for material in self.random.permutation(list(MATERIALS))[:count]]
+        if self.random.random() >= SHARE_AGAINST_THE_ORDER:
+            materials.sort(key=list(GROUND_COLOURS).index)
         angle = self.random.normal(np.pi / 2, 0.4)
         x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
         height_above = (x * np.cos(angle) + y * np.sin(angle)) / self.height
@@ -113,9 +118,10 @@ class _Canvas:
             if not where.any():
                 continue  # two borders may meet
             rows = slice(*np.flatnonzero(where.any(1))[[0, -1]] + (0, 1))
-            surface = self._surface(str(material), rows.stop - rows.start, self.width, *self._colours())
+            paint = GROUND_COLOURS[material].or_odd(self.random).draw(self.random)
+            surface = self._surface(material, rows.stop - rows.start, self.width, paint)
             np.copyto(self.colours[rows], surface, where=where[rows, :, None])
-            self.background[where] = category_number(str(material))
+            self.background[where] = category_number(material)
 
     def draw_wire(self) -> None:
         """A straight bar from border to border that is not among the classes: not all that is there has a name."""
@@ -131,19 +137,26 @@ class _Canvas:
 
     def draw_object(self) -> None:
         """One more object on top, unless no place is found where enough of it and of the others can be seen."""
-        kind = str(self.random.choice(OBJECT_KINDS))
         whole = self._area()
-        radius = math.sqrt(whole / unit_area(kind))
         for _ in range(PLACING_ATTEMPTS):
+            centre = self.random.uniform(0, self.width), self.random.uniform(0, self.height)
+            kind = self._kind_at(*centre)
             placement = _Placement(
                 kind,
-                (self.random.uniform(0, self.width), self.random.uniform(0, self.height)),
-                radius,
+                centre,
+                math.sqrt(whole / unit_area(kind)),
                 self.random.uniform(0, 2 * np.pi),
                 float(np.exp(self.random.uniform(-STRETCH, STRETCH))),
             )
             if self._try_placing(placement, whole):
                 return
+
+    def _kind_at(self, x: float, y: float) -> str:
+        """A kind of object for a place: rather one that is usual on the background there."""
+        ground = self.background[int(y), int(x)]
+        usual = np.array([category_number(OBJECT_LOOKS[kind].ground) == ground for kind in OBJECT_KINDS])
+        weights = np.where(usual, FAVOUR, 1)
+        return str(self.random.choice(OBJECT_KINDS, p=weights / weights.sum()))
 
     def _area(self) -> float:
         """Pixels of an object, were all of it seen."""
@@ -194,9 +207,11 @@ class _Canvas:
         height, width = distance.shape
         coverage = _coverage(distance)
         around = self.colours[window][np.abs(distance) < 2 + 0.2 * placement.radius].mean(0)
-        candidates = [self._colours() for _ in range(COLOUR_CANDIDATES)]
-        dark, light = max(candidates, key=lambda pair: float(np.linalg.norm((pair[0] + pair[1]) / 2 - around)))
-        surface = self._surface(str(self.random.choice(list(MATERIALS))), height, width, dark, light)
+        look = OBJECT_LOOKS[placement.kind]
+        colouring = look.colouring.or_odd(self.random)
+        candidates = [colouring.draw(self.random) for _ in range(COLOUR_CANDIDATES)]
+        paint = max(candidates, key=lambda candidate: float(np.linalg.norm(candidate.middle - around)))
+        surface = self._surface(look.draw_material(self.random), height, width, paint)
         # Darker towards the rim and away from the light: an object is no hole in the background.
         rim = np.clip(-distance / (0.18 * placement.radius + 1), 0, 1)
         rows, columns = window
@@ -206,16 +221,8 @@ class _Canvas:
         shade = ((0.72 + 0.28 * rim) * (1 + 0.22 * slope)).astype(np.float32)
         self.colours[window] += coverage[..., None] * (surface * shade[..., None] - self.colours[window])
 
-    def _surface(self, material: str, height: int, width: int, dark: np.ndarray, light: np.ndarray) -> np.ndarray:
-        return painted(MATERIALS[material](self.random, height, width), dark, light)
-
-    def _colours(self) -> tuple[np.ndarray, np.ndarray]:
-        """A dark and a light colour of one material, each `[3]`."""
-        light = self.random.uniform(0.25, 1.0, 3).astype(np.float32)
-        grey = light.mean()
-        light = grey + (light - grey) * np.float32(self.random.uniform(0.2, 1.2))
-        dark = light * np.float32(self.random.uniform(0.35, 0.75))
-        return np.clip(dark, 0, 1), np.clip(light, 0, 1)
+    def _surface(self, material: str, height: int, width: int, paint: Paint) -> np.ndarray:
+        return painted(MATERIALS[material](self.random, height, width), paint.dark, paint.light)
 
 
 def _coverage(distance: np.ndarray) -> np.ndarray:
