@@ -1,6 +1,7 @@
 """CIFAR-10 from scratch: InLine-DeiT-T and its softmax and linear twins, one recipe, several seeds.
 
     python benchmarks/cifar10.py --data-dir DIR [--runs out/cifar10] [--time-limit 560] [--only softmax:1] [--long]
+        [--at-once 3]
 
 The recipe `cifar10` (32×32 pictures as 256 tokens of 2×2 pixels), the same epochs for all. Runs are the engine's, under
 --runs: stopped at the time limit or killed, the same command goes on, and finished ones are not repeated. Results:
@@ -15,9 +16,10 @@ DIR holds CIFAR-10 as its authors distribute it, or a folder of pictures per cla
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +29,7 @@ from inline_attention.analysis.ablation.files import latest_environment, plain_r
 from inline_attention.analysis.ablation.grid import Cell, cell, grid
 from inline_attention.analysis.ablation.runs import OtherSettingsError
 from inline_attention.analysis.ablation.tables import CellResult, as_markdown
-from inline_attention.analysis.ablation.training import collect, train_cells
+from inline_attention.analysis.ablation.training import FinishedRun, collect, train_cells, train_side_by_side
 from inline_attention.analysis.benchmark.results import write_json, write_markdown
 from inline_attention.engine.config import ConfigError, TrainConfig, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
@@ -41,9 +43,9 @@ GOAL_TOP1, GOAL_SECONDS = 92.0, 600.0
 SPARSE = ("training.validation_interval=5", "checkpoints.interval_epochs=5", "checkpoints.keep_last=1")
 
 
-def cifar10_settings(data_dir: Path, compile_model: bool, overrides: Sequence[str]) -> TrainConfig:
-    """The recipe on this data."""
-    data = [f"data.dir={data_dir}", "data.workers=8"]
+def cifar10_settings(data_dir: Path, compile_model: bool, overrides: Sequence[str], at_once: int = 1) -> TrainConfig:
+    """The recipe on this data, for so many runs at a time."""
+    data = [f"data.dir={data_dir}", f"data.workers={max(1, min(8, (os.cpu_count() or 1) // at_once - 1))}"]
     if (data_dir / "train").is_dir():
         data += ["data.dataset=folder", "data.val_split=test"]
     compiling = ("training.compile=true", "training.compile_mode=reduce-overhead") if compile_model else ()
@@ -55,7 +57,7 @@ def describe(config: TrainConfig) -> str:
     how = f"compiled ({training.compile_mode})" if training.compile else "eager"
     return (
         f"{training.epochs} epochs, batch {training.batch_size}, {how}, {training.amp}; top-1 of the test pictures "
-        "after the last epoch; images/s of training alone, without evaluation."
+        "after the last epoch; images/s without evaluation, of runs that had the machine to themselves."
     )
 
 
@@ -124,6 +126,23 @@ def show(cell: Cell, seed: int, row: Mapping[str, Any]) -> None:
     print(f"{cell.label}, seed {seed}: epoch {row['epoch']}, loss {row['train_loss']:.3f}{accuracy}", flush=True)
 
 
+def train(
+    cells: Sequence[Cell], chosen: Mapping[int, Sequence[str]], runs: Path, stop_at: float, at_once: int
+) -> Iterator[FinishedRun]:
+    """What is chosen, seed by seed; several runs at a time over all of them."""
+    if at_once == 1:
+        for seed, attentions in chosen.items():
+            todo = [item for item in cells if item.values["attention"] in attentions]
+            yield from train_cells(todo, [seed], runs, stop_at=stop_at, on_epoch=show)
+        return
+    everything = {name for attentions in chosen.values() for name in attentions}
+    if any(set(attentions) != everything for attentions in chosen.values()):
+        raise typer.BadParameter("--at-once takes the same models with every seed")
+    todo = [item for item in cells if item.values["attention"] in everything]
+    limit = None if math.isinf(stop_at) else max(1.0, stop_at - time.monotonic())
+    yield from train_side_by_side(todo, list(chosen), runs, at_once=at_once, time_limit=limit, on_trouble=print)
+
+
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder of CIFAR-10.", exists=True, file_okay=False)],
     runs: Annotated[Path, typer.Option(help="Folder of the runs; the same one goes on.")] = Path("out/cifar10"),
@@ -132,24 +151,24 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="MODEL:SEED, such as softmax:1; repeat for more.")] = None,
     long: Annotated[bool, typer.Option("--long", help="The longer run of InLine instead.")] = False,
     compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = True,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which a run is saved and stopped.")] = math.inf,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which runs are saved and stopped.")] = math.inf,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time; with several, speeds mean nothing.")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting key=value, for these runs.")] = None,
 ) -> None:
     stop_at = time.monotonic() + time_limit
     overrides = [*(LONG if long else ()), *(set_ or ())]
     name, title = ("cifar10_long", "CIFAR-10: a longer run of InLine") if long else ("cifar10", "CIFAR-10: three twins")
     try:
-        config = cifar10_settings(data_dir, compile_model, overrides)
+        config = cifar10_settings(data_dir, compile_model, overrides, at_once)
         if long:
             cells, seeds, chosen = [cell(config, {"attention": "inline"})], 1, {0: ["inline"]}
             runs = runs / "long"
         else:
             cells, chosen = grid(config, {"attention": ATTENTIONS}), chosen_runs(only or [], range(seeds))
-        for seed, attentions in chosen.items():
-            todo = [item for item in cells if item.values["attention"] in attentions]
-            for _, _, outcome in train_cells(todo, [seed], runs, stop_at=stop_at, on_epoch=show):
-                print(f"finished: {outcome.failure or f'{outcome.top1:.2f} %'}, {outcome.seconds:.0f} s", flush=True)
-                write_results(output, name, title, collect(cells, range(seeds), runs), overrides)
+        for item, seed, outcome in train(cells, chosen, runs, stop_at, at_once):
+            found = outcome.failure or f"{outcome.top1:.2f} %"
+            print(f"finished {item.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
+            write_results(output, name, title, collect(cells, range(seeds), runs), overrides)
     except (ConfigError, OtherSettingsError) as error:
         raise typer.BadParameter(str(error)) from error
     except InterruptedBySignalError as error:

@@ -1,22 +1,22 @@
 """What makes InLine work, on CIFAR-10: feature map, normalisation and local residual, all else equal.
 
-    python benchmarks/cifar10_ablation.py --data-dir DIR [--runs out/cifar10_ablation] [--epochs 20] [--time-limit 560]
+    python benchmarks/cifar10_ablation.py --data-dir DIR [--runs out/cifar10_ablation] [--epochs 20] [--at-once 3]
+        [--time-limit 560]
 
 {identity, relu, leaky_relu, exp} × {divide, subtract} × {with, without} the local residual, by the recipe `cifar10`,
 two seeds each. All cells with the residual come first, and the method without it, so that a budget that ends early has
 them. Runs are the engine's, under --runs: stopped or killed, the same command goes on. Results:
-benchmarks/results/cifar10_ablation.{json,csv,md,png,svg}, rewritten after every run.
+benchmarks/results/cifar10_ablation.{json,csv,md,png,svg}, rewritten after every run. Several runs at a time, each in
+its own process, leave the GPU no time to wait for any one of them.
 
 `inline ablate cifar10 --axis feature_map --axis normalization --axis local_residual` trains the same grid.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,10 +25,9 @@ from inline_attention.analysis.ablation.files import write_ablation
 from inline_attention.analysis.ablation.grid import AXES, Cell, grid
 from inline_attention.analysis.ablation.runs import OtherSettingsError
 from inline_attention.analysis.ablation.tables import CellResult
-from inline_attention.analysis.ablation.training import collect, train_cells
+from inline_attention.analysis.ablation.training import collect, train_side_by_side
 from inline_attention.analysis.drawing.ablation import draw_ablation
 from inline_attention.engine.config import ConfigError
-from inline_attention.engine.interruption import InterruptedBySignalError
 
 RESULTS = Path(__file__).parent / "results"
 NAME, TITLE = "cifar10_ablation", "CIFAR-10: what makes InLine work"
@@ -52,35 +51,31 @@ def write_results(output: Path, results: Sequence[CellResult], seeds: int, overr
     draw_ablation(results, output, NAME, title=TITLE, small_print=about)
 
 
-def show(cell: Cell, seed: int, row: Mapping[str, Any]) -> None:
-    accuracy = f", top-1 {row['top1']:.2f} %" if "top1" in row else ""
-    print(f"{cell.label}, seed {seed}: epoch {row['epoch']}, loss {row['train_loss']:.3f}{accuracy}", flush=True)
-
-
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder of CIFAR-10.", exists=True, file_okay=False)],
     runs: Annotated[Path, typer.Option(help="Folder of the runs; the same one goes on.")] = Path(f"out/{NAME}"),
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Of every run.")] = 20,
-    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which a run is saved and stopped.")] = math.inf,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = True,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds after which runs are saved and stopped.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process.")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting key=value, for all runs.")] = None,
 ) -> None:
-    stop_at = time.monotonic() + time_limit
     overrides = [f"training.epochs={epochs}", *(set_ or ())]
     try:
-        config = cifar10_settings(data_dir, compile_model, overrides)
+        config = cifar10_settings(data_dir, compile_model, overrides, at_once)
         cells = grid(config, {name: AXES[name].values for name in AXIS_NAMES})
         in_order = sorted(cells, key=by_importance)
-        for cell, seed, outcome in train_cells(in_order, range(seeds), runs, stop_at=stop_at, on_epoch=show):
+        finished = train_side_by_side(
+            in_order, range(seeds), runs, at_once=at_once, time_limit=time_limit, on_trouble=print
+        )
+        for cell, seed, outcome in finished:
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             print(f"finished {cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
             write_results(output, collect(cells, range(seeds), runs), seeds, overrides)
     except (ConfigError, OtherSettingsError) as error:
         raise typer.BadParameter(str(error)) from error
-    except InterruptedBySignalError as error:
-        print(f"{error}; saved. The same command goes on")
     print(output / f"{NAME}.md")
 
 

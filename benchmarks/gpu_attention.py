@@ -1,10 +1,10 @@
 """Attention on a GPU: every backend of InLine with its local residual against softmax, and the copy floor.
 
-    python benchmarks/gpu_attention.py [--output DIR]
+    python benchmarks/gpu_attention.py [--output DIR] [--seconds 0.3]
 
 The cases of `inline bench attention` on a GPU: bf16, B·N·C ≈ 25 million, N = 196 … 65536, C = 192 and 768, head dim 32
 and 64, one 1024² image, and the host's overhead. Results: benchmarks/results/gpu_attention.{json,md,png}; the JSON
-grows as cases finish. About three minutes, of which one is compiling plain PyTorch for C = 192, head dim 32.
+grows as cases finish. About five minutes, of which one is compiling plain PyTorch for C = 192, head dim 32.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from inline_attention.cli.bench import report_attention, resolve_device
 RESULTS = Path(__file__).parent / "results"
 
 
-def main(output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS) -> None:
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+    seconds: Annotated[float, typer.Option(help="Spent on timing each pass of each case.")] = 1.0,
+) -> None:
     device = resolve_device("cuda")
-    settings = AttentionSettings(device, torch.bfloat16, default_cases(device))
+    settings = AttentionSettings(device, torch.bfloat16, default_cases(device), seconds=seconds)
     report_attention(settings, output, "gpu_attention")
 
 

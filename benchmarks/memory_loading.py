@@ -1,17 +1,18 @@
-"""What the input pipeline costs a training step when the data are in memory, at the size of CIFAR-10.
+"""What the input pipeline, and attention, cost a training step at the size of CIFAR-10, with the data in memory.
 
     python benchmarks/memory_loading.py [--output DIR] [--compile]
 
-Steps of InLine-DeiT-T (32² pixels as 256 tokens, batches of 512, bfloat16, AdamW) are timed with one batch that never
-changes and with batches from `MemoryLoader`, with the augmentation of the recipe `cifar10` and with a stronger one.
-Pipelines take turns. 100 % means that the step never waits. Results: benchmarks/results/memory_loading.{json,md}.
+Steps of InLine-DeiT-T and its softmax and linear twins (32² pixels as 256 tokens, batches of 512, bfloat16, AdamW) are
+timed with one batch that never changes and with batches from `MemoryLoader`, with the augmentation of the recipe
+`cifar10` and with a stronger one. They take turns. 100 % means that a step never waits. Results:
+benchmarks/results/memory_loading.{json,md}.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,14 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
+STILL = "the same batch"
+PIPELINES_OF = {
+    "inline": (STILL, *PIPELINES),
+    "softmax": (STILL, next(iter(PIPELINES))),
+    "linear": (STILL, next(iter(PIPELINES))),
+}
+
+
 def endless(loader: MemoryLoader) -> Iterator[Batch]:
     """Epoch after epoch."""
     epoch = 0
@@ -48,14 +57,31 @@ def endless(loader: MemoryLoader) -> Iterator[Batch]:
         epoch += 1
 
 
+def training_step(attention: str, device: torch.device, compiled: bool) -> Callable[[Batch], None]:
+    """Forward, backward and update of one model."""
+    model = create_model(f"{attention}_deit_tiny", img_size=SIDE, patch_size=2, num_classes=CLASSES).to(device)
+    runnable = torch.compile(model, mode="reduce-overhead") if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+
+    def step(batch: Batch) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = runnable(batch.images)
+        F.cross_entropy(logits.float(), batch.targets).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     device_name: Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")] = "auto",
     images: Annotated[int, typer.Option(help="In memory.")] = 50_000,
     batch_size: Annotated[int, typer.Option(help="Images per step.")] = 512,
     steps: Annotated[int, typer.Option(help="In a round.")] = 40,
-    rounds: Annotated[int, typer.Option(help="For each pipeline, in turns.")] = 7,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model, with CUDA graphs.")] = False,
+    rounds: Annotated[int, typer.Option(help="For each model and pipeline, in turns.")] = 5,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the models, with CUDA graphs.")] = False,
 ) -> None:
     device = resolve_device(device_name)
     torch.manual_seed(0)
@@ -66,51 +92,56 @@ def main(
         augmentation = training_augmentation((SIDE, SIDE), **STATISTICS, **options)
         batches = TrainingBatches(images, batch_size, seed=0)
         sources[name] = endless(MemoryLoader(data, batches, augmentation=augmentation, device=device))
-    still = next(iter(next(iter(sources.values()))))
-    sources = {"the same batch": iter(lambda: still, None), **sources}
+    still = next(next(iter(sources.values())))
+    sources[STILL] = iter(lambda: still, None)
 
-    model = create_model("inline_deit_tiny", img_size=SIDE, patch_size=2, num_classes=CLASSES).to(device)
-    runnable = torch.compile(model, mode="reduce-overhead") if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    training = {attention: training_step(attention, device, compiled) for attention in PIPELINES_OF}
 
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = runnable(batch.images)
-        F.cross_entropy(logits.float(), batch.targets).backward()
-        optimizer.step()
-
-    def rate(source: Iterator[Batch]) -> float:
+    def rate(attention: str, pipeline: str) -> float:
         synchronize(device)
         start = time.perf_counter()
         for _ in range(steps):
-            step(next(source))
+            training[attention](next(sources[pipeline]))
         synchronize(device)
         return steps * batch_size / (time.perf_counter() - start)
 
-    for source in sources.values():
-        rate(source)
-    rates: dict[str, list[float]] = {name: [] for name in sources}
+    contestants = [(attention, pipeline) for attention, names in PIPELINES_OF.items() for pipeline in names]
+    for contestant in contestants:
+        rate(*contestant)
+    rates: dict[tuple[str, str], list[float]] = {contestant: [] for contestant in contestants}
     for number in range(rounds):
-        for name, source in sources.items():
-            rates[name].append(rate(source))
-        print(
-            f"round {number}: " + ", ".join(f"{name}: {values[-1]:,.0f}" for name, values in rates.items()), flush=True
-        )
-    first = rates["the same batch"]
-    shares = {
-        name: statistics.median(a / b for a, b in zip(values, first, strict=True)) for name, values in rates.items()
-    }
+        for contestant, values in rates.items():
+            values.append(rate(*contestant))
+        shown = (f"{attention}, {pipeline}: {values[-1]:,.0f}" for (attention, pipeline), values in rates.items())
+        print(f"round {number}: {'; '.join(shown)}", flush=True)
+
+    def ratio(values: Sequence[float], others: Sequence[float]) -> float:
+        return statistics.median(a / b for a, b in zip(values, others, strict=True))
+
+    rows = [
+        {
+            "attention": attention,
+            "batches": pipeline,
+            "images_per_second": statistics.median(values),
+            "share_of_step_rate": ratio(values, rates[attention, STILL]),
+            "times_softmax": ratio(values, rates["softmax", pipeline]) if ("softmax", pipeline) in rates else None,
+        }
+        for (attention, pipeline), values in rates.items()
+    ]
     environment = describe_environment()
-    about = (
-        f"InLine-DeiT-T, {images:,} images of {SIDE}² pixels, batches of {batch_size}, compiled: {compiled}, {device}"
-    )
-    write_json(
-        output / "memory_loading.json",
-        {"environment": environment, "about": about, "images_per_second": rates, "share_of_step_rate": shares},
-    )
-    rows = [[name, f"{statistics.median(rates[name]):,.0f}", f"{share:.1%}"] for name, share in shares.items()]
-    table = markdown_table(["batches", "images/s", "of the step's own rate"], rows)
+    about = f"DeiT-T, {images:,} images of {SIDE}² pixels, batches of {batch_size}, compiled: {compiled}, {device}"
+    write_json(output / "memory_loading.json", {"environment": environment, "about": about, "results": rows})
+    table = markdown_table(
+        ["attention", "batches", "images/s", "of the step's own rate", "against softmax"],
+        [
+            [
+                row["attention"], row["batches"],
+                f"{row['images_per_second']:,.0f}", f"{row['share_of_step_rate']:.1%}",
+                "–" if row["times_softmax"] is None else f"{row['times_softmax']:.2f}×",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
     write_markdown(output / "memory_loading.md", "Data in memory", environment, f"{about}.\n\n{table}")
     print(table)
 

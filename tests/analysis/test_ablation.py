@@ -12,7 +12,7 @@ from inline_attention.analysis.ablation.files import latest_environment, write_a
 from inline_attention.analysis.ablation.grid import AxisError, grid, parse_axis
 from inline_attention.analysis.ablation.runs import OtherSettingsError, RunOutcome, finish_run
 from inline_attention.analysis.ablation.tables import as_markdown, cell_result, text_table
-from inline_attention.analysis.ablation.training import collect, train_cells
+from inline_attention.analysis.ablation.training import collect, train_cells, train_side_by_side
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.trainer import DivergedError
 
@@ -159,6 +159,31 @@ def test_a_run_that_diverges_is_a_result(config, tmp_path, monkeypatch):
     assert result.top1 is None
     assert "NaN" in result.failure
     assert collect([cell], [0], tmp_path)[0].note == "seed 0: diverged: NaN in a row"
+
+
+def test_runs_side_by_side_are_those_one_after_the_other(config, tmp_path):
+    config = replace(config, training=replace(config.training, epochs=1))
+    cells = grid(config, {"heads": (2, 4)})
+    ((_, _, alone),) = train_cells(cells[:1], [0], tmp_path / "alone")
+    troubles: list[str] = []
+    ended = list(train_side_by_side(cells, [0], tmp_path / "both", at_once=2, on_trouble=troubles.append))
+    assert troubles == []
+    assert {cell.label for cell, _, _ in ended} == {cell.label for cell in cells}
+    by_label = {cell.label: outcome for cell, _, outcome in ended}
+    assert by_label[cells[0].label].top1 == alone.top1
+    assert by_label[cells[0].label].images_per_second is None  # it had half a machine
+    again = train_side_by_side(cells, [0], tmp_path / "both", at_once=2, on_trouble=pytest.fail)
+    assert {outcome.top1 for _, _, outcome in again} == {outcome.top1 for _, _, outcome in ended}
+
+
+def test_a_run_that_fails_beside_others_says_why(config, tmp_path):
+    elsewhere = replace(config.data, dataset="folder", dir=str(tmp_path / "nowhere"))
+    cells = grid(replace(config, data=elsewhere), {"heads": (2,)})
+    troubles: list[str] = []
+    assert not list(train_side_by_side(cells, [0], tmp_path / "runs", at_once=1, on_trouble=troubles.append))
+    (trouble,) = troubles
+    assert "failed" in trouble
+    assert "nowhere" in trouble
 
 
 def test_nothing_is_begun_after_the_time_is_up(config, tmp_path):

@@ -1,13 +1,15 @@
 """Commands at the same time: what each writes and how it ends, and that nothing runs on."""
 
 import os
+import signal
 import sys
+import threading
 import time
 
 import pytest
 
 from inline_attention.analysis.benchmark import side_by_side
-from inline_attention.analysis.benchmark.side_by_side import Command, run_side_by_side
+from inline_attention.analysis.benchmark.side_by_side import Command, InterruptedRunsError, run_side_by_side
 
 
 @pytest.fixture
@@ -100,3 +102,19 @@ def test_the_environment_is_handed_on(python):
 def test_none_at_once_is_refused(python):
     with pytest.raises(ValueError, match="at least one command must run at a time, got at_once=0"):
         next(run_side_by_side([python("any", "")], at_once=0))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_them_all(python, tmp_path, number, status):
+    ready = tmp_path / "ready"
+
+    def send_when_ready():
+        while not (ready.exists() and ready.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send_when_ready).start()
+    with pytest.raises(InterruptedRunsError) as caught:
+        list(run_side_by_side([python("waits", waiting_program(ready))], at_once=1))
+    assert caught.value.exit_code == status
+    assert has_ended(int(ready.read_text()))

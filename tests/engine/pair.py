@@ -111,7 +111,7 @@ def measure(path, options, rank):
 def train_with_a_bad_loss(overrides, rank):
     """In the second process the losses of updates 2 and 3 are not finite; the averages after each update."""
     averages, losses = [], []
-    loss, apply, skip = objective.Objective.loss, trainer.Trainer._apply_gradients, trainer.Trainer._skip
+    loss, apply, skip = objective.Objective.loss, trainer.Trainer._update_weights, trainer.Trainer._skip
 
     def bad_loss(self, logits, targets):
         losses.append(None)
@@ -126,6 +126,6 @@ def train_with_a_bad_loss(overrides, rank):
         return call
 
     objective.Objective.loss = bad_loss
-    trainer.Trainer._apply_gradients, trainer.Trainer._skip = noting(apply), noting(skip)
+    trainer.Trainer._update_weights, trainer.Trainer._skip = noting(apply), noting(skip)
     train(overrides, rank)
     return averages

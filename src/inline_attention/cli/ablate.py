@@ -16,7 +16,8 @@ from inline_attention.analysis.ablation.files import write_ablation
 from inline_attention.analysis.ablation.grid import AxisError, Cell, grid, parse_axis
 from inline_attention.analysis.ablation.runs import OtherSettingsError
 from inline_attention.analysis.ablation.tables import CellResult, text_table
-from inline_attention.analysis.ablation.training import collect, train_cells
+from inline_attention.analysis.ablation.training import collect, train_cells, train_side_by_side
+from inline_attention.analysis.benchmark.side_by_side import InterruptedRunsError
 from inline_attention.cli.printing import fail, progress_bar
 from inline_attention.cli.train import overrides_of, read_settings
 from inline_attention.data.broken import BrokenImagesError
@@ -33,7 +34,13 @@ LOG_WIDTH = 140  # of tables in a log, which has no width of its own
 
 
 def run_ablate(
-    recipe: str, axes: Sequence[str], seeds: int, output: Path, settings: Sequence[str], flags: Sequence[str]
+    recipe: str,
+    axes: Sequence[str],
+    seeds: int,
+    output: Path,
+    settings: Sequence[str],
+    flags: Sequence[str],
+    at_once: int = 1,
 ) -> None:
     """Train the grid, or what is left of it, and write the table after every run.
 
@@ -44,6 +51,7 @@ def run_ablate(
         output: Folder of runs and results.
         settings: Overrides `key=value` for all runs.
         flags: timm's flags, for all runs.
+        at_once: Runs at a time, each in a process of its own if there are several.
 
     Raises:
         typer.Exit: 1 for what is wrong with axes, settings or data, 130 or 143 after SIGINT or SIGTERM.
@@ -55,8 +63,8 @@ def run_ablate(
         config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
         cells = _cells(config, axes)
         numbers = range(config.training.seed, config.training.seed + seeds)
-        _train_with_progress(console, cells, numbers, output, recipe)
-    except InterruptedBySignalError as error:
+        _train_with_progress(console, cells, numbers, output, recipe, at_once)
+    except (InterruptedBySignalError, InterruptedRunsError) as error:
         typer.echo(f"{error}; saved. The same command goes on", err=True)
         raise typer.Exit(error.exit_code) from error
     except (
@@ -88,7 +96,7 @@ def _cells(config: TrainConfig, axes: Sequence[str]) -> list[Cell]:
 
 
 def _train_with_progress(
-    console: Console, cells: Sequence[Cell], seeds: Sequence[int], output: Path, recipe: str
+    console: Console, cells: Sequence[Cell], seeds: Sequence[int], output: Path, recipe: str, at_once: int
 ) -> None:
     valid = [cell for cell in cells if cell.problem is None]
     epochs = valid[0].config.training.epochs + valid[0].config.schedule.cooldown_epochs
@@ -98,7 +106,14 @@ def _train_with_progress(
         def show(cell: Cell, seed: int, row: Mapping[str, Any]) -> None:
             progress.update(task, advance=1, description=f"{cell.label}, seed {seed}, epoch {row['epoch']}")
 
-        for number, (cell, seed, outcome) in enumerate(train_cells(valid, seeds, output, on_epoch=show), start=1):
+        def trouble(text: str) -> None:
+            console.print(text, style="yellow", highlight=False, markup=False)
+
+        if at_once == 1:
+            finished = train_cells(valid, seeds, output, on_epoch=show)
+        else:
+            finished = train_side_by_side(valid, seeds, output, at_once=at_once, on_trouble=trouble)
+        for number, (cell, seed, outcome) in enumerate(finished, start=1):
             progress.update(task, completed=number * epochs)
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             console.print(f"{cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", highlight=False)

@@ -177,11 +177,14 @@ def ablate(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting as key=value, for all runs; repeatable.")
     ] = None,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Runs at a time, each a process; with several, speeds are not noted.")
+    ] = 1,
 ) -> None:
     """Train a recipe with some things varied, over several seeds: `inline ablate digits --axis feature_map`."""
     from inline_attention.cli.ablate import run_ablate
 
-    run_ablate(recipe, axes, seeds, output, settings or [], context.args)
+    run_ablate(recipe, axes, seeds, output, settings or [], context.args, at_once)
 
 
 @app.command()

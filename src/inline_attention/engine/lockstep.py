@@ -36,12 +36,20 @@ class Lockstep:
             InterruptedBySignalError: In all of them, if one was told to stop.
             BrokenImagesError: In all of them, if together they met more broken images than allowed.
         """
-        fetched: list[AnyBatch] = []
-        with suppress(BrokenImagesError):  # which is news, and raised below by all
-            fetched = list(islice(batches, count))
+        fetched = self.read(batches, count)
+        self.agree()
+        return fetched
+
+    def read(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
+        """The first half of `fetch`: whoever reads ahead agrees when the batches are needed."""
+        with suppress(BrokenImagesError):  # which is news, and raised by all when they agree
+            return list(islice(batches, count))
+        return []
+
+    def agree(self) -> None:
+        """The second half of `fetch`."""
         is_told_to_stop, is_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
         if is_news:
             self._broken.share()
         if is_told_to_stop:
             raise InterruptedBySignalError(self._interruption.number or signal.SIGTERM)
-        return fetched

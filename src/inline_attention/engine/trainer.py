@@ -249,9 +249,14 @@ class Trainer:
         position, accumulated = self.position, self.resolved.grad_accum_steps
         self.runnable.train()
         batches = self.loaders.train.epoch(position.epoch, position.updates_in_epoch * accumulated)
-        while position.updates_in_epoch < self.updates_per_epoch and position.updates < self.total_updates:
+        fetched = lockstep.read(batches, accumulated) if self._updates_left_in_epoch() > 0 else []
+        while (left := self._updates_left_in_epoch()) > 0:
+            lockstep.agree()
             lr = self._set_learning_rate()
-            loss = self._update(lockstep.fetch(batches, accumulated))
+            total = self._accumulate_gradients(fetched)
+            # While the device computes: afterwards it would wait for the next images to be prepared.
+            fetched = lockstep.read(batches, accumulated) if left > 1 else []
+            loss = self._apply_gradients(total)
             position.updates += 1
             position.updates_in_epoch += 1
             position.loss_sum += loss if math.isfinite(loss) else 0.0
@@ -259,6 +264,10 @@ class Trainer:
             interval = self.config.checkpoints.interval_steps
             if interval is not None and position.updates % interval == 0:
                 self.save()
+
+    def _updates_left_in_epoch(self) -> int:
+        in_epoch = self.updates_per_epoch - self.position.updates_in_epoch
+        return min(in_epoch, self.total_updates - self.position.updates)
 
     def _end_epoch(self, report: RunReport, lockstep: Lockstep) -> Metrics | None:
         position, settings = self.position, self.config
@@ -289,11 +298,8 @@ class Trainer:
             evaluator = self.task.evaluator(self.data.validation, self.processes.device)
             return evaluate(model, self.loaders.validation, evaluator, self.precision, lockstep)
 
-    def _update(self, batches: list[Any]) -> float:
-        """One update of the weights from the gradients of several batches; its mean loss over all processes.
-
-        Nothing is updated if the loss is not finite in any process.
-        """
+    def _accumulate_gradients(self, batches: list[Any]) -> torch.Tensor:
+        """Those of several batches; their mean loss in this process."""
         torch.compiler.cudagraph_mark_step_begin()  # logits and gradients of the update before may be overwritten
         total = torch.zeros((), device=self.processes.device)
         for number, batch in enumerate(batches):
@@ -303,16 +309,20 @@ class Trainer:
                     loss = self.objective(self.runnable, batch) / len(batches)
                 self.precision.scaler.scale(loss).backward()
             total += loss.detach()
-        mean = (self.processes.sum(total) / self.processes.world_size).item()
+        return total
+
+    def _apply_gradients(self, loss: torch.Tensor) -> float:
+        """One update of the weights, unless the loss is not finite in any process; its mean over all of them."""
+        mean = (self.processes.sum(loss) / self.processes.world_size).item()
         if math.isfinite(mean):
-            self._apply_gradients()
+            self._update_weights()
             self.position.skipped_in_a_row = 0
         else:
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def _apply_gradients(self) -> None:
+    def _update_weights(self) -> None:
         scaler, clip = self.precision.scaler, self.config.training.clip_grad
         if clip is not None:
             scaler.unscale_(self.optimizer)

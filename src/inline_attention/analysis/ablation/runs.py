@@ -46,7 +46,8 @@ class RunOutcome:
         epochs: Those it was trained for.
         seconds: From settings to last checkpoint, over all attempts it took.
         images_per_second: Training images of an epoch over the median time from one epoch's end to the next, which
-            holds an evaluation or a checkpoint only if most epochs do; None after a single epoch.
+            holds an evaluation or a checkpoint only if most epochs do; None after a single epoch, and where other
+            runs had a share of the machine.
         environment: Machine, versions, commit and date of the last attempt.
         failure: Why there is no figure; empty if there is one.
     """
@@ -64,6 +65,7 @@ def finish_run(
     *,
     stop_at: float | None = None,
     on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
+    is_alone: bool = True,
 ) -> RunOutcome:
     """Train to the end, from wherever the run is; do nothing if it is over.
 
@@ -71,6 +73,7 @@ def finish_run(
         config: The settings; `run.experiment` names the folder under `run.output`.
         stop_at: Time on `time.monotonic`'s clock after which the run is stopped at the end of an epoch, and saved.
         on_epoch: Called with each row of summary.csv as it is written.
+        is_alone: Whether no other run takes its share of the machine, so that its speed is worth noting.
 
     Raises:
         OtherSettingsError: If the folder holds a run with other settings.
@@ -108,7 +111,7 @@ def finish_run(
         top1=top1,
         epochs=config.training.epochs,
         seconds=clock.seconds,
-        images_per_second=_images_per_second(config, clock),
+        images_per_second=_images_per_second(config, clock) if is_alone else None,
         environment=describe_environment(),
         failure=failure,
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inline_attention.analysis.ablation import one_run
 from inline_attention.analysis.ablation.grid import Cell
-from inline_attention.analysis.ablation.runs import RunOutcome, finish_run, read_outcome
+from inline_attention.analysis.ablation.runs import RunOutcome, finish_run, read_outcome, run_folder
 from inline_attention.analysis.ablation.tables import CellResult, cell_result
+from inline_attention.analysis.benchmark.side_by_side import Command, run_side_by_side
+from inline_attention.engine.config import to_yaml
 
 OnEpoch = Callable[[Cell, int, Mapping[str, Any]], None]
 
@@ -60,6 +64,54 @@ def train_cells(
 
                 outcome = finish_run(config, stop_at=stop_at, on_epoch=report)
             yield FinishedRun(cell, seed, outcome)
+
+
+def train_side_by_side(
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    output: Path,
+    *,
+    at_once: int,
+    time_limit: float | None = None,
+    on_trouble: Callable[[str], None],
+) -> Iterator[FinishedRun]:
+    """As `train_cells`, but several runs at a time, each in a process of its own. Their speeds are not noted.
+
+    Args:
+        cells: The combinations.
+        seeds: One run each.
+        output: Under which every run has its folder, its settings and what it wrote to the console.
+        at_once: Runs at a time.
+        time_limit: Seconds after which runs are stopped and saved. The same call goes on.
+        on_trouble: Called with what became of a run that did not come to its end.
+
+    Raises:
+        OtherSettingsError: If a folder holds a run with other settings.
+    """
+    jobs: dict[Command, tuple[Cell, int]] = {}
+    for seed in seeds:
+        for cell in cells:
+            if cell.problem is not None:
+                continue
+            config = cell.run(str(output), seed)
+            outcome = read_outcome(config)
+            if outcome is not None:
+                yield FinishedRun(cell, seed, outcome)
+                continue
+            settings = run_folder(config).with_suffix(".yaml")
+            settings.parent.mkdir(parents=True, exist_ok=True)
+            settings.write_text(to_yaml(config), encoding="utf-8")
+            arguments = (sys.executable, "-m", one_run.__name__, str(settings))
+            jobs[Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))] = cell, seed
+    for ended in run_side_by_side(list(jobs), at_once=at_once, time_limit=time_limit):
+        cell, seed = jobs[ended.command]
+        outcome = read_outcome(cell.run(str(output), seed))
+        if outcome is not None:
+            yield FinishedRun(cell, seed, outcome)
+        elif ended.outcome == "failed":
+            on_trouble(f"{ended.command.name}: failed; the end of its output:\n{ended.command.last_lines()}")
+        else:
+            on_trouble(f"{ended.command.name}: {ended.outcome}, the time was over")
 
 
 def collect(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> list[CellResult]:

@@ -6,9 +6,12 @@ time that there is.
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +19,14 @@ from typing import Literal
 Outcome = Literal["done", "failed", "stopped", "not started"]
 LOOK_EVERY = 0.2  # seconds
 GRACE = 30.0  # seconds that a process which is told to stop has to put its things in order
+
+
+class InterruptedRunsError(Exception):
+    """SIGINT or SIGTERM; all commands have been stopped."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -82,26 +93,46 @@ def run_side_by_side(
     Raises:
         ValueError: If none may run at a time.
         OSError: If one cannot be started.
+        InterruptedRunsError: After SIGINT or SIGTERM to this process.
     """
     if at_once < 1:
         raise ValueError(f"at least one command must run at a time, got {at_once=}")
     deadline = float("inf") if time_limit is None else time.monotonic() + time_limit
     waiting, running = list(commands), list[_Running]()
+    with _signals_as_exceptions():
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once and time.monotonic() < deadline:
+                    running.append(_started(waiting.pop(0), environment))
+                for one in [one for one in running if one.process.poll() is not None]:
+                    running.remove(one)
+                    yield one.ended("done" if one.process.returncode == 0 else "failed")
+                if time.monotonic() >= deadline:
+                    _stop(running)  # some may still come to their end in the meantime
+                    yield from (one.ended("done" if one.process.returncode == 0 else "stopped") for one in running)
+                    yield from (Ended(command, "not started", 0.0) for command in waiting)
+                    return
+                time.sleep(LOOK_EVERY)
+        finally:
+            _stop(running)
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """A signal must not end this process and leave the others behind."""
+    if threading.current_thread() is not threading.main_thread():  # where no handlers can be set
+        yield
+        return
+
+    def interrupt(number: int, _: object) -> None:
+        raise InterruptedRunsError(number)
+
+    earlier = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while waiting or running:
-            while waiting and len(running) < at_once and time.monotonic() < deadline:
-                running.append(_started(waiting.pop(0), environment))
-            for one in [one for one in running if one.process.poll() is not None]:
-                running.remove(one)
-                yield one.ended("done" if one.process.returncode == 0 else "failed")
-            if time.monotonic() >= deadline:
-                _stop(running)  # some may still come to their end in the meantime
-                yield from (one.ended("done" if one.process.returncode == 0 else "stopped") for one in running)
-                yield from (Ended(command, "not started", 0.0) for command in waiting)
-                return
-            time.sleep(LOOK_EVERY)
+        yield
     finally:
-        _stop(running)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def _started(command: Command, environment: Mapping[str, str] | None) -> _Running:
