@@ -37,7 +37,13 @@ from inline_attention.recipes import get_recipe
 
 RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("inline", "softmax", "linear")
-LONG = ("training.epochs=120", "augmentation.auto_augment=rand-m9-mstd0.5-inc1", "augmentation.reprob=0.25")
+LONG = (
+    "training.epochs=150",
+    "training.validation_interval=10",
+    "augmentation.mixup=0.8",
+    "augmentation.cutmix=1.0",
+    "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
+)
 GOAL_TOP1, GOAL_SECONDS = 92.0, 600.0
 # Evaluations and checkpoints are for few epochs: the time from one epoch's end to the next is then that of training.
 SPARSE = ("training.validation_interval=5", "checkpoints.interval_epochs=5", "checkpoints.keep_last=1")

@@ -45,6 +45,7 @@ def draw_attention(report: AttentionReport, path: Path) -> None:
     """
     passes = [name for name in report.settings.passes if any(name in result.measurements for result in report.results)]
     widths = list(dict.fromkeys((result.case.channels, result.case.head_dim) for result in report.results))
+    tokens = sorted({result.case.tokens for result in report.results})
     with mpl.rc_context(STYLE):
         figure = Figure(
             figsize=(PANEL_WIDTH * len(widths) + 0.6, PANEL_HEIGHT * len(passes) + 1.5), layout="constrained"
@@ -52,6 +53,7 @@ def draw_attention(report: AttentionReport, path: Path) -> None:
         panels = figure.subplots(len(passes), len(widths), squeeze=False, sharex=True, sharey="row")
         for pass_, row in zip(passes, panels, strict=True):
             for (channels, head_dim), axes in zip(widths, row, strict=True):
+                _logarithmic(axes, tokens)  # panels share their axis, and the last one's ticks would be everyone's
                 results = [
                     result
                     for result in report.results
@@ -108,7 +110,6 @@ def _draw_times(axes: Axes, pass_: str, results: Sequence[CaseResult], contestan
             [result.case.tokens for result in results], [result.floor for result in results],
             color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label="floor: copying q, k, v, out", zorder=2,
         )  # fmt: skip
-    _logarithmic(axes, sorted({result.case.tokens for result in results}))
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
 
