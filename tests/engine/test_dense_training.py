@@ -132,11 +132,12 @@ def test_nan_losses_are_skipped_and_then_end_the_run(scenes, tmp_path, monkeypat
     assert len(calls) == 4
 
 
-def test_two_processes_measure_what_one_does(scenes, tmp_path):
+@pytest.mark.parametrize(("head", "strategy"), [("mask_rcnn", "ddp"), ("mask_rcnn", "fsdp2"), ("upernet", "fsdp2")])
+def test_two_processes_measure_what_one_does(head, strategy, scenes, tmp_path):
     # Evaluated one by one: which images share a batch differs, and a detector's heads see a little of its padding.
     sizes = ["training.batch_size=2", "training.total_batch_size=4", "training.validation_batch_size=1"]
-    extra = [*sizes, "training.epochs=1", "run.experiment=two"]
-    outcomes = in_pair(pair.train_dense, "mask_rcnn", str(scenes), str(tmp_path), extra)
+    extra = [*sizes, "training.epochs=1", "run.experiment=two", f"distributed.strategy={strategy}"]
+    outcomes = in_pair(pair.train_dense, head, str(scenes), str(tmp_path), extra)
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes
     assert outcomes[0].value == outcomes[1].value
     checkpoint = tmp_path / "two" / "checkpoints" / "last"

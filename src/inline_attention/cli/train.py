@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -53,6 +54,8 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
         fail(error)
     except OSError as error:  # the run's folder: nothing else is written, and pictures have errors of their own
         fail(f"{error}; make room or make it writable, then go on with --resume auto")
+    if int(os.environ.get("RANK", "0")) > 0:  # of torchrun's processes the first speaks for all
+        return
     if metrics is not None:
         typer.echo(str(metrics))
     best = folder / CHECKPOINTS / BEST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,6 +54,12 @@ class Processes:
         flags = torch.tensor(conditions, dtype=torch.float32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return tuple(flag > 0 for flag in flags.tolist())
+
+    def adopt_main(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors the values that they have in the main process: all must ask."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
     def gather(self, value: T) -> list[T]:
         """What each process has, in the order of their numbers: all must ask."""

@@ -294,6 +294,8 @@ class Trainer:
         return chosen
 
     def _evaluate(self, model: nn.Module, lockstep: Lockstep) -> Metrics:
+        # Means and variances of batch norms: what is measured must be what the main process saves.
+        self.processes.adopt_main(model.buffers())
         with self.strategy.gathered(model):
             evaluator = self.task.evaluator(self.data.validation, self.processes.device)
             return evaluate(model, self.loaders.validation, evaluator, self.precision, lockstep)
