@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inline_attention import inline_attention, inline_attention_qkvpacked
 from inline_attention.ops import fused_op
+from inline_attention.ops.call import AttentionCall
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 pytestmark = interpreted
@@ -211,10 +212,35 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
         for grad in grads:
             grad.zero_()
 
-    run = fused_op.register("test_double", forward, backward, largest_head_dim=8)
-    from inline_attention.ops.call import AttentionCall
-
+    run = fused_op.register("test_double", forward, backward, largest_head_dim=8, can_make_state_again=False)
     qkv = torch.randn(8, 2, 3, 6, 2).permute(4, 3, 2, 1, 0).requires_grad_()
     call = AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0)
     run(call).sum().backward()
     assert len(seen["storages"]) == 1
+
+
+def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
+    kept, given = [], []
+
+    def forward(q, k, v, mask, local_weight, problem, keep_state):
+        kept.append(keep_state)
+        out, state = fused_op._empty_results((q, k, v))
+        return out.zero_(), state.fill_(3.0) if keep_state else None
+
+    def backward(grad_out, q, k, v, mask, local_weight, state, problem, *grads):
+        given.append(None if state is None else state[0].item())
+        for grad in grads:
+            grad.zero_()
+
+    run = fused_op.register("test_states", forward, backward, largest_head_dim=8, can_make_state_again=True)
+
+    def attend(qkv):
+        return run(AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0))
+
+    # Of a head, the state is 8 · 8 + 16 numbers, the inputs 24 a token.
+    for tokens, is_saved in ((8, False), (600, True)):
+        for function in (torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False), attend):
+            qkv = torch.randn(2, tokens, 3, 1, 8, requires_grad=True)
+            function(qkv).sum().backward()
+        assert kept[-2:] == [is_saved, True]  # a plain call keeps its state whatever its size
+        assert given[-2:] == [3.0 if is_saved else None, 3.0]
