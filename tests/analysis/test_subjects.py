@@ -10,9 +10,10 @@ from PIL import Image
 
 from inline_attention import create_model
 from inline_attention.analysis.pictures import PictureSample, SampledBatches, open_pictures
-from inline_attention.analysis.subjects import find_weights, trained_subject, untrained_subject, with_distinct_labels
+from inline_attention.analysis.subjects import trained_subject, untrained_subject, with_distinct_labels
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.sources import DataError
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import CheckpointError, save_weights
 
 ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 1, "patch_size": 2, "img_size": 8, "num_classes": 3}

@@ -67,7 +67,7 @@ def test_zero_is_other_in_ade20k(tmp_path):
     (problem, _) = open_and_check_pairs(root).problems
     assert "3 maps with labels outside of the list of classes" in problem
     assert "png: 3" in problem
-    assert "set reduce_zero_label, if files count classes from 1" in problem
+    assert "set reduce_zero_label (--reduce-zero-label), if files count classes from 1" in problem
 
 
 def test_255_is_ignored(root):

@@ -374,6 +374,7 @@ class TestCheck:
             ("data.dataset=digit", "data.dataset", "did you mean digits?"),
             ("data.dir=null", "data.dir", "--data-dir DIR"),
             ("data.in_memory=true", "augmentation.crop", "expected padded with data.in_memory"),
+            ("model.in_chans=1", "model.in_chans", "read in colour"),
             ("training.compile_mode=max-autotune", "training.compile_mode", "set training.compile=true"),
         ],
     )

@@ -194,7 +194,7 @@ def test_everything_wrong_is_said_before_anything_is_written(tmp_path):
     assert "adamm" in str(error.value)
     with pytest.raises(ConfigError, match="nonexistent"):
         running.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent"))
-    with pytest.raises(ConfigError, match="use a smaller batch"):
+    with pytest.raises(ConfigError, match="use -b alone"):
         running.train(config(tmp_path / "runs", "training.batch_size=2000", "training.total_batch_size=2000"))
     assert not (tmp_path / "runs").exists()
 
@@ -203,6 +203,29 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
     running.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
     with pytest.raises(ConfigError, match="--resume auto"):
         running.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.arguments={patch_size: 2, embed_dim: 64, num_heads: 2, depth: 1}",
+            r"run\.resume: .* is of another model",
+        ),
+        ("training.epochs=1", r"training\.epochs: expected at least the 2 epochs that .* has done, got 1"),
+    ],
+)
+def test_what_cannot_be_resumed_is_said_and_the_record_stays(tmp_path, override, message):
+    folder, _ = running.train(config(tmp_path, "run.experiment=one"))
+    record = {name: (folder / name).read_text() for name in ("args.yaml", "environment.json", "summary.csv")}
+    with pytest.raises(ConfigError, match=message):
+        running.train(config(tmp_path, f"run.resume={folder}", override))
+    assert record == {name: (folder / name).read_text() for name in record}
+
+
+def test_resuming_where_nothing_is_says_so(tmp_path, capsys):
+    running.train(config(tmp_path, "run.experiment=new", "run.resume=auto", "training.epochs=1"))
+    assert f"nothing to resume in {tmp_path / 'new'}" in capsys.readouterr().out.replace("\n", "")
 
 
 def command(tmp_path, *arguments):
@@ -255,7 +278,7 @@ def test_sigterm_ends_the_command_with_143_and_a_checkpoint(tmp_path):
     process.terminate()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
-    assert "--resume auto" in errors
+    assert f"--resume {tmp_path / 'run'}" in errors
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -19,14 +19,11 @@ from inline_attention.analysis.explicit import KIND_OF_NORMALIZATION, AttentionK
 from inline_attention.analysis.probes import attention_layers
 from inline_attention.data.batch import Normalize
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models import create_model
-from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.tasks.classification.prediction import ImageClassifier
-
-# Where the weights lie in what a user may name: a run, its checkpoints, one of these.
-WEIGHTS_BELOW = ("checkpoints/best/model.safetensors", "best/model.safetensors", "model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -139,23 +136,6 @@ def untrained_subject(
     # What a trained model of unusual size would have been evaluated with: its whole picture.
     crop_pct = 1.0 if "img_size" in arguments else None
     return _subject(classifier.model, model_name, None, None, native, crop_pct)
-
-
-def find_weights(path: Path) -> Path:
-    """The file of weights that a path means.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
-    if not path.is_dir():
-        return path
-    for name in WEIGHTS_BELOW:
-        if (path / name).is_file():
-            return path / name
-    raise CheckpointError(
-        f"{path} is a folder without weights, expected one of {', '.join(WEIGHTS_BELOW)} in it; "
-        "name a run of `inline train`, a checkpoint of it, or a file"
-    )
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:

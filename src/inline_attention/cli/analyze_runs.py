@@ -344,3 +344,7 @@ def _failing_cleanly() -> Iterator[None]:
         fail("the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu")
     except (CheckpointError, BrokenImagesError, DataWorkerError, ValueError) as error:
         fail(error)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch has no other name for it on a CPU
+            raise
+        fail("memory is too small for this; try a smaller --size or --sizes, or a smaller --batch-size")

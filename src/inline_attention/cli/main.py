@@ -146,7 +146,11 @@ def train(
     ] = None,
     list_flags: Annotated[bool, typer.Option("--flags", help="List timm's flags and what they set, and exit.")] = False,
 ) -> None:
-    """Train a model: `inline train digits`, `inline train deit_tiny --data-dir IMAGENET -b 512`; --flags lists more."""
+    """Train a model: `inline train digits`, `inline train deit_tiny --data-dir IMAGENET -b 512`.
+
+    Besides these options it takes timm's flags, of which --flags gives the whole list: --model, --data-dir, --dataset,
+    --epochs, --updates, -b, --lr, --amp, --torchcompile, --workers, --output, --experiment, --resume, --device ...
+    """
     from inline_attention.cli.train import flags_help, run_train
 
     if list_flags:
@@ -181,7 +185,10 @@ def ablate(
         int, typer.Option(min=1, help="Runs at a time, each a process; with several, speeds are not noted.")
     ] = 1,
 ) -> None:
-    """Train a recipe with some things varied, over several seeds: `inline ablate digits --axis feature_map`."""
+    """Train a recipe with some things varied, over several seeds: `inline ablate digits --axis feature_map`.
+
+    Takes the flags of `inline train` as well, for all runs: --model, --data-dir, --epochs, -b, --device and others.
+    """
     from inline_attention.cli.ablate import run_ablate
 
     run_ablate(recipe, axes, seeds, output, settings or [], context.args, at_once)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from inline_attention.engine.checkpoint_format import WEIGHTS
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
 from inline_attention.tasks.classification.annotation import annotate
 from inline_attention.tasks.classification.prediction import ImageClassifier, ImageResult, find_device
@@ -76,13 +76,13 @@ class Predictor(Protocol):
 
 
 def build_predictor(checkpoint: Path, options: PredictOptions) -> Predictor:
-    """The model of a file of weights, or of a folder of a training checkpoint.
+    """The model of a file of weights, of a run, or of a folder of a training checkpoint.
 
     Raises:
         CheckpointError: If the file cannot be used.
         ValueError: If the options do not fit the model, or there is no such device.
     """
-    path = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+    path = find_weights(checkpoint)
     file = open_checkpoint(path)
     task = file.metadata.get(TASK)
     if task is None:

@@ -45,7 +45,7 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
         config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
         folder, metrics = train(config)
     except InterruptedBySignalError as error:
-        typer.echo(f"{error}; saved. Go on with --resume auto, or with --resume and the run's folder", err=True)
+        typer.echo(f"{error}; saved. Go on with the same command and --resume {error.folder}", err=True)
         raise typer.Exit(error.exit_code) from error
     except (
         ConfigError, DeviceError, DivergedError, UnknownRecipeError,

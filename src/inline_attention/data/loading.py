@@ -139,6 +139,9 @@ class SampleLoader(Generic[BatchType]):
         self._keys = _PendingKeys()
         self._timeout = timeout
         options: dict[str, Any] = {}
+        workers = min(
+            workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
         if workers:
             options = {
                 "persistent_workers": True,

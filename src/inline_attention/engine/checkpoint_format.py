@@ -118,6 +118,25 @@ class TrainingCheckpoint:
         return LoadedCheckpoint(file.weights, ema_weights, _read_state(self.path / STATE), file.metadata)
 
 
+def find_weights(path: Path, *, averaged: bool = False) -> Path:
+    """The file of weights that a path means: itself, or that of a run's best checkpoint, or of a checkpoint.
+
+    Raises:
+        CheckpointError: If it is a folder without any.
+    """
+    if not path.is_dir():
+        return path
+    name = EMA_WEIGHTS if averaged else WEIGHTS
+    places = [f"checkpoints/best/{name}", f"best/{name}", name]
+    for place in places:
+        if (path / place).is_file():
+            return path / place
+    raise CheckpointError(
+        f"{path} is a folder without weights, expected one of {', '.join(places)} in it; "
+        "name a run of `inline train`, a checkpoint of it, or a file"
+    )
+
+
 def write_training_checkpoint(
     folder: Path,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 
@@ -14,6 +15,7 @@ class InterruptedBySignalError(RuntimeError):
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+        self.folder: Path | None = None  # of the run, where there is one to go on with
 
 
 class Interruption:

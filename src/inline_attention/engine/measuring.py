@@ -11,7 +11,7 @@ from typing import Any
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.broken_report import BrokenReport
-from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.evaluation import evaluate
 from inline_attention.engine.interruption import Interruption
 from inline_attention.engine.lockstep import Lockstep
@@ -65,7 +65,7 @@ def evaluate_checkpoint(
         ValueError: If the file does not say which model it is of.
     """
     if path.is_dir():
-        path = path / (EMA_WEIGHTS if use_ema else WEIGHTS)
+        path = find_weights(path, averaged=use_ema)
         use_ema = False  # the file has no others
     file = open_checkpoint(path, use_ema=use_ema or None)
     folder = None if data_dir is None else str(data_dir)

@@ -13,7 +13,7 @@ from inline_attention.data.loading import named_worker_error
 from inline_attention.engine.building import build_task, open_sources
 from inline_attention.engine.checkpoints import CheckpointStore, TrainingCheckpoint, open_training_checkpoint
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
-from inline_attention.engine.interruption import noted_interruptions
+from inline_attention.engine.interruption import InterruptedBySignalError, noted_interruptions
 from inline_attention.engine.output_folder import check_output
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import RunReport
@@ -48,11 +48,14 @@ def train(
         checkpoint = _checkpoint_to_resume(config, folder)
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
-            raise ConfigError([Problem("training.total_batch_size", f"{message}; use a smaller batch")])
+            raise ConfigError(
+                [Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")]
+            )
         trainer = Trainer(resolved, build_task(config), data, folder, processes)
         problems = check_output(folder, trainer.bytes_still_to_write())
         if problems:
             raise ConfigError(problems)
+        notes = _resume(trainer, checkpoint, config, folder)
         report = RunReport(
             folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
         )
@@ -61,14 +64,13 @@ def train(
                          f"{len(data.validation)} to evaluate on, {len(trainer.class_names)} classes",
                          *resolved.describe()):  # fmt: skip
                 report.say(line)
-            if checkpoint is not None:
-                notes = trainer.resume(checkpoint)
-                where = f"epoch {trainer.position.epoch + 1}, update {trainer.position.updates}"
-                report.say(f"resumed from {checkpoint.path}: {where}")
-                for note in notes:
-                    report.say(note)
+            for note in notes:
+                report.say(note)
             try:
                 metrics = trainer.run(report, interruption)
+            except InterruptedBySignalError as error:
+                error.folder = folder
+                raise
             except RuntimeError as error:
                 # Torch tells of a dead data worker wherever the program happens to be, not only in the loader.
                 if (named := named_worker_error(error)) is not None:
@@ -77,6 +79,19 @@ def train(
             finally:
                 trainer.close()
         return folder, metrics
+
+
+def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: TrainConfig, folder: Path) -> list[str]:
+    """Take up what there is to take up, before anything of the run is written over; what is to be said of it."""
+    if checkpoint is None:
+        return [f"nothing to resume in {folder}: the run begins"] if config.run.resume == "auto" else []
+    notes = trainer.resume(checkpoint)
+    done, wanted = trainer.position.epoch, trainer.total_epochs
+    if done > wanted:
+        message = f"expected at least the {done} epochs that {folder} has done, got {wanted}; nothing is left to do"
+        raise ConfigError([Problem("training.epochs", message)])
+    where = f"epoch {done + 1}, update {trainer.position.updates}" if done < wanted else f"all {done} epochs are done"
+    return [f"resumed from {checkpoint.path}: {where}", *notes]
 
 
 def _run_folder(config: TrainConfig, processes: Processes) -> Path:

@@ -8,6 +8,7 @@ learning rates on the number of updates, so a run that was stopped and resumed o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,14 @@ from inline_attention.data.broken import BrokenImageLimit
 from inline_attention.data.randomness import derived_seed
 from inline_attention.engine.broken_report import BrokenReport
 from inline_attention.engine.checkpoints import CheckpointStore, CheckpointWriteError, TrainingCheckpoint
-from inline_attention.engine.config import ResolvedValues, fused_optimizer, optimizer_arguments, schedule_arguments
+from inline_attention.engine.config import (
+    ConfigError,
+    Problem,
+    ResolvedValues,
+    fused_optimizer,
+    optimizer_arguments,
+    schedule_arguments,
+)
 from inline_attention.engine.evaluation import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.engine.lockstep import Lockstep
@@ -180,6 +188,7 @@ class Trainer:
     def resume(self, checkpoint: TrainingCheckpoint) -> list[str]:
         """Take up a run; the notes say what is not as it was."""
         loaded = checkpoint.load()
+        self._check_fits(checkpoint, loaded.weights)
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
         self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
@@ -207,6 +216,19 @@ class Trainer:
                 f"{self.position.epoch + 1} begins again"
             )
         return notes
+
+    def _check_fits(self, checkpoint: TrainingCheckpoint, weights: Mapping[str, torch.Tensor]) -> None:
+        ours = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        if ours != theirs:
+            name = next(name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name))
+            shapes = " and ".join(
+                f"{shapes.get(name, 'nothing')} {where}"
+                for shapes, where in ((theirs, "there"), (ours, "in the model that is asked for"))
+            )
+            message = f"{checkpoint.path} is of another model ({name}: {shapes})"
+            advice = "resume with the settings of the run, or begin another with --initial-checkpoint"
+            raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
 
     def save(self, metric: float | None = None) -> None:
         """Write a checkpoint of this moment; all processes take part."""

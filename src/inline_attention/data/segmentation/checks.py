@@ -136,7 +136,11 @@ def _usable(pair: Pair, read: _Read, rules: LabelRules, findings: Findings) -> b
     if read.outside:
         numbers = ", ".join(map(str, read.outside[:3])) + (", …" if len(read.outside) > 3 else "")
         counted_from_one = read.outside == (rules.num_classes,) and not rules.reduce_zero_label
-        hint = "; or set reduce_zero_label, if files count classes from 1" if counted_from_one else ""
+        hint = (
+            "; or set reduce_zero_label (--reduce-zero-label), if files count classes from 1, as scenes and ADE20K do"
+            if counted_from_one
+            else ""
+        )
         findings.add(
             "maps with labels outside of the list of classes",
             f"{pair.label_map}: {numbers}",

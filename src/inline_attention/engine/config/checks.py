@@ -193,6 +193,9 @@ def _check_arguments(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_model(config: TrainConfig) -> Iterator[Problem]:
+    if config.model.in_chans != 3:
+        message = f"expected 3, got {config.model.in_chans}"
+        yield Problem("model.in_chans", f"{message}; images are read in colour, grey ones as three equal channels")
     problems, settings = list(_check_arguments(config)), config.model
     yield from problems
     if any(problem.path.startswith("model.arguments.") for problem in problems):
