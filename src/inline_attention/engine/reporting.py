@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,7 +117,11 @@ class RunReport:
     def epoch_done(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the table of all epochs so far; the last row is news."""
         row = rows[-1]
-        parts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+        # Nothing skipped, nothing broken, no objects of a size: in the file, but no news.
+        news = {
+            key: value for key, value in row.items() if (not isnan(value) if isinstance(value, float) else value != 0)
+        }
+        parts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in news.items()]
         self.say(", ".join(parts))
         if not self._is_main:
             return
