@@ -39,7 +39,12 @@ def test_axes_have_values_of_their_own_and_take_others():
 
 @pytest.mark.parametrize(
     ("text", "hint"),
-    [("feature_maps", "did you mean feature_map"), ("heads=two", "heads=1,2,4,8"), ("local_residual=no", "true,false")],
+    [
+        ("feature_maps", "did you mean feature_map"),
+        ("heads=two", "heads=1,2,4,8"),
+        ("local_residual=no", "true,false"),
+        ("normalization=divide,magnitud", "expected one of subtract, divide, magnitude"),
+    ],
 )
 def test_an_axis_that_does_not_exist_is_named_with_what_does(text, hint):
     with pytest.raises(AxisError, match=hint):

@@ -240,12 +240,16 @@ def _fit(
     if not mismatched and fitting and not (strict and (missing or unexpected)):
         return fitting, {"missing": missing, "unexpected": unexpected, "reinitialized": reinitialized}
 
-    lines = [f"{file.path} does not fit {type(model).__name__}, which was left as it was"]
+    of_model = f", of {file.metadata['model']}," if "model" in file.metadata else ""
+    lines = [f"{file.path}{of_model} does not fit {type(model).__name__}, which was left as it was"]
     differing = [f"{name} (file {_describe(weights[name])}, model {_describe(own[name])})" for name in mismatched]
     listed = {"missing in the file": missing, "unknown to the model": unexpected, "of another shape or kind": differing}
     lines += [f"{len(names)} {what}: {some_of(names)}" for what, names in listed.items() if names]
-    lines += _head_advice(number_of_classes(weights, model), number_of_classes(own, model))
-    if not all(name.startswith(heads) for name in (*missing, *unexpected, *mismatched)):
+    is_about_heads = all(name.startswith(heads) for name in (*missing, *unexpected, *mismatched))
+    classes = number_of_classes(weights, model), number_of_classes(own, model)
+    if is_about_heads or None not in classes:  # of another model's names, one cannot tell whether it has a head
+        lines += _head_advice(*classes)
+    if not is_about_heads:
         lines.append("create the model that the file was made for: its name, image size and options")
     shapes = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in mismatched]
     raise CheckpointMismatchError("\n  ".join(lines), missing, unexpected, shapes)

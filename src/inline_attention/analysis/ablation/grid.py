@@ -10,6 +10,8 @@ from typing import Any
 
 from inline_attention.engine.config import ModelSection, TrainConfig, check
 from inline_attention.models.registry import TWINS
+from inline_attention.ops.feature_maps import FEATURE_MAPS
+from inline_attention.ops.validation import NORMALIZATIONS
 
 
 class AxisError(ValueError):
@@ -24,18 +26,22 @@ class Axis:
         values: Those tried unless others are named.
         applied: The model's settings with one of them in place.
         is_of_layer: Whether it is an argument of the InLine or linear attention layer, which softmax twins lack.
+        known: All values there are, where they have names.
     """
 
     values: tuple[Any, ...]
     applied: Callable[[ModelSection, Any], ModelSection]
     is_of_layer: bool = False
+    known: tuple[str, ...] = ()
 
     def parse(self, text: str) -> Any:
         """A value as it stands on a command line.
 
         Raises:
-            ValueError: If it is of another type than the axis's own values.
+            ValueError: If it is of another type than the axis's own values, or no name of one.
         """
+        if self.known and text not in self.known:
+            raise ValueError(f"expected one of {', '.join(self.known)}")
         example = self.values[0]
         if isinstance(example, bool):
             if text not in ("true", "false"):
@@ -48,12 +54,12 @@ def _with_argument(model: ModelSection, name: str, value: Any) -> ModelSection:
     return replace(model, arguments={**model.arguments, name: value})
 
 
-def _layer_axis(name: str, *values: Any) -> Axis:
+def _layer_axis(name: str, *values: Any, known: tuple[str, ...] = ()) -> Axis:
     def applied(model: ModelSection, value: Any) -> ModelSection:
         options = model.arguments.get("attention_options") or {}
         return _with_argument(model, "attention_options", {**options, name: value})
 
-    return Axis(values, applied, is_of_layer=True)
+    return Axis(values, applied, is_of_layer=True, known=known)
 
 
 def _with_heads(model: ModelSection, heads: int) -> ModelSection:
@@ -68,12 +74,12 @@ def _with_attention(model: ModelSection, attention: str) -> ModelSection:
 
 
 AXES: Mapping[str, Axis] = {
-    "feature_map": _layer_axis("feature_map", "identity", "relu", "leaky_relu", "exp"),
-    "normalization": _layer_axis("normalization", "divide", "subtract"),
+    "feature_map": _layer_axis("feature_map", "identity", "relu", "leaky_relu", "exp", known=tuple(FEATURE_MAPS)),
+    "normalization": _layer_axis("normalization", "divide", "subtract", known=NORMALIZATIONS),
     "local_residual": _layer_axis("local_residual", True, False),
     "window": Axis((7, 14, 28), lambda model, side: _with_argument(model, "window_size", side)),
     "heads": Axis((1, 2, 4, 8), _with_heads),
-    "attention": Axis(("inline", *TWINS), _with_attention),
+    "attention": Axis(("inline", *TWINS), _with_attention, known=("inline", *TWINS)),
 }
 
 
