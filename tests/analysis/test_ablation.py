@@ -177,6 +177,11 @@ def test_runs_side_by_side_are_those_one_after_the_other(config, tmp_path):
     by_label = {cell.label: outcome for cell, _, outcome in ended}
     assert by_label[cells[0].label].top1 == alone.top1
     assert by_label[cells[0].label].images_per_second is None  # it had half a machine
+    config = replace(config, training=replace(config.training, epochs=2))  # the first epoch is not timed
+    in_turn = train_side_by_side(
+        grid(config, {"heads": (2,)}), [0], tmp_path / "turn", at_once=1, on_trouble=pytest.fail
+    )
+    assert next(in_turn).outcome.images_per_second is not None
     again = train_side_by_side(cells, [0], tmp_path / "both", at_once=2, on_trouble=pytest.fail)
     assert {outcome.top1 for _, _, outcome in again} == {outcome.top1 for _, _, outcome in ended}
 

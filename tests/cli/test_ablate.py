@@ -64,3 +64,11 @@ def test_what_is_wrong_is_said_before_anything_is_trained(invoke, tmp_path, argu
     assert result.exit_code == 1
     assert message in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails_beside_others_fails_the_command(invoke, tmp_path):
+    result = invoke(
+        "--axis", "heads=2", "--seeds", 1, "--at-once", 2, "--dataset", "folder", "--data-dir", tmp_path / "no"
+    )
+    assert result.exit_code == 1
+    assert "1 of the runs failed" in result.output

@@ -213,6 +213,7 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
             r"run\.resume: .* is of another model",
         ),
         ("training.epochs=1", r"training\.epochs: expected at least the 2 epochs that .* has done, got 1"),
+        ("training.updates=3", r"training\.updates: expected at least the 10 updates that .* has done, got 3"),
     ],
 )
 def test_what_cannot_be_resumed_is_said_and_the_record_stays(tmp_path, override, message):

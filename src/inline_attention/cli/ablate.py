@@ -63,7 +63,7 @@ def run_ablate(
         config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
         cells = _cells(config, axes)
         numbers = range(config.training.seed, config.training.seed + seeds)
-        _train_with_progress(console, cells, numbers, output, recipe, at_once)
+        failed = _train_with_progress(console, cells, numbers, output, recipe, at_once)
     except (InterruptedBySignalError, InterruptedRunsError) as error:
         typer.echo(f"{error}; saved. The same command goes on", err=True)
         raise typer.Exit(error.exit_code) from error
@@ -78,6 +78,8 @@ def run_ablate(
     console.print(_table(results, recipe))
     for path in _write(results, numbers, output, recipe):
         typer.echo(path)
+    if failed:
+        fail(f"{failed} of the runs failed, as said above; the same command tries them again")
 
 
 def _cells(config: TrainConfig, axes: Sequence[str]) -> list[Cell]:
@@ -97,7 +99,8 @@ def _cells(config: TrainConfig, axes: Sequence[str]) -> list[Cell]:
 
 def _train_with_progress(
     console: Console, cells: Sequence[Cell], seeds: Sequence[int], output: Path, recipe: str, at_once: int
-) -> None:
+) -> int:
+    """Train; how many runs failed beside others. One that fails alone raises."""
     valid = [cell for cell in cells if cell.problem is None]
     epochs = valid[0].config.training.epochs + valid[0].config.schedule.cooldown_epochs
     with progress_bar(console) as progress:
@@ -106,7 +109,11 @@ def _train_with_progress(
         def show(cell: Cell, seed: int, row: Mapping[str, Any]) -> None:
             progress.update(task, advance=1, description=f"{cell.label}, seed {seed}, epoch {row['epoch']}")
 
+        failed = 0
+
         def trouble(text: str) -> None:
+            nonlocal failed
+            failed += 1
             console.print(text, style="yellow", highlight=False, markup=False)
 
         if at_once == 1:
@@ -118,6 +125,7 @@ def _train_with_progress(
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             console.print(f"{cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", highlight=False)
             _write_tables(collect(cells, seeds, output), seeds, output, recipe)
+        return failed
 
 
 def _write_tables(results: Sequence[CellResult], seeds: Sequence[int], output: Path, recipe: str) -> list[Path]:

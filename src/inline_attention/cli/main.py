@@ -235,7 +235,9 @@ def evaluate(
     size: Annotated[int | None, typer.Option(min=1, help="Pixels.", show_default="the model's")] = None,
     use_ema: Annotated[bool, typer.Option("--use-ema", help="Take the averaged weights.")] = False,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images to run at once.")] = 64,
-    workers: Annotated[int, typer.Option("--workers", "-j", min=0, help="Processes that read images.")] = 4,
+    workers: Annotated[
+        int, typer.Option("--workers", "-j", min=0, help="Processes that read images, at most one to a core.")
+    ] = 4,
     amp: Annotated[str, typer.Option(help="bf16, fp16 or off.")] = "off",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     results_file: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,

@@ -86,11 +86,16 @@ def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: Tra
     if checkpoint is None:
         return [f"nothing to resume in {folder}: the run begins"] if config.run.resume == "auto" else []
     notes = trainer.resume(checkpoint)
-    done, wanted = trainer.position.epoch, trainer.total_epochs
+    position = trainer.position
+    unit, done, wanted = ("epochs", position.epoch, trainer.total_epochs)
+    if config.training.updates is not None:
+        unit, done, wanted = ("updates", position.updates, trainer.total_updates)
     if done > wanted:
-        message = f"expected at least the {done} epochs that {folder} has done, got {wanted}; nothing is left to do"
-        raise ConfigError([Problem("training.epochs", message)])
-    where = f"epoch {done + 1}, update {trainer.position.updates}" if done < wanted else f"all {done} epochs are done"
+        message = f"expected at least the {done} {unit} that {folder} has done, got {wanted}"
+        raise ConfigError([Problem(f"training.{unit}", f"{message}; nothing is left to do, raise it to go on")])
+    where = (
+        f"all {done} {unit} are done" if done == wanted else f"epoch {position.epoch + 1}, update {position.updates}"
+    )
     return [f"resumed from {checkpoint.path}: {where}", *notes]
 
 

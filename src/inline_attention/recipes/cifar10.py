@@ -5,7 +5,7 @@
 `--model softmax_deit_tiny` and `--model linear_deit_tiny` train its twins by the same recipe. CIFAR-10 is no experiment
 of the paper: nothing is published to compare with. Forty epochs are few: pictures are cropped, flipped and partly
 erased, and no more. For hundreds of epochs do more to them, on the device as well: `--mixup 0.8 --cutmix 1.0 --aa
-rand-m9-mstd0.5-inc1`. On a GPU, `--torchcompile-mode reduce-overhead` pays after a few epochs.
+rand-m9-mstd0.5-inc1`. On a GPU add `--torchcompile-mode reduce-overhead`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""`python -m inline_attention.analysis.ablation.one_run SETTINGS.yaml`: one run of a comparison, in its own process."""
+"""One run of a comparison, in its own process.
+
+    python -m inline_attention.analysis.ablation.one_run SETTINGS.yaml [--alone]
+
+`--alone` says that no other run takes its share of the machine, so that its speed is worth noting.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ from inline_attention.engine.config import read_config
 from inline_attention.engine.interruption import InterruptedBySignalError
 
 
-def main(settings: Path) -> int:
+def main(settings: Path, *, is_alone: bool) -> int:
     """Train to the end, or go on; the status of the process."""
     try:
         finish_run(
             read_config(settings),
-            is_alone=False,
+            is_alone=is_alone,
             on_epoch=lambda row: print(f"epoch {row['epoch']}, loss {row['train_loss']:.3f}", flush=True),
         )
     except InterruptedBySignalError as error:
@@ -24,4 +29,4 @@ def main(settings: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), is_alone="--alone" in sys.argv[2:]))

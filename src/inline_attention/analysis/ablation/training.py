@@ -75,7 +75,7 @@ def train_side_by_side(
     time_limit: float | None = None,
     on_trouble: Callable[[str], None],
 ) -> Iterator[FinishedRun]:
-    """As `train_cells`, but several runs at a time, each in a process of its own. Their speeds are not noted.
+    """As `train_cells`, but several runs at a time, each in a process of its own; speeds are noted of one at a time.
 
     Args:
         cells: The combinations.
@@ -101,7 +101,7 @@ def train_side_by_side(
             settings = run_folder(config).with_suffix(".yaml")
             settings.parent.mkdir(parents=True, exist_ok=True)
             settings.write_text(to_yaml(config), encoding="utf-8")
-            arguments = (sys.executable, "-m", one_run.__name__, str(settings))
+            arguments = (sys.executable, "-m", one_run.__name__, str(settings), *(["--alone"] if at_once == 1 else []))
             jobs[Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))] = cell, seed
     for ended in run_side_by_side(list(jobs), at_once=at_once, time_limit=time_limit):
         cell, seed = jobs[ended.command]

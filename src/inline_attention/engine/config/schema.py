@@ -155,7 +155,9 @@ class DataSection:
     reduce_zero_label: bool = _option(
         False, "Of pairs: 0 in maps means other and is ignored, 1 is the first class, as in ADE20K and in scenes."
     )
-    workers: int = _option(4, "Processes that read images, per device; 0: the main process does.", at_least=0)
+    workers: int = _option(
+        4, "Processes that read images, per device, at most one to a core; 0: the main process does.", at_least=0
+    )
     in_memory: bool = _option(
         False,
         "Keep every image, decoded, on the device, and augment whole batches there: for small data. It needs "
