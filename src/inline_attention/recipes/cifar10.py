@@ -1,9 +1,9 @@
-"""A model of InLine-DeiT-T's size on CIFAR-10 from scratch, 40 epochs of 32×32 pictures as 256 tokens.
+"""A model of InLine-DeiT-T's size on CIFAR-10 from scratch, 30 epochs of 32×32 pictures as 256 tokens.
 
 `inline train cifar10 --data-dir DIR`
 
 `--model softmax_deit_tiny` and `--model linear_deit_tiny` train its twins by the same recipe. CIFAR-10 is no experiment
-of the paper: nothing is published to compare with. Forty epochs are few: pictures are cropped, flipped and partly
+of the paper: nothing is published to compare with. Thirty epochs are few: pictures are cropped, flipped and partly
 erased, and no more. For hundreds of epochs do more to them, on the device as well: `--mixup 0.8 --cutmix 1.0 --aa
 rand-m9-mstd0.5-inc1`. On a GPU add `--torchcompile-mode reduce-overhead`.
 """
@@ -35,6 +35,6 @@ RECIPE = Recipe(
         ),
         optimizer=OptimizerSection(lr=1e-3, lr_base_size=512),
         schedule=ScheduleSection(warmup_epochs=4, warmup_lr=1e-6, min_lr=1e-5),
-        training=TrainingSection(epochs=40, batch_size=512, total_batch_size=512, clip_grad=5.0),
+        training=TrainingSection(epochs=30, batch_size=512, total_batch_size=512, clip_grad=5.0),
     ),
 )
