@@ -1,6 +1,7 @@
 """From kernels to ops: opcheck, compilation, autocast, second derivatives, and what a call keeps."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
         for grad in grads:
             grad.zero_()
 
-    run = fused_op.register("test_double", forward, backward, largest_head_dim=8, can_make_state_again=False)
+    run, _ = fused_op.register("test_double", forward, backward, largest_head_dim=8, can_make_state_again=False)
     qkv = torch.randn(8, 2, 3, 6, 2).permute(4, 3, 2, 1, 0).requires_grad_()
     call = AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0)
     run(call).sum().backward()
@@ -232,7 +233,7 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
         for grad in grads:
             grad.zero_()
 
-    run = fused_op.register("test_states", forward, backward, largest_head_dim=8, can_make_state_again=True)
+    run, _ = fused_op.register("test_states", forward, backward, largest_head_dim=8, can_make_state_again=True)
 
     def attend(qkv):
         return run(AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0))
@@ -244,3 +245,59 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
             function(qkv).sum().backward()
         assert kept[-2:] == [is_saved, True]  # a plain call keeps its state whatever its size
         assert given[-2:] == [3.0 if is_saved else None, 3.0]
+
+
+def unusual_layout(*shape):
+    """The last dimension is not the one that lies densely in memory."""
+    return torch.randn(*reversed(shape)).permute(*reversed(range(len(shape))))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("make", [torch.randn, unusual_layout])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_seen_before_reads_the_new_data(packed, make, backend):
+    """The second of its kind takes a shorter way: without gradients, with them, and again without."""
+
+    def attend(tensors, weight, name):
+        function = inline_attention_qkvpacked if packed else inline_attention
+        return function(*tensors, local_weight=weight, grid_size=(2, 3), num_prefix_tokens=1, backend=name)
+
+    for needs_grad in (False, False, True, True, False):
+        tensors = [make(2, 7, 3, 2, 4)] if packed else [make(2, 7, 2, 4) for _ in range(3)]
+        leaves = [tensor.requires_grad_(needs_grad) for tensor in (*tensors, torch.randn(2, 2, 4, 3, 3))]
+        out, expected = (attend(leaves[:-1], leaves[-1], name) for name in (backend, "reference"))
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert out.requires_grad == needs_grad
+        if needs_grad:
+            got, wanted = (torch.autograd.grad(result.square().sum(), leaves) for result in (out, expected))
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_batch_seen_before():
+    for _ in range(2):
+        assert inline_attention(*torch.randn(3, 0, 5, 2, 4), backend="triton").shape == (0, 5, 2, 4)
+
+
+def test_what_watches_sees_a_call_seen_before():
+    seen = []
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    qkv = torch.randn(2, 5, 3, 2, 4)
+    plain = [inline_attention_qkvpacked(qkv, backend="triton") for _ in range(2)][1]
+    with Watcher():
+        watched = inline_attention_qkvpacked(qkv, backend="triton")
+    assert OPS.triton_packed_inference.default in seen
+    assert torch.equal(plain, watched)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_calls_seen_before_keep_no_tensor(backend):
+    qkv, weight = torch.randn(2, 6, 3, 2, 5), torch.randn(2, 2, 5, 3, 3)
+    watched = [weakref.ref(tensor) for tensor in (qkv, weight)]
+    inline_attention_qkvpacked(qkv, local_weight=weight, grid_size=(2, 3), backend=backend)
+    del qkv, weight
+    assert [reference() for reference in watched] == [None, None]

@@ -6,13 +6,14 @@ Heads come last but one, as the qkv projection leaves them: no transposes around
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from inline_attention.ops import dispatch, reference, validation
 from inline_attention.ops.backends import eager
-from inline_attention.ops.call import AttentionCall, Normalization
+from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_transformed
 
@@ -179,10 +180,10 @@ def attention_weights(
     return weights.to(q.dtype)
 
 
-# Backends of calls seen before, by everything the checks and the choice depend on: a model's layers ask the same
-# question every step, and answering it costs more host time than a small kernel takes on a GPU.
-_SELECTED: dict[tuple[Any, ...], tuple[dispatch.Backend, float, tuple[int, int] | None]] = {}
-_MOST_SELECTED = 4096
+# What runs calls seen before, by everything the checks and the choice of a backend depend on: a model's layers ask the
+# same question every step, and answering it costs more host time than a small kernel takes on a GPU.
+_PREPARED: dict[tuple[Any, ...], PreparedCall] = {}
+_MOST_PREPARED = 4096
 
 
 def _attend(
@@ -199,29 +200,30 @@ def _attend(
     num_prefix_tokens: int,
     backend: str,
 ) -> torch.Tensor:
-    signature = None
-    if key_padding_mask is None and isinstance(feature_map, str) and not is_transformed():
-        options = (scale, feature_map, normalization, grid_size, num_prefix_tokens, backend, dispatch.AUTO_BACKENDS)
-        signature = _signature(q, k, v, local_weight, options)
-    if signature is not None and signature in _SELECTED:
-        selected, scale, grid_size = _SELECTED[signature]
-        call = AttentionCall(
-            q, k, v, qkv, scale, feature_map, normalization, None, local_weight, grid_size, num_prefix_tokens
-        )
-    else:
-        call = _validated_call(
-            q, k, v, qkv, scale, feature_map, normalization,
-            key_padding_mask, local_weight, grid_size, num_prefix_tokens,
-        )  # fmt: skip
-        selected = dispatch.select(backend, call)
-        if signature is not None:
-            if len(_SELECTED) >= _MOST_SELECTED:
-                _SELECTED.clear()
-            _SELECTED[signature] = selected, call.scale, call.grid_size
     if _autocast_enabled(q):
         # Inputs are cast already; left on, autocast would also round the float32 sums inside.
         with torch.autocast(q.device.type, enabled=False):
-            return selected.run(call)
+            return _attend(
+                q, k, v, qkv, scale, feature_map, normalization,
+                key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
+            )  # fmt: skip
+    signature = None
+    if key_padding_mask is None and isinstance(feature_map, str) and not is_transformed():
+        tensors = (q, k, v, local_weight) if qkv is None else (qkv, local_weight)
+        options = (scale, feature_map, normalization, grid_size, num_prefix_tokens, backend, dispatch.AUTO_BACKENDS)
+        signature = _signature(tensors, options)
+        prepared = None if signature is None else _PREPARED.get(signature)
+        if prepared is not None:
+            return prepared(q, k, v, qkv, local_weight)
+    call = _validated_call(
+        q, k, v, qkv, scale, feature_map, normalization,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens,
+    )  # fmt: skip
+    selected = dispatch.select(backend, call)
+    if signature is not None:
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        _PREPARED[signature] = selected.prepared(call)
     return selected.run(call)
 
 
@@ -253,13 +255,13 @@ def _validated_call(
     )
 
 
-def _signature(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_weight: torch.Tensor | None, options: tuple[Any, ...]
-) -> tuple[Any, ...] | None:
+def _signature(tensors: Sequence[torch.Tensor | None], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What the checks and the choice of a backend depend on; None for arguments that the checks must see."""
-    tensors = (q, k, v) if local_weight is None else (q, k, v, local_weight)
     try:
-        layouts = [(x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 8, type(x)) for x in tensors]
+        layouts = [
+            None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 8, type(x))
+            for x in tensors
+        ]
         signature: tuple[Any, ...] = (*layouts, *options)
         hash(signature)
     except (AttributeError, TypeError, RuntimeError):
@@ -269,8 +271,7 @@ def _signature(
 
 def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Cast to the autocast dtype where autocast is on; float64 and what is no tensor (validated later) stay."""
-    first = tensors[0]
-    if isinstance(first, torch.Tensor) and not _autocast_enabled(first):
+    if not _autocast_enabled(tensors[0]):
         return tensors  # type: ignore[return-value]
 
     def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -283,6 +284,8 @@ def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return tuple(cast(tensor) for tensor in tensors)  # type: ignore[return-value]
 
 
-def _autocast_enabled(tensor: torch.Tensor) -> bool:
+def _autocast_enabled(tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor):  # validated later
+        return False
     device_type = tensor.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # asking about meta tensors raises

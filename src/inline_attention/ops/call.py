@@ -5,6 +5,7 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -47,3 +48,9 @@ class AttentionCall(NamedTuple):
     local_weight: torch.Tensor | None
     grid_size: tuple[int, int] | None
     num_prefix_tokens: int
+
+
+# (q, k, v, qkv, local_weight) to the output, for calls that differ in the data alone from one that was validated.
+PreparedCall: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+]

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from inline_attention.ops import composed
-from inline_attention.ops.call import AttentionCall, Normalization
+from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
 from inline_attention.ops.tracing import are_plain_eager_tensors, is_exporting
 
 
@@ -108,10 +108,17 @@ def transform_reason() -> str | None:
     return None
 
 
+class FusedBackend(NamedTuple):
+    """What a dispatch table needs of a backend: see `dispatch.Backend`."""
+
+    run: Callable[[AttentionCall], torch.Tensor]
+    prepare: Callable[[AttentionCall], PreparedCall]
+
+
 def register(
     name: str, forward: Forward, backward: Backward, *, largest_head_dim: int, can_make_state_again: bool
-) -> Callable[[AttentionCall], torch.Tensor]:
-    """Define the ops `inline_attention::{name}[_packed]_{forward,backward}` and return the backend's `run`.
+) -> FusedBackend:
+    """Define the ops `inline_attention::{name}[_packed]_{forward,backward}` and return the backend.
 
     Args:
         name: Name of the backend.
@@ -146,17 +153,40 @@ def register(
         return _forward(kernels, separate, key_padding_mask, local_weight, problem, keep_state=False)[0]
 
     def run(call: AttentionCall) -> torch.Tensor:
-        height, width = (0, 0) if call.local_weight is None or call.grid_size is None else call.grid_size
         if not isinstance(call.feature_map, str):
-            return run_mapped(call, height, width)
-        problem = Problem(
-            float(call.scale), call.feature_map, call.normalization, height, width, call.num_prefix_tokens
-        )
+            return run_mapped(call)
         separate = (call.q, call.k, call.v)
         tensors = separate if call.qkv is None else (call.qkv,)
-        return attend(tensors, separate, call.key_padding_mask, call.local_weight, problem)
+        return attend(tensors, separate, call.key_padding_mask, call.local_weight, _problem(call, call.feature_map))
 
-    def run_mapped(call: AttentionCall, height: int, width: int) -> torch.Tensor:
+    def prepare(call: AttentionCall) -> PreparedCall:
+        if not isinstance(call.feature_map, str) or call.key_padding_mask is not None:
+            raise ValueError("only calls of built-in feature maps and without a mask are prepared")
+        problem = _problem(call, call.feature_map)
+        separate = (call.q, call.k, call.v)
+        # No empty batch, and nothing to copy first.
+        is_direct = call.q.shape[0] > 0 and are_plain_eager_tensors(*separate)
+        is_direct = is_direct and all(tensor.stride(3) == 1 for tensor in separate)
+
+        def run_prepared(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            qkv: torch.Tensor | None,
+            local_weight: torch.Tensor | None,
+        ) -> torch.Tensor:
+            tensors = (q, k, v) if qkv is None else (qkv,)
+            if (
+                is_direct
+                and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+                and not (torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight))
+            ):
+                return kernels.forward(q, k, v, None, local_weight, problem, False)[0]
+            return attend(tensors, (q, k, v), None, local_weight, problem)
+
+        return run_prepared
+
+    def run_mapped(call: AttentionCall) -> torch.Tensor:
         # Mapped values are float32, and the kernels take one dtype: the values follow.
         q, k, v, local_weight = composed.prepare(
             call.q, call.k, call.v, call.key_padding_mask, call.local_weight, call.feature_map, torch.float32
@@ -167,11 +197,15 @@ def register(
                 call.scale, call.normalization, call.grid_size, call.num_prefix_tokens,
             )  # fmt: skip
         else:
-            problem = Problem(float(call.scale), "identity", call.normalization, height, width, call.num_prefix_tokens)
-            out = attend((q, k, v), (q, k, v), call.key_padding_mask, local_weight, problem)
+            out = attend((q, k, v), (q, k, v), call.key_padding_mask, local_weight, _problem(call, "identity"))
         return out.to(call.v.dtype)
 
-    return run
+    return FusedBackend(run, prepare)
+
+
+def _problem(call: AttentionCall, feature_map: str) -> Problem:
+    height, width = (0, 0) if call.local_weight is None or call.grid_size is None else call.grid_size
+    return Problem(float(call.scale), feature_map, call.normalization, height, width, call.num_prefix_tokens)
 
 
 def _must_be_traceable(tensors: Sequence[torch.Tensor]) -> bool:
@@ -180,7 +214,10 @@ def _must_be_traceable(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor], local_weight: torch.Tensor | None) -> bool:
-    return any(tensor.requires_grad for tensor in tensors) or (local_weight is not None and local_weight.requires_grad)
+    for tensor in tensors:  # not `any`, whose generator takes longer than the question
+        if tensor.requires_grad:
+            return True
+    return local_weight is not None and local_weight.requires_grad
 
 
 def _forward(

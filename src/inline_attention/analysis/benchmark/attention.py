@@ -25,7 +25,7 @@ from inline_attention.analysis.benchmark.timing import (
     Work,
     interleaved_timings,
     measure_copy_rate,
-    measure_host_overhead,
+    measure_host_overheads,
     prepare_work,
     release_memory,
 )
@@ -41,6 +41,7 @@ CHECKED_SAMPLES = 3
 # Inputs rotate until they have filled the cache this often, so that none is found there when its turn comes again.
 CACHE_TURNOVERS = 4
 LEAST_ROUNDS = 9
+HOST_WARM_UP_CALLS = 10
 
 
 @dataclass(frozen=True)
@@ -476,15 +477,21 @@ def _measure_host_overheads(settings: AttentionSettings) -> dict[str, dict[str, 
     """By contestant and pass, on four tokens: nothing that a device could be late with."""
     case = AttentionCase(tokens=4, channels=32, head_dim=32, batch=1)
     inputs = Inputs.random(case, settings.device, settings.dtype, seed=0)
-    overheads: dict[str, dict[str, float | str]] = {}
-    for name in ("sdpa", *_fused_backends(), "auto"):
-        overheads[name] = {}
-        for pass_ in settings.passes:
+    names = ("sdpa", *_fused_backends(), "auto")
+    overheads: dict[str, dict[str, float | str]] = {name: {} for name in names}
+    for pass_ in settings.passes:
+        calls: dict[str, Callable[[], object]] = {}
+        for name in names:
             try:
                 call = _call(_contestant(name), name, inputs, pass_)
-                overheads[name][pass_] = measure_host_overhead(call, settings.device)
+                for _ in range(HOST_WARM_UP_CALLS):
+                    call()
             except Exception as failure:  # as in `_measure_pass`
                 overheads[name][pass_] = Measurement.failure(name, failure).note
+            else:
+                calls[name] = call
+        for name, microseconds in measure_host_overheads(calls, settings.device).items():
+            overheads[name][pass_] = microseconds
     return overheads
 
 

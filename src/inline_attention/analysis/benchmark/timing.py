@@ -169,21 +169,23 @@ def prepare_throughput(call: Callable[[], object], device: torch.device, *, seco
     return Work(lambda: _run([call] * calls), calls, device, "throughput", from_idle=True)
 
 
-def measure_host_overhead(
-    call: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 7
-) -> float:
-    """Microseconds of the host per call, on a problem so small that the device keeps up."""
-    for _ in range(10):
-        call()
-    microseconds: list[float] = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        microseconds.append(1e6 * (time.perf_counter() - start) / calls)
+def measure_host_overheads(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int = 100, rounds: int = 15
+) -> dict[str, float]:
+    """Microseconds of the host per call, by name, on problems so small that the device keeps up.
+
+    The calls must be warm. They take turns, so that a disturbance hits all alike.
+    """
+    microseconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            microseconds[name].append(1e6 * (time.perf_counter() - start) / repeats)
     synchronize(device)
-    return statistics.median(microseconds)
+    return {name: statistics.median(values) for name, values in microseconds.items()}
 
 
 def measure_copy_rate(device: torch.device) -> float:
