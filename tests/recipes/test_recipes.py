@@ -1,8 +1,10 @@
 """Recipes: the paper's numbers, complete and constructible, each with its command."""
 
+import json
 import math
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,12 +24,13 @@ from inline_attention.engine.config import (
 )
 from inline_attention.models import create_model, list_models
 from inline_attention.models.published import PUBLISHED_TOP1
-from inline_attention.recipes import get_recipe, list_recipes
+from inline_attention.recipes import cifar10, get_recipe, list_recipes
 from inline_attention.recipes.catalog import UnknownRecipeError
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}
 PAPER = [name.removeprefix("inline_") for name in list_models("inline_*")]
 UPDATES_PER_EPOCH = 10
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 # DESIGN.md §5, written out: total batch, epochs, cool-down; warm-up epochs, and rates as they are at that batch.
 # name: (batch, epochs, cooldown, warmup, lr, min_lr, warmup_lr, weight_decay, clip, drop_path, ema_decay)
@@ -116,6 +119,19 @@ def test_the_module_states_command_and_figure(recipe):
     assert f"`{recipe.command}`" in module.__doc__
     if recipe.expected is not None:
         assert f"{recipe.expected:.1f} %" in module.__doc__
+    if recipe.measured is not None:
+        assert f"{recipe.measured:.1f} %" in module.__doc__
+        assert f"We measured {recipe.measured:.1f} % top-1" in recipe.to_yaml()
+
+
+def test_what_we_measured_is_what_the_results_have():
+    document = json.loads((RESULTS / "cifar10.json").read_text(encoding="utf-8"))
+    assert document["overrides"] == []
+    found = {result["attention"]: round(result["top1_mean"], 1) for result in document["results"]}
+    assert RECIPES["cifar10"].measured == found["inline"]
+    described = cifar10.__doc__.replace("\n", " ")
+    for attention, top1 in found.items():
+        assert f"{top1:.1f} % ({attention.replace('inline', 'InLine')})" in described
 
 
 def test_the_command_names_all_that_the_user_must_supply(recipe):

@@ -19,11 +19,12 @@ def run_recipes_list() -> None:
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("recipe", "top-1 of the paper", "command"):
+    for column in ("recipe", "top-1", "command"):
         table.add_column(column, no_wrap=column != "command")
     for recipe in list_recipes():
-        expected = "–" if recipe.expected is None else f"{recipe.expected:.1f} %"
-        table.add_row(recipe.name, expected, recipe.command)
+        figures = ((recipe.expected, "paper"), (recipe.measured, "ours"))
+        expected = ", ".join(f"{figure:.1f} % ({source})" for figure, source in figures if figure is not None)
+        table.add_row(recipe.name, expected or "–", recipe.command)
     console.print(table)
 
 

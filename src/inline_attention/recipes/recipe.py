@@ -17,12 +17,14 @@ class Recipe:
         summary: What it trains, in a line.
         config: The settings.
         expected: Top-1 in percent that the paper reports for it; None where nothing is published.
+        measured: Top-1 in percent that we found, as benchmarks/results has it; None where we have not.
     """
 
     name: str
     summary: str
     config: TrainConfig
     expected: float | None = None
+    measured: float | None = None
 
     @property
     def command(self) -> str:
@@ -36,5 +38,9 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The settings as documented YAML, below what the recipe is for."""
-        expected = "" if self.expected is None else f"\nThe paper reports {self.expected:.1f} % top-1."
-        return to_yaml(self.config, header=f"{self.name}: {self.summary}\n{self.command}{expected}")
+        header = [f"{self.name}: {self.summary}", self.command]
+        if self.expected is not None:
+            header.append(f"The paper reports {self.expected:.1f} % top-1.")
+        if self.measured is not None:
+            header.append(f"We measured {self.measured:.1f} % top-1.")
+        return to_yaml(self.config, header="\n".join(header))
