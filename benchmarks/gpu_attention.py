@@ -1,10 +1,12 @@
 """Attention on a GPU: every backend of InLine with its local residual against softmax, and the copy floor.
 
-    python benchmarks/gpu_attention.py [--output DIR] [--seconds 0.3]
+    python benchmarks/gpu_attention.py [--output DIR] [--seconds 0.3] [--latency]
 
 The cases of `inline bench attention` on a GPU: bf16, B·N·C ≈ 25 million, N = 196 … 65536, C = 192 and 768, head dim 32
 and 64, one 1024² image, and the host's overhead. Results: benchmarks/results/gpu_attention.{json,md,png}; the JSON
 grows as cases finish. About five minutes, of which one is compiling plain PyTorch for C = 192, head dim 32.
+
+`--latency` measures the one image and the host's overhead alone, in seconds. Results: gpu_latency.{json,md}.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Annotated
 import torch
 import typer
 
-from inline_attention.analysis.benchmark.attention import AttentionSettings, default_cases
+from inline_attention.analysis.benchmark.attention import AttentionSettings, default_cases, measure_attention
+from inline_attention.analysis.benchmark.results import write_json, write_markdown
+from inline_attention.analysis.benchmark.tables import as_markdown, attention_tables
 from inline_attention.cli.bench import report_attention, resolve_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,10 +28,18 @@ RESULTS = Path(__file__).parent / "results"
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     seconds: Annotated[float, typer.Option(help="Spent on timing each pass of each case.")] = 1.0,
+    latency: Annotated[bool, typer.Option("--latency", help="One image and the host's overhead only.")] = False,
 ) -> None:
     device = resolve_device("cuda")
-    settings = AttentionSettings(device, torch.bfloat16, default_cases(device), seconds=seconds)
-    report_attention(settings, output, "gpu_attention")
+    if not latency:
+        settings = AttentionSettings(device, torch.bfloat16, default_cases(device), seconds=seconds)
+        report_attention(settings, output, "gpu_attention")
+        return
+    report = measure_attention(AttentionSettings(device, torch.bfloat16, (), seconds=seconds), on_progress=print)
+    tables = as_markdown(attention_tables(report))
+    write_json(output / "gpu_latency.json", report.as_json())
+    write_markdown(output / "gpu_latency.md", "Latency of attention, bfloat16", report.environment, tables)
+    print(tables)
 
 
 if __name__ == "__main__":
