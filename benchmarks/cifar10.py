@@ -38,7 +38,7 @@ from inline_attention.recipes import get_recipe
 RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("inline", "softmax", "linear")
 LONG = (
-    "training.epochs=150",
+    "training.epochs=140",
     "training.validation_interval=10",
     "augmentation.mixup=0.8",
     "augmentation.cutmix=1.0",
