@@ -17,6 +17,7 @@ from torchvision.datasets import ImageFolder
 
 from data.conftest import bomb, noise, write_pictures
 from inline_attention.data import (
+    Batch,
     BrokenImageLimit,
     BrokenImages,
     BrokenImagesError,
@@ -27,6 +28,7 @@ from inline_attention.data import (
     SeededMixup,
     TrainingBatches,
     evaluation_transform,
+    loading,
     open_dataset,
     training_transform,
 )
@@ -351,3 +353,38 @@ def test_the_pictures_of_an_epoch_fit_their_classes(tmp_path):
     for batch in evaluation_loader(root).epoch():
         for index, target in zip(batch.indices.tolist(), batch.targets.tolist(), strict=True):
             assert f"/{source.class_names[target]}/" in source.name(index)
+
+
+class SlowPictures:
+    """Reading one takes a while."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def __len__(self):
+        return 8
+
+    def name(self, index):
+        return str(index)
+
+    def read(self, index):
+        time.sleep(self._seconds)
+        return torch.full((3, 2, 2), index, dtype=torch.uint8)
+
+    def batch(self, key, samples, indices, broken):
+        return Batch(
+            key.epoch, key.number, torch.stack(samples), torch.zeros(len(samples)), torch.tensor(indices), broken
+        )
+
+
+def test_workers_may_take_their_time_over_what_an_epoch_left(monkeypatch):
+    """Batches that were asked for and never taken are finished first; that is no reason to think that workers hang."""
+    monkeypatch.setattr(loading, "CHECK_INTERVAL", 0.2)
+    batches = TrainingBatches(8, 1, seed=0)
+    broken = BrokenImages(8)
+    loader = loading.SampleLoader(SlowPictures(1.0), batches, broken=broken, replace_broken=True, workers=1, timeout=60)
+    left = loader.epoch(0)
+    next(left)
+    left.close()
+    assert next(loader.epoch(1)).epoch == 1
+    loader.close()

@@ -127,7 +127,7 @@ def test_nan_losses_are_skipped_and_then_end_the_run(scenes, tmp_path, monkeypat
 
     monkeypatch.setattr(SumOfLosses, "__call__", sometimes_nan)
     config = dense_config("retinanet", scenes, tmp_path, "run.experiment=run", "limits.nan_losses_in_a_row=2")
-    with pytest.raises(trainer.DivergedError, match="3 losses in a row"):
+    with pytest.raises(trainer.DivergedError, match="3 losses or gradients in a row"):
         running.train(config)
     assert len(calls) == 4
 

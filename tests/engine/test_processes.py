@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from engine import pair
+from engine import test_training as digits
 from engine.pair import in_pair
 from inline_attention.data import open_dataset
+from inline_attention.engine import running
+from inline_attention.engine.config import with_overrides
+from inline_attention.recipes import get_recipe
 
 TINY = [
     "model.arguments={patch_size: 2, embed_dim: 32, num_heads: 1, depth: 2}",
@@ -140,6 +144,20 @@ def test_the_limit_of_broken_pictures_holds_for_both_together(pictures):
     listed = [row["path"] for row in rows(pictures / "runs" / "run" / "broken_images.csv")]
     assert len(listed) == len(set(listed)) > 6
     assert set(listed) <= spoiled
+
+
+def test_two_that_find_different_checkpoints_are_refused(tmp_path):
+    """Each in a folder of its own, and only the first has a run to go on with."""
+    settings = [*digits.TINY, "run.output=runs", "run.experiment=run", "training.batch_size=128"]
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    first = with_overrides(get_recipe("digits").config, [*settings, f"run.output={tmp_path / '0' / 'runs'}"])
+    running.train(with_overrides(first, ["training.epochs=1"]))
+    outcomes = in_pair(pair.train_in_folders_of_their_own, [*settings, "run.resume=auto"], str(tmp_path))
+    for outcome in outcomes:
+        assert outcome.error == "ConfigError"
+        assert "run.output: processes find different checkpoints" in outcome.message
+        assert "(update 5, none)" in outcome.message
 
 
 def test_both_end_when_the_one_that_saves_cannot(pictures):

@@ -184,7 +184,7 @@ def test_nan_losses_are_skipped_and_counted_then_end_the_run(tmp_path, monkeypat
     assert rows[-1]["skipped_updates"] == "2"
     assert all(tensor.isfinite().all() for tensor in final_weights(folder).values())
     bad_calls[:] = range(len(calls) + 2, 1000)
-    with pytest.raises(trainer.DivergedError, match=r"4 losses in a row.*optimizer\.lr"):
+    with pytest.raises(trainer.DivergedError, match=r"4 losses or gradients in a row.*optimizer\.lr"):
         running.train(config(tmp_path, "run.experiment=all", "limits.nan_losses_in_a_row=3"))
 
 

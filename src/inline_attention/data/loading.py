@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -147,7 +148,7 @@ class SampleLoader(Generic[BatchType]):
                 "persistent_workers": True,
                 "prefetch_factor": prefetch,
                 "timeout": min(timeout, CHECK_INTERVAL),
-                "worker_init_fn": _leave_process_group,
+                "worker_init_fn": _ignore_signals,
             }
         self._loader: DataLoader[BatchType] = DataLoader(
             _SampleReader(samples, seed, broken.allowed, replace_broken),
@@ -174,7 +175,7 @@ class SampleLoader(Generic[BatchType]):
         """
         self._keys.keys = self._batches.keys(epoch, start_batch)
         try:
-            iterator = iter(self._loader)
+            iterator = self._iterator()
             while (batch := self._next(iterator)) is not None:
                 self._broken.add(batch.broken)
                 if len(batch):
@@ -185,6 +186,16 @@ class SampleLoader(Generic[BatchType]):
                 raise
             self.close()
             raise named from error
+
+    def _iterator(self) -> Iterator[BatchType]:
+        """One over the pending keys. Workers that are there already first finish what they were asked for before."""
+        kept: Any = self._loader._iterator
+        if kept is None:
+            return iter(self._loader)
+        interval, kept._timeout = kept._timeout, self._timeout  # torch would give up after the interval of checks
+        iterator = iter(self._loader)
+        kept._timeout = interval
+        return iterator
 
     def _next(self, iterator: Iterator[BatchType]) -> BatchType | None:
         """The next batch, or None after the last; waited for as long as the workers live and the timeout allows."""
@@ -204,6 +215,8 @@ class SampleLoader(Generic[BatchType]):
         if iterator is not None:  # only a loader with workers keeps one
             # Not left to the garbage collector: until then torch raises the death of a worker again and again.
             iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
+            for worker in iterator._workers:  # pyright: ignore[reportAttributeAccessIssue]
+                worker.kill()  # one that hangs: torch's own way to end it is a signal that workers ignore
 
 
 class ImageLoader(SampleLoader[Batch]):
@@ -234,7 +247,7 @@ def named_worker_error(error: BaseException) -> DataWorkerError | None:
         return None
     return DataWorkerError(
         f"a process that prepares images died or hangs: {reason}. If the system ended it for want of memory, use fewer "
-        "workers; if the disk is slow, allow more time"
+        "workers; if the disk is slow, data.timeout gives a training run more time"
     )
 
 
@@ -324,10 +337,13 @@ def _as_it_is(batch: BatchType) -> BatchType:
     return batch
 
 
-def _leave_process_group(_worker: int) -> None:
-    """Keep Ctrl-C and torchrun's signals to the group from the workers: the main process decides when they end.
+def _ignore_signals(_worker: int) -> None:
+    """Keep signals to stop from the workers: the main process needs them until it has saved, and ends them itself.
 
-    They end by themselves when it is gone.
+    Ctrl-C and torchrun signal the process group; Slurm and systemd each process. Workers end by themselves when the
+    main process is gone.
     """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

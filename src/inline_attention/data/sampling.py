@@ -27,6 +27,10 @@ class BatchKey:
     indices: Tensor
 
 
+class TooFewSamplesError(ValueError):
+    """A dataset that does not fill one step."""
+
+
 class Batches(Protocol):
     """The batches of one process."""
 
@@ -56,11 +60,11 @@ class TrainingBatches:
             world_size: Number of processes.
 
         Raises:
-            ValueError: If there are not enough samples for one step.
+            TooFewSamplesError: If there are not enough samples for one step.
         """
         _check_process(batch_size, rank, world_size)
         if length < batch_size * world_size:
-            raise ValueError(
+            raise TooFewSamplesError(
                 f"one step takes {batch_size * world_size} samples ({batch_size} on each of {world_size} processes), "
                 f"the dataset has {length}; reduce the batch size to {max(1, length // world_size)} or less"
             )

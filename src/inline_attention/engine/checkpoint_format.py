@@ -129,8 +129,9 @@ def find_weights(path: Path, *, averaged: bool = False) -> Path:
     name = EMA_WEIGHTS if averaged else WEIGHTS
     places = [f"checkpoints/best/{name}", f"best/{name}", name]
     for place in places:
-        if (path / place).is_file():
-            return path / place
+        file = follow_pointer((path / place).parent) / name  # without symbolic links, `best` is a file with a name
+        if file.is_file():
+            return file
     raise CheckpointError(
         f"{path} is a folder without weights, expected one of {', '.join(places)} in it; "
         "name a run of `inline train`, a checkpoint of it, or a file"

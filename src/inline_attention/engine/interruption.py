@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +34,14 @@ class Interruption:
 
 @contextmanager
 def noted_interruptions() -> Iterator[Interruption]:
-    """Signals are noted inside instead of killing the process; the handlers from before come back afterwards."""
+    """Signals are noted inside instead of killing the process; the handlers from before come back afterwards.
+
+    Python lets the main thread alone handle signals: in another, as in a notebook's, there are none to note.
+    """
     interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
     previous = {number: signal.signal(number, interruption.note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield interruption

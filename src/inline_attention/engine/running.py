@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from inline_attention.data.loading import named_worker_error
 from inline_attention.engine.building import build_task, open_sources
+from inline_attention.engine.checkpoint_format import STATE
 from inline_attention.engine.checkpoints import CheckpointStore, TrainingCheckpoint, open_training_checkpoint
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
 from inline_attention.engine.interruption import InterruptedBySignalError, noted_interruptions
@@ -55,6 +56,7 @@ def train(
         problems = check_output(folder, trainer.bytes_still_to_write())
         if problems:
             raise ConfigError(problems)
+        _check_alike(processes, trainer, checkpoint)
         notes = _resume(trainer, checkpoint, config, folder)
         report = RunReport(
             folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
@@ -79,6 +81,26 @@ def train(
             finally:
                 trainer.close()
         return folder, metrics
+
+
+def _check_alike(processes: Processes, trainer: Trainer, checkpoint: TrainingCheckpoint | None) -> None:
+    """Refuse what would let processes train different things: folders that they do not share, images not all can read.
+
+    Raises:
+        ConfigError: In all processes.
+    """
+    found = processes.gather(None if checkpoint is None else (checkpoint.step, checkpoint.files[STATE].sha256))
+    if len(set(found)) > 1:
+        steps = ", ".join("none" if item is None else f"update {item[0]}" for item in found)
+        message = f"processes find different checkpoints in {trainer.folder} ({steps})"
+        raise ConfigError([Problem("run.output", f"{message}; use a folder that all machines share")])
+    updates = processes.gather(trainer.updates_per_epoch)
+    if min(updates) == 0:
+        message = f"expected enough readable images for an update, got {len(trainer.data.train)}"
+        raise ConfigError([Problem("training.total_batch_size", f"{message}; set it to less")])
+    if len(set(updates)) > 1:
+        message = f"processes find different numbers of images: an epoch has {', '.join(map(str, updates))} updates"
+        raise ConfigError([Problem("data.dir", f"{message}; use a folder that all machines can read")])
 
 
 def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: TrainConfig, folder: Path) -> list[str]:

@@ -19,9 +19,11 @@ from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImpor
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from inline_attention.data.broken import BrokenImageLimit
 from inline_attention.data.randomness import derived_seed
+from inline_attention.data.sampling import TooFewSamplesError
 from inline_attention.engine.broken_report import BrokenReport
 from inline_attention.engine.checkpoints import CheckpointStore, CheckpointWriteError, TrainingCheckpoint
 from inline_attention.engine.config import (
@@ -42,10 +44,12 @@ from inline_attention.engine.strategies import Replicated, Sharded, Strategy
 from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
 
 CHECKPOINTS = "checkpoints"
+# What a setting decides in an optimiser's groups, beside the learning rate; other entries may be its state.
+OPTIMIZER_SETTINGS = ("weight_decay", "betas", "eps", "momentum", "lr_scale")
 
 
 class DivergedError(RuntimeError):
-    """Too many losses in a row that are not finite."""
+    """Too many losses or gradients in a row that are not finite."""
 
 
 @dataclass
@@ -56,9 +60,10 @@ class Position:
         epoch: The epoch it is in, from 0.
         updates_in_epoch: Updates done in it; all of them, if only its evaluation is missing.
         updates: Updates done since the start.
-        skipped: Updates left out because their loss was not finite.
+        skipped: Updates left out because their loss, or a gradient, was not finite.
         skipped_in_a_row: The last of them without one that was made.
-        loss_sum: Of the epoch's updates.
+        loss_sum: Of the epoch's updates that were made.
+        losses: How many that are.
         rows: The table of epochs.
     """
 
@@ -68,12 +73,21 @@ class Position:
     skipped: int = 0
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0
+    losses: int = 0
     rows: list[dict[str, Any]] | None = None
 
     def start_next_epoch(self) -> None:
         """The epoch is over."""
         self.epoch += 1
-        self.updates_in_epoch, self.loss_sum = 0, 0.0
+        self._forget_updates()
+
+    def start_epoch_again(self, updates: int) -> None:
+        """Its samples are dealt out otherwise now: repeat some rather than miss some."""
+        self.updates = updates
+        self._forget_updates()
+
+    def _forget_updates(self) -> None:
+        self.updates_in_epoch, self.loss_sum, self.losses = 0, 0.0, 0
 
 
 class Trainer:
@@ -102,16 +116,20 @@ class Trainer:
             config.data.workers,
             processes.rank,
             processes.world_size,
+            config.data.timeout,
         )
         validation_batch = config.training.validation_batch_size or resolved.batch_size
-        self.loaders = build_loaders(
-            task,
-            data,
-            self.model,
-            training=reading,
-            validation=replace(reading, batch_size=validation_batch),
-            limit=BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share),
-        )
+        try:
+            self.loaders = build_loaders(
+                task,
+                data,
+                self.model,
+                training=reading,
+                validation=replace(reading, batch_size=validation_batch),
+                limit=BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share),
+            )
+        except TooFewSamplesError as error:  # images in memory are read by now, and some may have been broken
+            raise ConfigError([Problem("training.batch_size", str(error))]) from error
         self.broken = BrokenReport((self.loaders.broken, self.loaders.broken_validation), processes, folder)
         sharded = config.distributed.strategy == "fsdp2" and processes.world_size > 1
         self.strategy: Strategy = Sharded() if sharded else Replicated(processes)
@@ -146,6 +164,13 @@ class Trainer:
             higher_is_better=task.metrics[self.judged_by],
         )
         self.position = Position(rows=[])
+        self._saved_at: tuple[int, int] | None = None
+        self._statistics = [
+            buffer
+            for module in self.model.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
+            for buffer in module.buffers(recurse=False)
+        ]
         torch.manual_seed(derived_seed("model", config.training.seed, processes.rank))
 
     def run(self, report: RunReport, interruption: Interruption) -> Metrics | None:
@@ -160,11 +185,14 @@ class Trainer:
         metrics = None
         lockstep = Lockstep(self.processes, interruption, self.broken)
         try:
-            while self.position.epoch < self.total_epochs:
+            # By updates: the last epoch of a run that is continued may have been cut short.
+            while self.position.updates < self.total_updates or self.position.updates_in_epoch > 0:
                 self._train_epoch(report, lockstep)
                 metrics = self._end_epoch(report, lockstep)
         except InterruptedBySignalError:
-            self.save()
+            # Where nothing is new, the checkpoint that is there may have a metric, and this one would not.
+            if self._saved_at != (self.position.epoch, self.position.updates):
+                self.save()
             raise
         return metrics
 
@@ -188,17 +216,24 @@ class Trainer:
     def resume(self, checkpoint: TrainingCheckpoint) -> list[str]:
         """Take up a run; the notes say what is not as it was."""
         loaded = checkpoint.load()
-        self._check_fits(checkpoint, loaded.weights)
+        self._check_fits(checkpoint, loaded.weights, loaded.state["optimizer_name"])
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
+        own_settings = [
+            {name: group[name] for name in OPTIMIZER_SETTINGS if name in group} for group in self.optimizer.param_groups
+        ]
         self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, own_settings, strict=True):
+            group.update(own)  # what is asked for now, not what the run had
         if self.ema is not None:
             self.strategy.load_weights(self.ema.module, loaded.ema_weights or loaded.weights)
             if loaded.ema_weights is None:
                 notes.append("the run had no averaged weights: the average begins here")
         self.broken.restore(state["broken"])
-        self.precision.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty where the run scaled no losses
+            self.precision.scaler.load_state_dict(state["scaler"])
         self.position = Position(**state["position"])
+        self._saved_at = self.position.epoch, self.position.updates
         generators = state["generators"]
         if len(generators) == self.processes.world_size:
             self._restore_generators(generators[self.processes.rank])
@@ -207,17 +242,39 @@ class Trainer:
                 f"the run had {len(generators)} processes, now {self.processes.world_size}: it goes on, but not in the "
                 "same bits"
             )
-        if state["updates_per_epoch"] != self.updates_per_epoch:
-            # The samples of the epoch are dealt out otherwise: begin it again rather than miss some.
-            self.position.updates_in_epoch, self.position.loss_sum = 0, 0.0
-            self.position.updates = self.position.epoch * self.updates_per_epoch
-            notes.append(
-                f"an epoch had {state['updates_per_epoch']} updates, now {self.updates_per_epoch}: epoch "
-                f"{self.position.epoch + 1} begins again"
-            )
+        notes += self._fit_to_deal(state["deal"])
         return notes
 
-    def _check_fits(self, checkpoint: TrainingCheckpoint, weights: Mapping[str, torch.Tensor]) -> None:
+    def _deal(self) -> dict[str, int]:
+        """What decides which samples an update gets: it changes with any of these."""
+        deal = {
+            "images": len(self.data.train),
+            "seed": self.config.training.seed,
+            "images per update": self.resolved.total_batch_size,
+            "updates per epoch": self.updates_per_epoch,
+        }
+        if self.config.task.name == "detection":  # a batch is of images of one orientation
+            deal["images per batch"] = self.resolved.batch_size
+        return deal
+
+    def _fit_to_deal(self, theirs: Mapping[str, int]) -> list[str]:
+        """Begin an epoch again whose samples are dealt out otherwise than before; what is to be said of it."""
+        ours, position = self._deal(), self.position
+        changed = [f"{name} {theirs.get(name)} before, {ours[name]} now" for name in ours if ours[name] != theirs[name]]
+        is_resized = ours["updates per epoch"] != theirs["updates per epoch"]
+        if not is_resized and not (changed and position.updates_in_epoch > 0):
+            return []
+        by_epochs = self.config.training.updates is None
+        done = position.epoch * self.updates_per_epoch if by_epochs else position.updates - position.updates_in_epoch
+        position.start_epoch_again(done)
+        self._saved_at = None
+        return [f"{'; '.join(changed)}: epoch {position.epoch + 1} begins again"]
+
+    def _check_fits(self, checkpoint: TrainingCheckpoint, weights: Mapping[str, torch.Tensor], optimizer: str) -> None:
+        if optimizer != self.config.optimizer.name:
+            message = f"expected {optimizer}, as in {checkpoint.path}, got {self.config.optimizer.name}"
+            advice = "an optimiser cannot take up another's state; begin another run with --initial-checkpoint"
+            raise ConfigError([Problem("optimizer.name", f"{message}; {advice}")])
         ours = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         if ours != theirs:
@@ -246,11 +303,12 @@ class Trainer:
                     ema_weights=ema_weights,
                     state={
                         "optimizer": optimizer_state,
+                        "optimizer_name": self.config.optimizer.name,
                         "scaler": self.precision.scaler.state_dict(),
                         "position": vars(self.position),
                         "broken": self.broken.state(),
                         "generators": generators,
-                        "updates_per_epoch": self.updates_per_epoch,
+                        "deal": self._deal(),
                     },
                     metric=metric,
                     metadata=self.task.metadata(self.class_names),
@@ -260,6 +318,7 @@ class Trainer:
         (has_failed,) = self.processes.any(trouble is not None)  # the others would wait for the one that fails
         if has_failed:
             raise trouble or CheckpointWriteError("the main process could not write a checkpoint: see what it says")
+        self._saved_at = self.position.epoch, self.position.updates
 
     def _with_shared_statistics(self, model: nn.Module) -> nn.Module:
         """Batch norms, where there are any, over the images of all devices: those of one are few in dense tasks."""
@@ -275,13 +334,19 @@ class Trainer:
         while (left := self._updates_left_in_epoch()) > 0:
             lockstep.agree()
             lr = self._set_learning_rate()
+            statistics = [buffer.clone() for buffer in self._statistics]
             total = self._accumulate_gradients(fetched)
             # While the device computes: afterwards it would wait for the next images to be prepared.
             fetched = lockstep.read(batches, accumulated) if left > 1 else []
-            loss = self._apply_gradients(total)
+            loss, is_made = self._apply_gradients(total)
             position.updates += 1
             position.updates_in_epoch += 1
-            position.loss_sum += loss if math.isfinite(loss) else 0.0
+            if is_made:
+                position.loss_sum += loss
+                position.losses += 1
+            else:  # the forward pass has put what was not finite into the running means of batch norms
+                for buffer, before in zip(self._statistics, statistics, strict=True):
+                    buffer.copy_(before)
             report.update_done(position.updates, position.epoch, self.resolved.total_batch_size, loss, lr)
             interval = self.config.checkpoints.interval_steps
             if interval is not None and position.updates % interval == 0:
@@ -293,10 +358,10 @@ class Trainer:
 
     def _end_epoch(self, report: RunReport, lockstep: Lockstep) -> Metrics | None:
         position, settings = self.position, self.config
-        is_last = position.epoch + 1 == self.total_epochs
+        is_last = position.updates >= self.total_updates
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
-            "train_loss": position.loss_sum / max(position.updates_in_epoch, 1),
+            "train_loss": position.loss_sum / position.losses if position.losses else math.nan,
             "lr": self.optimizer.param_groups[0]["lr"],
         }
         metrics = chosen = None
@@ -335,22 +400,39 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def _apply_gradients(self, loss: torch.Tensor) -> float:
-        """One update of the weights, unless the loss is not finite in any process; its mean over all of them."""
-        mean = (self.processes.sum(loss) / self.processes.world_size).item()
-        if math.isfinite(mean):
-            self._update_weights()
+    def _apply_gradients(self, loss: torch.Tensor) -> tuple[float, bool]:
+        """One update of the weights, unless something is not finite in any process; the mean loss, whether it is made.
+
+        Gradients come from all processes and are the same in each, so that all decide alike.
+        """
+        mean = self.processes.sum(loss) / self.processes.world_size
+        norm = self._gradient_norm()
+        values = (mean if norm is None else torch.stack([mean, norm.to(mean)])).tolist()  # the device is asked once
+        found = values if isinstance(values, list) else [values]
+        is_made = all(map(math.isfinite, found))
+        if is_made:
+            self._update_weights(norm)
             self.position.skipped_in_a_row = 0
         else:
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
-        return mean
+        return found[0], is_made
 
-    def _update_weights(self) -> None:
+    def _gradient_norm(self) -> torch.Tensor | None:
+        """Of all gradients together; None where losses are scaled: what is not finite is the scaler's business then."""
+        if self.precision.scaler.is_enabled():
+            return None
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _update_weights(self, norm: torch.Tensor | None) -> None:
         scaler, clip = self.precision.scaler, self.config.training.clip_grad
-        if clip is not None:
+        if clip is not None and norm is None:
             scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        elif clip is not None and norm is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
         scaler.step(self.optimizer)
         scaler.update()
         if self.ema is not None:
@@ -362,7 +444,7 @@ class Trainer:
         position.skipped_in_a_row += 1
         if position.skipped_in_a_row > limit:
             raise DivergedError(
-                f"{position.skipped_in_a_row} losses in a row were NaN or infinite, the last at update "
+                f"{position.skipped_in_a_row} losses or gradients in a row were NaN or infinite, the last at update "
                 f"{position.updates + 1}; lower optimizer.lr, use training.amp=bf16 or off, or set training.clip_grad. "
                 f"The last checkpoint in {self.folder / CHECKPOINTS} is from before"
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
-from inline_attention.data.loading import Loader
+from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches
 
 Value = TypeVar("Value")
@@ -102,6 +102,7 @@ class Reading:
         device: Where batches go.
         rank: This process.
         world_size: Number of processes.
+        timeout: Seconds after which a process that prepares images is taken to hang.
     """
 
     batch_size: int
@@ -110,11 +111,12 @@ class Reading:
     workers: int = 0
     rank: int = 0
     world_size: int = 1
+    timeout: float = DEFAULT_TIMEOUT
 
     @property
     def loading(self) -> dict[str, Any]:
         """Options of a `SampleLoader`."""
-        return {"seed": self.seed, "workers": self.workers, "device": self.device}
+        return {"seed": self.seed, "workers": self.workers, "device": self.device, "timeout": self.timeout}
 
     @property
     def share(self) -> dict[str, int]:

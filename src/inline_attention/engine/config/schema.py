@@ -158,6 +158,7 @@ class DataSection:
     workers: int = _option(
         4, "Processes that read images, per device, at most one to a core; 0: the main process does.", at_least=0
     )
+    timeout: float = _option(180.0, "Seconds that they may take for a batch before the run fails.", above=0)
     in_memory: bool = _option(
         False,
         "Keep every image, decoded, on the device, and augment whole batches there: for small data. It needs "
