@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import tarfile
+import tempfile
 
 import numpy as np
 import pytest
@@ -68,6 +69,29 @@ def test_a_folder_takes_all_formats_and_no_hidden_files(tmp_path):
     ]
     assert source.class_names == ("a", "b")
     assert source.empty_classes == ("nobody",)
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [("x/cat/all", ".."), ("x/cat/self", "."), ("elsewhere/fox/back", "../../x")],
+    ids=["to the parent", "to itself", "through another link"],
+)
+def test_links_are_followed_but_not_in_circles(tmp_path, link, target):
+    root = write_pictures(tmp_path / "x", each=1)
+    write_pictures(tmp_path / "elsewhere", classes=("fox",), each=2)
+    (root / "fox").symlink_to(tmp_path / "elsewhere" / "fox", target_is_directory=True)
+    (root / "hound").symlink_to("dog", target_is_directory=True)  # one folder by two names
+    (root / "gone").symlink_to("nowhere", target_is_directory=True)
+    (tmp_path / link).symlink_to(target, target_is_directory=True)
+    source = open_dataset("folder", root)
+    assert [source.name(i).removeprefix(f"{root}/") for i in range(len(source))] == [
+        "cat/0.jpg",
+        "dog/0.jpg",
+        "fox/0.jpg",
+        "fox/1.jpg",
+        "hound/0.jpg",
+    ]
+    assert source.empty_classes == ()
 
 
 def test_folders_that_cannot_be_used(tmp_path):
@@ -267,6 +291,19 @@ def test_shards_of_webdataset(tmp_path):
         open_dataset("wds/test-*.tar", tmp_path)
 
 
+def test_shards_in_a_folder_whose_name_looks_like_a_pattern(tmp_path):
+    folder = tmp_path / "set [v1]*"
+    folder.mkdir()
+    write_shards(folder, "train", [0, 1])
+    assert len(open_dataset("wds/train-*.tar", folder)) == len(open_dataset("wds/train-{000..001}.tar", folder)) == 4
+
+
+def test_pictures_of_shards_need_no_temporary_files(tmp_path, monkeypatch):
+    write_shards(tmp_path, "train", [0])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    assert open_dataset("wds/train-*.tar", tmp_path).load(0).size == (48, 40)
+
+
 def test_shards_cannot_write_outside_and_name_what_is_broken(tmp_path):
     (tmp_path / "in").mkdir()
     write_shards(tmp_path / "in", "train", [0], folder="../../")
@@ -297,6 +334,11 @@ def test_shards_cannot_write_outside_and_name_what_is_broken(tmp_path):
         ({"0.jpg": b"x"}, r"1 pictures without a class, such as 0\.jpg; expected a number ≥ 0 in a \.cls"),
         ({"0.jpg": b"x", "0.cls": b"-1"}, "pictures without a class"),
         ({"0.jpg": b"x", "0.cls": b"cat"}, "invalid literal"),
+        (
+            {"0.jpg": b"x", "0.cls": b"20230101"},
+            r"train\.tar has the class 20230101 for 0\.jpg; expected .* below 1,000,000, in its \.cls file",
+        ),
+        ({"0.jpg": b"x", "0.cls": b"9" * 60}, "has the class 9{60} for"),
         ({"0.txt": b"x"}, "no picture in 1 archives"),
     ],
 )

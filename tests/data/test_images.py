@@ -2,15 +2,17 @@
 
 import pickle
 import struct
+import tempfile
 import threading
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from inline_attention.data.images import ImageError, find_images, load_image
+from inline_attention.data.images import ImageError, find_images, load_image, load_image_bytes
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 
@@ -115,6 +117,33 @@ def test_values_without_a_white_point_are_scaled_from_their_range(tmp_path, dtyp
     assert load_image(saved(Image.fromarray(ramp), tmp_path / "flat.tif")).size == (20, 20)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "low"), [(np.int32, 0), (np.int32, 1000), (np.int32, 2**30), (np.float32, 0), (np.float32, 1000)]
+)
+def test_values_without_a_white_point_may_lie_anywhere(tmp_path, dtype, low):
+    """Also where they could be 16-bit values, and where float32 has gaps between whole numbers."""
+    ramp = np.arange(low, low + 256, dtype=dtype).reshape(16, 16)
+    loaded = np.asarray(load_image(saved(Image.fromarray(ramp), tmp_path / "x.tif")))[..., 0]
+    np.testing.assert_array_equal(loaded, ramp - low)
+
+
+@pytest.mark.parametrize("header", [b"P5\n16 16\n65535\n", b"P5\n16 16\n4095\n"])
+def test_a_dark_16_bit_pgm_stays_dark(tmp_path, header):
+    white = int(header.split()[-1])
+    (tmp_path / "x.pgm").write_bytes(header + np.full((16, 16), white // 10, dtype=">u2").tobytes())
+    assert load_image(tmp_path / "x.pgm").getpixel((3, 3)) == (25, 25, 25)
+
+
+def test_nan_and_infinity_do_not_change_the_range(tmp_path):
+    values = np.linspace(100, 200, 256, dtype=np.float32).reshape(16, 16)
+    values[0, 1:4] = np.nan, np.inf, -np.inf
+    loaded = np.asarray(load_image(saved(Image.fromarray(values), tmp_path / "x.tif")))[..., 0].ravel()
+    assert loaded[:4].tolist() == [0, 0, 255, 0]
+    np.testing.assert_array_equal(loaded[4:], np.arange(4, 256))
+    values[:] = np.nan
+    assert load_image(saved(Image.fromarray(values), tmp_path / "x.tif")).getpixel((0, 0)) == BLACK
+
+
 def test_float_pictures_may_hold_nan(tmp_path):
     values = np.full((20, 20), 0.5, dtype=np.float32)
     values[0] = np.nan, *[np.inf] * 19
@@ -152,6 +181,25 @@ def test_exif_orientation_is_honoured(tmp_path, orientation, suffix):
 def test_damaged_exif_does_not_matter(tmp_path):
     path = saved(quarters(), tmp_path / "x.jpg", exif=b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01")
     assert load_image(path).size == (64, 48)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<HHI", 0x8769, 2, 4) + b"abc\0",
+        struct.pack("<HHI", 0x8825, 2, 4) + b"abc\0",
+        struct.pack("<HHI", 0x0100, 2, 4) + b"abc\0",
+        struct.pack("<HHIi", 0x0102, 9, 1, -1),
+        struct.pack("<HHII", 0x011A, 5, 1, 0x7FFFFFFF),
+    ],
+    ids=["text for a pointer", "text for a place", "text for a width", "a negative depth", "a pointer to nowhere"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_exif_that_could_not_be_written_again_is_read(tmp_path, entry):
+    orientation = struct.pack("<HHII", 0x0112, 3, 1, 6)
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 2) + orientation + entry + bytes(4)
+    image = load_image(saved(quarters(), tmp_path / "x.jpg", exif=exif, quality=95))
+    assert_close(corners(image), ORIENTATIONS[6], tolerance=30)
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".png", ".webp"])
@@ -237,9 +285,10 @@ def test_a_bomb_is_refused_before_it_is_decoded(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_pillows_own_lower_limit_does_not_count(tmp_path, monkeypatch):
+@pytest.mark.parametrize("suffix", [".png", ".tif", ".gif", ".webp"])
+def test_pillows_own_lower_limit_does_not_count(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    assert load_image(saved(quarters(), tmp_path / "x.png")).size == (64, 48)
+    assert load_image(saved(quarters(), tmp_path / f"x{suffix}")).size == (64, 48)
     assert Image.MAX_IMAGE_PIXELS == 100
 
 
@@ -251,6 +300,24 @@ def test_threads(tmp_path):
     for thread in threads:
         thread.join()
     assert results == [(64, 48)] * 8
+
+
+def test_content_in_memory_is_read_as_a_file_is_without_writing_one(tmp_path, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = saved(quarters(), tmp_path / "x.png", exif=exif).read_bytes()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    assert load_image_bytes(content, "archive/1.png") == load_image(tmp_path / "x.png")
+    for bad, reason in (
+        (b"", "is empty; expected JPEG"),
+        (b"no picture", "no picture; expected"),
+        (content[:99], "is "),
+    ):
+        with pytest.raises(ImageError, match=rf"archive/1\.png: .*{reason}") as caught:
+            load_image_bytes(bad, "archive/1.png")
+        assert caught.value.path == Path("archive/1.png")
+    with pytest.raises(ImageError, match=r"archive/1\.png: .*limit of 100 pixels"):
+        load_image_bytes(content, "archive/1.png", max_pixels=100)
 
 
 def test_find_images(tmp_path):

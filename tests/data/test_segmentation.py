@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.conftest import noise
+from data.conftest import bomb, noise
 from inline_attention.data.images import ImageError
 from inline_attention.data.segmentation import (
     IGNORED,
@@ -178,6 +178,30 @@ def test_kinds_of_maps(tmp_path):
         read_label_map(tmp_path / "lossy.jpg")
     with pytest.raises(ImageError, match="cannot be opened: No such file"):
         read_label_map(tmp_path / "absent.png")
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["P5", "P2"])
+def test_labels_in_a_pgm_are_never_scaled(tmp_path, plain):
+    values = np.arange(150).reshape(10, 15)
+    for maximum, dtype in ((255, ">u1"), (65535, ">u2"), (149, ">u1"), (1023, ">u2")):
+        content = " ".join(map(str, values.ravel())).encode() if plain else values.astype(dtype).tobytes()
+        header = f"{'P2' if plain else 'P5'}\n15 10\n{maximum}\n".encode()
+        path = tmp_path / f"{maximum}.pgm"
+        path.write_bytes(header + content)
+        if maximum in (255, 65535):
+            assert (read_label_map(path) == values).all()
+            continue
+        with pytest.raises(ImageError, match=rf"{maximum}\.pgm: is a PGM that announces values up to {maximum} .*255"):
+            read_label_map(path)
+
+
+def test_pillows_own_limit_does_not_count(tmp_path, monkeypatch):
+    Image.fromarray(labels()).save(tmp_path / "x.png")
+    (tmp_path / "bomb.png").write_bytes(bomb())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert (read_label_map(tmp_path / "x.png") == labels()).all()
+    with pytest.raises(ImageError, match="limit of 200,000,000 pixels"):
+        read_label_map(tmp_path / "bomb.png")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from inline_attention.data.sources import ArraySource, DataError
+from inline_attention.data.splits import is_training_split
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32
@@ -29,6 +30,12 @@ class _Version(NamedTuple):
     test_file: str
     parse: Callable[[bytes, str], tuple[np.ndarray, np.ndarray]]  # (pixels [N, 3072] uint8, targets [N])
 
+    def is_in(self, root: Path) -> bool:
+        """Whether any file of it is there, packed or not."""
+        names = (*self.training_files, self.test_file)
+        places = [folder / name for folder in (root / self.folder, root) for name in names]
+        return any(place.is_file() for place in (*places, root / self.archive))
+
 
 def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
     """The pictures of 32×32 pixels, or None if neither version is in the folder.
@@ -36,22 +43,25 @@ def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
     Args:
         root: A folder that holds `cifar-10-batches-py`, `cifar-10-batches-bin`, `cifar-10-python.tar.gz` or
             `cifar-10-binary.tar.gz`, or is one of the first two.
-        split: "train" for the 50,000, anything else for the 10,000 of the test set.
+        split: "train" for the 50,000, "validation" or "test" for the 10,000 of the test set, or another usual name of
+            either.
 
     Raises:
-        DataError: If a file is missing, damaged, or asks for code. Nothing was run.
+        DataError: If there is no such split, or a file is missing, damaged, or asks for code. Nothing was run.
     """
     root = Path(root)
     for version in _VERSIONS:
-        names = version.training_files if split == "train" else (version.test_file,)
+        if not version.is_in(root):
+            continue
+        training = is_training_split(split, str(root))
+        names = version.training_files if training else (version.test_file,)
         found = _read_files(root, version, names)
         if found is None:
             continue
         parts = [version.parse(content, f"{root}: {name}") for name, content in found.items()]
         pixels, targets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-        part = "train" if split == "train" else "test"
-        return ArraySource(f"{root} ({part})", CLASS_NAMES, images, targets)
+        return ArraySource(f"{root} ({'train' if training else 'test'})", CLASS_NAMES, images, targets)
     return None
 
 

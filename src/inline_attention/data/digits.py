@@ -12,6 +12,7 @@ from importlib.resources import files
 import numpy as np
 
 from inline_attention.data.sources import ArraySource
+from inline_attention.data.splits import is_training_split
 
 TRAINING_SAMPLES = 1437  # the first four fifths; the rest is for validation
 LARGEST_VALUE = 16
@@ -21,14 +22,17 @@ def digits(split: str) -> ArraySource:
     """The digits as RGB pictures of 8×8 pixels, white on black.
 
     Args:
-        split: "train" for the first 1,437, anything else for the last 360.
+        split: "train" for the first 1,437, "validation" for the last 360, or another usual name of either.
+
+    Raises:
+        DataError: If there is no such split.
     """
+    part = slice(None, TRAINING_SAMPLES) if is_training_split(split, "digits") else slice(TRAINING_SAMPLES, None)
     with (
         (files("inline_attention.data") / "digits.npz").open("rb") as file,
         np.load(file, allow_pickle=False) as content,
     ):
         grey, targets = content["images"], content["targets"]
-    part = slice(None, TRAINING_SAMPLES) if split == "train" else slice(TRAINING_SAMPLES, None)
     scaled = np.round(grey[part] * (255 / LARGEST_VALUE)).astype(np.uint8)
     images = np.repeat(scaled[..., None], 3, axis=-1)
     return ArraySource("digits", [str(digit) for digit in range(10)], images, targets[part])

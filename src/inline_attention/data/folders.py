@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +87,18 @@ def _walk(root: Path) -> tuple[dict[str, str], set[str]]:
     """The class of each picture, by path below the root, and the names of folders in which there is nothing."""
     by_path: dict[str, str] = {}
     empty: set[str] = set()
+    # Of each folder yet to be visited those on the way to it: a link to one of them would lead around in a circle.
+    ways: dict[str, frozenset[tuple[int, int]]] = {os.fspath(root): frozenset([_identity(root)])}
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        way, visible = ways.pop(folder), [name for name in subfolders if not name.startswith(".")]
+        subfolders.clear()
+        for name in visible:
+            path = os.path.join(folder, name)
+            with suppress(OSError):  # a folder that cannot be looked into is passed over, as it is below
+                identity = _identity(path)
+                if identity not in way:
+                    subfolders.append(name)
+                    ways[path] = way | {identity}
         relative = os.path.relpath(folder, root)
         class_name = "" if relative == "." else os.path.basename(relative)
         pictures = [f for f in files if os.path.splitext(f)[1].lower() in SUFFIXES and not f.startswith(".")]
@@ -95,3 +106,9 @@ def _walk(root: Path) -> tuple[dict[str, str], set[str]]:
         if not pictures and not subfolders and class_name:
             empty.add(class_name)
     return by_path, empty
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    """What is the same of a folder and of all links to it."""
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino

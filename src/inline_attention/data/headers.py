@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, TiffImagePlugin
+from PIL.ExifTags import Base
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, FORMATS, ImageError
+from inline_attention.data.images import ImageError, exif_orientation, open_image
 
 TURNED_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations
 READERS = 8  # threads; what takes time is the disk
+PNG_SIGNATURE = 8  # bytes before the first chunk
+# Starts of chunks of a PNG in which Pillow looks for an orientation: their type and, of texts, their keyword.
+PNG_ORIENTATIONS = (b"eXIf", b"tEXtRaw profile type exif", b"zTXtRaw profile type exif", b"iTXtXML:com.adobe.xmp")
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -23,22 +27,12 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         ImageError: If it is missing, no picture, or larger than `load_image` accepts. Damage further on in the file
             goes unnoticed.
     """
-    path = Path(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            Image.init()
-            with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
-                width, height = image.size
-                orientation = _orientation(image)
-    except UnidentifiedImageError:
-        raise ImageError(path, f"is damaged or no picture; expected {', '.join(FORMATS)}") from None
-    except OSError as error:
-        raise ImageError(path, f"cannot be opened: {error.strerror or error}") from error
-    except Exception as error:  # a damaged file can fail anywhere
-        raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
-    if width * height > DEFAULT_MAX_PIXELS:
-        raise ImageError(path, f"has {width * height:,} pixels, more than the limit of {DEFAULT_MAX_PIXELS:,}")
+    with open_image(path) as image:
+        if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
+            width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
+        else:
+            width, height = image.size
+        orientation = _orientation(image)
     return (width, height) if orientation in TURNED_ON_ITS_SIDE else (height, width)
 
 
@@ -66,7 +60,22 @@ def _size_or_error(path: Path) -> tuple[int, int] | ImageError:
 
 
 def _orientation(image: Image.Image) -> int:
+    if isinstance(image, PngImagePlugin.PngImageFile) and image.fp is not None and _metadata_behind_pixels(image.fp):
+        image.load()
+    return exif_orientation(image)
+
+
+def _metadata_behind_pixels(file: IO[bytes]) -> bool:
+    """Whether a PNG may have an orientation behind its pixels, from the names of its chunks alone."""
+    position, behind = file.tell(), False
+    file.seek(PNG_SIGNATURE)
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # no reason to refuse the picture
-        return 1
+        while len(start := file.read(8)) == 8:
+            following = file.tell() + int.from_bytes(start[:4]) + 4  # 4 bytes of checksum
+            if behind and (start[4:] + file.read(max(map(len, PNG_ORIENTATIONS)))).startswith(PNG_ORIENTATIONS):
+                return True
+            behind |= start[4:] == b"IDAT"
+            file.seek(following)
+        return False
+    finally:
+        file.seek(position)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from inline_attention.data.images import ImageError
-from inline_attention.data.sources import DataError, ImageSource, load_image_bytes
+from inline_attention.data.images import ImageError, load_image_bytes
+from inline_attention.data.sources import DataError, ImageSource
 
 
 class HubSource(ImageSource):

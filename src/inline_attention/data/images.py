@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 DEFAULT_MAX_PIXELS = 200_000_000
 # What Pillow decodes itself: some others start programs (EPS) or draw what they please (WMF).
@@ -26,7 +26,17 @@ FORMATS = {
     "JPEG2000": (".jp2", ".j2k"),
 }
 SUFFIXES = frozenset(suffix for suffixes in FORMATS.values() for suffix in suffixes)
-_pillow_limit_lock = threading.Lock()
+# What turns a picture upright, by its EXIF orientation.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+INTEGERS_OF_16_BITS = ("PNG", "PPM")  # formats in which integers that Pillow widens to 32 bits have 16
 
 
 class ImageError(ValueError):
@@ -59,22 +69,78 @@ def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PI
     Raises:
         ImageError: If the file cannot be opened, is damaged or no picture, or is too large.
     """
+    with open_image(path, max_pixels=max_pixels) as image:
+        return _upright_rgb(image)
+
+
+def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+    """Read a picture file that lies in memory, as `load_image` does.
+
+    Args:
+        content: Of the file.
+        name: What it can be found by, for errors.
+        max_pixels: As for `load_image`.
+
+    Raises:
+        ImageError: Under the given name.
+    """
+    with open_image(name, content, max_pixels=max_pixels) as image:
+        return _upright_rgb(image)
+
+
+@contextmanager
+def open_image(
+    path: str | os.PathLike[str],
+    content: bytes | None = None,
+    *,
+    formats: Collection[str] = FORMATS,
+    what: str = "picture",
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+) -> Iterator[Image.Image]:
+    """Open a file with Pillow, which reads its header, and close it in the end; whatever fails meanwhile is its fault.
+
+    Args:
+        path: The file.
+        content: Its content, if it is not to be read from the disk.
+        formats: Those that it may have, as Pillow names them.
+        what: What it should be, for errors.
+        max_pixels: Larger ones are refused.
+
+    Raises:
+        ImageError: If the file cannot be opened, is damaged or no picture, or is too large; also in place of any other
+            error in the body of the `with` statement.
+    """
     path = Path(path)
     try:
-        with _open(path, max_pixels) as image:
-            image.load()
-            return _to_rgb(_upright(image))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        reason = f"is a decompression bomb, or merely larger than the limit of {max_pixels:,} pixels"
-        raise ImageError(path, reason) from None
+        Image.init()
+        known = [name for name in formats if name in Image.OPEN]
+        file = path if content is None else BytesIO(content)
+        with _pillow_limit.lifted(), Image.open(file, formats=known) as image:
+            pixels = image.width * image.height
+            if pixels > max_pixels:
+                reason = "is a decompression bomb, or merely larger than the limit of"
+                raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels")
+            yield image
+    except ImageError:
+        raise
     except UnidentifiedImageError:
-        reason = "is empty" if path.stat().st_size == 0 else "is damaged or no picture"
-        raise ImageError(path, f"{reason}; expected {', '.join(FORMATS)}") from None
+        size = path.stat().st_size if content is None else len(content)
+        reason = f"is damaged or no {what}" if size else "is empty"
+        raise ImageError(path, f"{reason}; expected {', '.join(formats)}") from None
     except OSError as error:
         reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
         raise ImageError(path, reason) from error
     except Exception as error:  # a damaged file can fail anywhere
         raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
+
+
+def exif_orientation(image: Image.Image) -> int:
+    """The orientation that metadata of an opened picture give, 1 if none, as far as its file was read."""
+    try:
+        # Not `image.getexif`, which for a PNG decodes all pixels to see what is behind them.
+        return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception:  # no reason to refuse the picture
+        return 1
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -93,27 +159,41 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return found
 
 
-@contextmanager
-def _open(path: Path, max_pixels: int) -> Iterator[Image.Image]:
-    # Pillow has its own limit, one for the process: ours takes its place while the header is read.
-    with _pillow_limit_lock, warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        others, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+class _PillowLimit:
+    """Pillow's own limit of pixels, which is one for the process: off while any thread reads a file with another limit.
+
+    No thread waits for another, as what takes time is the disk.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opening = 0
+        self._others: int | None = None
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        with self._lock:
+            if self._opening == 0:
+                self._others, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+            self._opening += 1
         try:
-            Image.init()
-            image = Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN])
+            yield
         finally:
-            Image.MAX_IMAGE_PIXELS = others
-    with image:
-        yield image
+            with self._lock:
+                self._opening -= 1
+                if self._opening == 0:
+                    Image.MAX_IMAGE_PIXELS = self._others
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        image.getexif()
-    except Exception:  # no reason to refuse the picture
-        return image
-    return ImageOps.exif_transpose(image)
+_pillow_limit = _PillowLimit()
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    image.load()
+    # Not by `ImageOps.exif_transpose`, which writes the metadata anew and fails where only that cannot be done.
+    turn = TURNS.get(exif_orientation(image))
+    rgb = _to_rgb(image)
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -127,9 +207,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    values = np.nan_to_num(np.asarray(image, dtype=np.float32), posinf=0, neginf=0)
-    low, high = float(values.min()), float(values.max())
-    if image.mode != "F" and low >= 0 and high <= 65535:
-        low, high = 0, 65535
-    scaled = (values - low) * (255 / max(high - low, 1e-12))
-    return Image.fromarray(scaled.round().astype(np.uint8))
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in INTEGERS_OF_16_BITS):
+        values, low, high = np.array(image, dtype=np.float32), 0.0, 65535.0
+    else:
+        values = np.array(image, dtype=np.float64)  # 32-bit integers are exact in it
+        finite = np.isfinite(values)
+        low, high = float(values.min(where=finite, initial=np.inf)), float(values.max(where=finite, initial=-np.inf))
+        if low > high:  # not one is finite
+            low = high = 0.0
+        np.nan_to_num(values, copy=False, nan=low, posinf=high, neginf=low)
+    values -= low
+    values *= 255 / max(high - low, 1e-12)
+    return Image.fromarray(values.round(out=values).astype(np.uint8))

@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from inline_attention.data.images import SUFFIXES, ImageError
-from inline_attention.data.sources import DataError, ImageSource, load_image_bytes
+from inline_attention.data.images import SUFFIXES, ImageError, load_image_bytes
+from inline_attention.data.sources import DataError, ImageSource
+
+MOST_CLASSES = 1_000_000  # more than datasets have; a larger number is a date, an identifier or a mistake
 
 
 class ShardSource(ImageSource):
@@ -32,7 +34,8 @@ class ShardSource(ImageSource):
             location: What they were found by.
 
         Raises:
-            DataError: If one cannot be read, has a picture without a class, or there is no picture at all.
+            DataError: If one cannot be read, has a picture without a class or with an absurd one, or there is no
+                picture at all.
         """
         names: list[bytes] = []
         rows: list[tuple[int, int, int, int]] = []
@@ -74,9 +77,10 @@ def find_shards(root: str | os.PathLike[str], pattern: str) -> list[Path]:
     """
     shards: list[Path] = []
     for name in _expand_ranges(pattern):
-        path = os.path.join(root, name)
-        matches = sorted(glob.glob(path)) if glob.has_magic(name) else [path]
-        shards += map(Path, matches)
+        if glob.has_magic(name):
+            shards += map(Path, sorted(glob.glob(os.path.join(glob.escape(os.fspath(root)), name))))
+        else:
+            shards.append(Path(root, name))
     missing = [shard for shard in shards if not shard.is_file()]
     if missing or not shards:
         what = f"{missing[0]} does not exist" if missing else f"no file fits {pattern!r} in {root}"
@@ -120,4 +124,9 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
             "expected a number ≥ 0 in a .cls file of the same name"
         )
     for key, member in pictures.items():
+        if targets[key] >= MOST_CLASSES:
+            raise DataError(
+                f"{shard} has the class {targets[key]} for {member.name}; expected the number of a class, counted from "
+                f"0 and below {MOST_CLASSES:,}, in its .cls file, as there is a class of each number up to the largest"
+            )
         yield member.name, member.offset_data, member.size, targets[key]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
 from PIL import Image
-
-from inline_attention.data.images import ImageError, load_image
 
 
 class DataError(ValueError):
@@ -92,19 +89,3 @@ class ArraySource(ImageSource):
     def name(self, index: int) -> str:
         """Its number."""
         return f"{self.location}[{index}]"
-
-
-def load_image_bytes(content: bytes, name: str) -> Image.Image:
-    """Read a picture file that lies in memory, as `load_image` does.
-
-    Raises:
-        ImageError: Under the given name.
-    """
-    # `load_image` takes files alone, and is the one place that knows how to read them safely.
-    with tempfile.NamedTemporaryFile(prefix="inline-image-") as file:
-        file.write(content)
-        file.flush()
-        try:
-            return load_image(file.name)
-        except ImageError as error:
-            raise ImageError(name, error.reason) from error

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import sys
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -202,6 +203,25 @@ def test_processes_together_are_as_one_alone():
     assert shares[0].compute().boxes.ap != alone.compute().boxes.ap
 
 
+def test_masks_that_come_one_at_a_time_are_not_kept():
+    annotations, outputs = random_case(2, images=6)
+    at_once, one_by_one = DetectionEvaluator(annotations), DetectionEvaluator(annotations)
+    at_once.add(range(1, 7), outputs)
+    earlier = []
+
+    def masks_of(found):
+        for mask in found["masks"]:
+            assert all(reference() is None for reference in earlier[:-1]), "none is held but the last"
+            whole = mask[0] > 0.5
+            earlier.append(weakref.ref(whole))
+            yield whole
+
+    without_masks = [{key: value for key, value in found.items() if key != "masks"} for found in outputs]
+    one_by_one.add(range(1, 7), without_masks, [masks_of(found) for found in outputs])
+    assert len(earlier) > 5
+    assert one_by_one.compute() == at_once.compute()
+
+
 def test_images_that_were_not_seen_do_not_count():
     annotations, outputs = random_case(1, images=6)
     some = DetectionEvaluator(annotations, masks=False)
@@ -228,7 +248,7 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="labels must be 1 to 2, got 3"):
         evaluator.add([1], [output([[0, 0, 4, 4]], [3], [0.5])])
     small = output([[0, 0, 4, 4]], [1], [0.5]) | {"masks": torch.ones(1, 1, 28, 28)}
-    with pytest.raises(ValueError, match=r"size of the original image, \(200, 260\), got \(1, 1, 28, 28\)"):
+    with pytest.raises(ValueError, match=r"size of the original image, \(200, 260\), got \(1, 28, 28\)"):
         evaluator.add([1], [small])
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'inline-attention\[detection\]'"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inline_attention.tasks.detection.models import DetectorDescription, build_detector
-from inline_attention.tasks.detection.postprocessing import at_original_size, whole_mask, with_whole_masks
+from inline_attention.tasks.detection.postprocessing import at_original_size, whole_mask, whole_masks
 from tasks.small_backbones import SWIN
 
 
@@ -65,8 +65,8 @@ def test_boxes_and_masks_come_back_to_the_original():
     found = {"boxes": torch.tensor([[10.0, 20, 30, 60]]), "masks": torch.ones(1, 1, 28, 28)}
     moved = at_original_size(found, (100, 50), (400, 150))
     assert moved["boxes"].tolist() == [[30, 80, 90, 240]]
-    whole = with_whole_masks(moved, (400, 150))["masks"][0, 0]
-    assert whole.shape == (400, 150)
+    (whole,) = whole_masks(moved, (400, 150))
+    assert (whole.shape, whole.dtype) == ((400, 150), torch.bool)
     rows, columns = torch.nonzero(whole.any(1)).flatten(), torch.nonzero(whole.any(0)).flatten()
     for found_edge, edge in zip((rows[0], rows[-1], columns[0], columns[-1]), (80, 240, 30, 90), strict=True):
         assert abs(int(found_edge) - edge) <= 4

@@ -9,6 +9,7 @@ from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.processes import Processes
 from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
 from inline_attention.tasks.task import DataChoice, ModelChoice, Reading
+from tasks.largest_result import LargestResult
 from tasks.small_backbones import SWIN
 
 CPU = torch.device("cpu")
@@ -47,9 +48,14 @@ def test_perfect_predictions_have_an_average_precision_of_one(tmp_path):
     model = task.build_model(data.class_names)
     loader = task.validation_loader(data.validation, model, Reading(3, CPU), BrokenImages(len(data.validation)))
     evaluator, oracle = task.evaluator(data.validation, CPU), Oracle(data.validation.source)
+    most_objects = 0
     for batch in loader.epoch():
         assert all(min(image.shape[1:]) <= 64 for image in batch.images)
-        evaluator.add(oracle, batch)
+        most_objects = max(most_objects, *(len(target["boxes"]) for target in batch.targets))
+        with LargestResult() as largest:
+            evaluator.add(oracle, batch)
+        assert largest.elements <= 128 * 128, "one mask is as large as its image, and there is one at a time"
+    assert most_objects > 1
     metrics = evaluator.compute(Processes(0, 1, CPU))
     assert metrics.boxes.ap == pytest.approx(1)
     assert metrics.masks is not None

@@ -8,6 +8,7 @@ import torch
 
 from inline_attention.data.segmentation import IGNORED
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator
+from tasks.largest_result import LargestResult
 
 NAMES = ("wall", "floor", "sky", "sea")
 
@@ -70,6 +71,25 @@ def test_equal_to_torchmetrics():
     assert list(metrics.accuracy.values()) == pytest.approx(theirs["accuracy"].compute().tolist(), abs=1e-6)
     assert metrics.pixel_accuracy == pytest.approx(theirs["pixels"].compute().item(), abs=1e-6)
     assert metrics.mean_iou == pytest.approx(theirs["iou"].compute().mean().item(), abs=1e-6)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_count_the_same_and_need_no_memory_for_it(deterministic):
+    evaluator, usual = SegmentationEvaluator(NAMES), SegmentationEvaluator(NAMES)
+    with LargestResult() as largest:
+        for predicted, target in batches():
+            evaluator.add(predicted, target)
+    assert largest.elements == 2 * 12 * 9, "pixels of a batch, not times the pairs of classes"
+    torch.use_deterministic_algorithms(False)
+    for predicted, target in batches():
+        usual.add(predicted, target)
+    assert evaluator.compute() == usual.compute()
 
 
 def test_processes_together_are_as_one_alone():

@@ -6,13 +6,11 @@ Shapes: `H`, `W` height and width in pixels.
 from __future__ import annotations
 
 import os
-import warnings
-from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import PpmImagePlugin
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError
+from inline_attention.data.images import ImageError, open_image
 
 # Without loss alone: a JPEG would blur labels into each other.
 MAP_FORMATS = {"PNG": (".png",), "TIFF": (".tif", ".tiff"), "BMP": (".bmp",), "GIF": (".gif",), "PPM": (".pgm",)}
@@ -32,27 +30,27 @@ def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
 
     Raises:
         ColouredMapError: If its pixels are colours.
-        ImageError: If the file cannot be read.
+        ImageError: If the file cannot be read, or not without changing labels.
     """
-    path = Path(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path, formats=list(MAP_FORMATS)) as image:
-                if image.width * image.height > DEFAULT_MAX_PIXELS:
-                    raise ImageError(path, f"is larger than the limit of {DEFAULT_MAX_PIXELS:,} pixels")
-                if image.mode not in NUMBER_MODES:
-                    raise ColouredMapError(path, _colours_refused(image.mode))
-                return np.asarray(image).astype(np.int32)
-    except ImageError:
-        raise
-    except UnidentifiedImageError:
-        raise ImageError(path, f"is damaged, or no map of labels; expected {', '.join(MAP_FORMATS)}") from None
-    except OSError as error:
-        reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
-        raise ImageError(path, reason) from error
-    except Exception as error:  # a damaged file can fail anywhere
-        raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
+    with open_image(path, formats=MAP_FORMATS, what="map of labels") as image:
+        if image.mode not in NUMBER_MODES:
+            raise ColouredMapError(path, _colours_refused(image.mode))
+        if isinstance(image, PpmImagePlugin.PpmImageFile) and (maximum := _maximum(image)) not in (255, 65535):
+            raise ImageError(path, _maximum_refused(maximum))
+        return np.asarray(image).astype(np.int32)
+
+
+def _maximum(image: PpmImagePlugin.PpmImageFile) -> int:
+    """The largest value that a PGM announces, which Pillow scales to 255 or 65535, and all others with it."""
+    arguments = image.tile[0][3]  # of the decoder; the largest value is the last of them where it can be any
+    return int(arguments[-1]) if isinstance(arguments, tuple) else 255
+
+
+def _maximum_refused(maximum: int) -> str:
+    return (
+        f"is a PGM that announces values up to {maximum} (its maxval), from which labels would be scaled; write it "
+        "with 255 or 65535 in that place, or as a PNG"
+    )
 
 
 def _colours_refused(mode: str) -> str:

@@ -98,21 +98,30 @@ class DetectionEvaluator:
         self._found: Predictions = {}
         _protocol()
 
-    def add(self, image_ids: Iterable[int], outputs: Sequence[Mapping[str, Tensor]]) -> None:
+    def add(
+        self,
+        image_ids: Iterable[int],
+        outputs: Sequence[Mapping[str, Tensor]],
+        masks: Sequence[Iterable[Tensor]] | None = None,
+    ) -> None:
         """Add what was found in some images.
 
         Args:
             image_ids: COCO's id of each image.
             outputs: For each image, as torchvision's detectors return it: boxes `[n, 4]` (left, top, right, bottom in
                 pixels of the original image), labels `[n]` from 1, scores `[n]` and masks `[n, 1, H, W]` from 0 to 1.
+            masks: For each image the `n` masks `[H, W]`, in place of those in `outputs`. They are taken one at a time,
+                and only run lengths are kept, so that an iterator needs memory for one of them.
 
         Raises:
             ValueError: If an image is unknown, a label too, or masks are of another size than their image.
         """
-        for image_id, output in zip(image_ids, outputs, strict=True):
+        if masks is None:
+            masks = [output["masks"] if self._masks else () for output in outputs]
+        for image_id, output, masks_of_image in zip(image_ids, outputs, masks, strict=True):
             if image_id not in self._sizes:
                 raise ValueError(f"{self._annotations.location} has no image with the id {image_id}")
-            self._found[int(image_id)] = self._results(int(image_id), output)
+            self._found[int(image_id)] = self._results(int(image_id), output, masks_of_image)
 
     def compute(self, gather: Callable[[Predictions], list[Predictions]] | None = None) -> DetectionMetrics:
         """Measure what all processes have found; the result is the same in each.
@@ -137,7 +146,7 @@ class DetectionEvaluator:
             _measure(truth, boxes, "boxes"), _measure(truth, masks, "masks") if self._masks else None, len(found)
         )
 
-    def _results(self, image_id: int, output: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    def _results(self, image_id: int, output: Mapping[str, Tensor], masks: Iterable[Tensor]) -> list[dict[str, Any]]:
         boxes = output["boxes"].detach().double().cpu()
         corners = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1).tolist()
         labels, scores = output["labels"].tolist(), output["scores"].double().tolist()
@@ -151,18 +160,18 @@ class DetectionEvaluator:
             for label, box, score in zip(labels, corners, scores, strict=True)
         ]
         if self._masks:
-            for result, mask in zip(results, self._encoded(image_id, output["masks"]), strict=True):
-                result["segmentation"] = mask
+            for result, mask in zip(results, masks, strict=True):
+                result["segmentation"] = self._encoded(image_id, mask)
         return results
 
-    def _encoded(self, image_id: int, masks: Tensor) -> list[dict[str, Any]]:
-        if masks.shape[-2:] != self._sizes[image_id]:
+    def _encoded(self, image_id: int, mask: Tensor) -> dict[str, Any]:
+        if mask.shape[-2:] != self._sizes[image_id]:
             raise ValueError(
-                f"masks must be of the size of the original image, {self._sizes[image_id]}, got {tuple(masks.shape)}"
+                f"masks must be of the size of the original image, {self._sizes[image_id]}, got {tuple(mask.shape)}"
             )
         # Binary on the device, where it is quick; columns first, as run lengths go.
-        binary = (masks.flatten(0, -3) > MASK_THRESHOLD).to(torch.uint8).cpu().numpy()
-        return mask_library().encode(np.asfortranarray(binary.transpose(1, 2, 0))) if len(binary) else []
+        binary = (mask.reshape(mask.shape[-2:]) > MASK_THRESHOLD).to(torch.uint8).cpu().numpy()
+        return mask_library().encode(np.asfortranarray(binary))
 
     def _truth(self, image_ids: set[int]) -> dict[str, Any]:
         truth = self._annotations.to_json()

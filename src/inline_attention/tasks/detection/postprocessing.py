@@ -5,9 +5,8 @@ Shapes: `n` objects, `M` side of a mask as the model gives it, `H`, `W` height a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
@@ -46,11 +45,7 @@ def whole_mask(probabilities: Tensor, box: Tensor, size: tuple[int, int]) -> Ten
     return pasted[0, 0] > MASK_THRESHOLD
 
 
-def with_whole_masks(found: Mapping[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
-    """What was found, with masks `[n, 1, H, W]` bool of the image's size instead of relative ones."""
-    if "masks" not in found:
-        return dict(found)
-    masks = found["masks"].new_empty((len(found["masks"]), 1, *size), dtype=torch.bool)
-    for place, probabilities, box in zip(masks, found["masks"], found["boxes"], strict=True):
-        place[0] = whole_mask(probabilities, box, size)
-    return {**found, "masks": masks}
+def whole_masks(found: Mapping[str, Tensor], size: tuple[int, int]) -> Iterator[Tensor]:
+    """`whole_mask` of each object that was found, made when it is asked for."""
+    for probabilities, box in zip(found["masks"], found["boxes"], strict=True):
+        yield whole_mask(probabilities, box, size)

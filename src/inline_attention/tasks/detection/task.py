@@ -48,7 +48,7 @@ from inline_attention.tasks.detection.models import (
     Head,
     build_detector,
 )
-from inline_attention.tasks.detection.postprocessing import at_original_size, with_whole_masks
+from inline_attention.tasks.detection.postprocessing import at_original_size, whole_masks
 from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together, UnusableDataError
 from inline_attention.tasks.weights import initialize_from
 
@@ -275,7 +275,8 @@ class _Evaluator:
             height, width = target["size"].tolist()
             original = (height, width)
             moved = at_original_size(found, (image.shape[-2], image.shape[-1]), original)
-            self._protocol.add([int(target["image_id"])], [with_whole_masks(moved, original)])
+            masks = [whole_masks(moved, original)] if "masks" in moved else None
+            self._protocol.add([int(target["image_id"])], [moved], masks)
 
     def compute(self, together: Together) -> DetectionMetrics:
         return self._protocol.compute(together.gather)

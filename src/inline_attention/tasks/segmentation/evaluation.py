@@ -92,7 +92,14 @@ class SegmentationEvaluator:
                 "predicted and true labels must be whole numbers of one shape, got "
                 f"{predicted.dtype} {tuple(predicted.shape)} and {target.dtype} {tuple(target.shape)}"
             )
-        self._confusion.update(predicted.long(), target.long())
+        predicted, target = predicted.long(), target.long()
+        if torch.are_deterministic_algorithms_enabled():
+            # torchmetrics would compare every pixel with all K² pairs of classes then: 63 GB for one photograph.
+            self._confusion.confmat = self._confusion.confmat + _confusion_matrix(
+                predicted, target, len(self._class_names)
+            ).to(self._confusion.confmat.device)
+        else:
+            self._confusion.update(predicted, target)
 
     def compute(self, add_up: Callable[[Tensor], Tensor] | None = None) -> SegmentationMetrics:
         """Measure what all processes have counted; the result is the same in each.
@@ -118,3 +125,11 @@ class SegmentationEvaluator:
             dict(zip(self._class_names, accuracy.tolist(), strict=True)),
             count,
         )
+
+
+def _confusion_matrix(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
+    """`[K, K]` pixels of each true class that were taken for each class."""
+    labelled = target != IGNORED
+    pairs = target[labelled] * num_classes + predicted[labelled]
+    # On the CPU: counting on a GPU is among the operations that PyTorch may refuse for being nondeterministic.
+    return torch.bincount(pairs.cpu(), minlength=num_classes**2).reshape(num_classes, num_classes)
