@@ -15,11 +15,11 @@ from inline_attention.analysis.collisions import (
     search_partner,
 )
 from inline_attention.analysis.explicit import MixingRule
-from inline_attention.analysis.key_conditions import key_condition, measure_key_condition
+from inline_attention.analysis.key_conditions import POSITIVE_MAPS, key_condition, measure_key_condition
 from inline_attention.analysis.probes import capture_attention
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 
-RULES = rules_to_try(0.5)
+RULES = rules_to_try(MixingRule(None, "identity", 0.5))
 
 
 def rule_id(rule):
@@ -39,8 +39,19 @@ def expected_collisions(rule, q):
     return int((q < 0).any(1).sum()) if rule.feature_map == "relu" else 0
 
 
+def square(x):
+    return x**2
+
+
 def test_all_rules_are_tried():
     assert len({rule_id(rule) for rule in RULES}) == 1 + 2 * len(FEATURE_MAPS) + 2
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "leaky_relu", square])
+def test_a_layers_own_rule_is_tried_whatever_it_is(feature_map):
+    own = MixingRule("magnitude", feature_map, 0.5)
+    assert rules_to_try(own) == [*RULES, own]
+    assert rules_to_try(RULES[3]) == RULES
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
@@ -51,6 +62,29 @@ def test_collisions_on_ordinary_keys_are_those_of_the_propositions(rule):
     expected = expected_collisions(rule, q)
     assert (rate.constructed, rate.found, rate.colliding) == (expected, expected, expected)
     assert (rate.smallest_difference <= EQUAL_ROWS) == (expected > 0)
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.feature_map in ("identity", "leaky_relu")], ids=rule_id
+)
+def test_nearly_uniform_rows_are_not_equal_for_that_reason(rule):
+    q, k = random_queries_and_keys()
+    q *= 1e-7  # as far from what untrained models say as that is from saying a lot
+    rate = collision_rate(rule, q, k)
+    assert rate.colliding == expected_collisions(rule, q)
+    if rule.kind != "linear":
+        rows = rule.weights(q, k)
+        assert relative_difference(rows[:1], rows).max() < 1e-6
+        assert rate.smallest_difference > 1e-3
+
+
+@pytest.mark.parametrize("normalization", ["divide", "subtract"])
+def test_rows_that_are_exactly_uniform_are_equal(normalization):
+    q, k = random_queries_and_keys()
+    rule = MixingRule(normalization, "relu", 0.5)
+    rate = collision_rate(rule, -q.abs(), k)
+    assert rate.colliding == len(q)
+    assert rate.smallest_difference == 0
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
@@ -76,16 +110,56 @@ def test_keys_of_low_rank_confuse_every_attention(rule):
 
 def test_a_search_finds_collisions_of_a_map_nobody_told_it_of():
     q, k = random_queries_and_keys()
-
-    def square(x):
-        return x**2
-
-    rule = MixingRule("subtract", square, 0.5)
+    rule = MixingRule("divide", square, 0.5)
     assert constructed_partners(rule, q, k) == []
-    assert collision_rate(MixingRule("divide", square, 0.5), q, k).found == len(q)
+    assert collision_rate(rule, q, k).found == len(q)
+
+
+def with_one(x):
+    return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+
+
+@pytest.mark.parametrize("normalization", ["subtract", "magnitude"])
+def test_nobody_knows_whether_a_callable_is_one_to_one(normalization):
+    _, k = random_queries_and_keys()
+    condition = key_condition(MixingRule(normalization, square, 0.5), k)
+    assert condition.injective is None
+    assert condition.reason == "φ = square is not the library's: it may be one-to-one or not"
+
+
+def test_division_may_be_one_to_one_where_a_callable_adds_channels():
+    """With a constant channel, the length of phi(q) is known from its direction."""
+    q, k = random_queries_and_keys()
+    assert key_condition(MixingRule("divide", square, 0.5), k).injective is False
+    rule = MixingRule("divide", with_one, 0.5)
+    assert key_condition(rule, k).injective is None
+    assert collision_rate(rule, q, k).colliding == 0
+
+
+def test_a_callable_on_keys_of_low_rank_is_not_one_to_one():
+    _, k = random_queries_and_keys()
+    k[:, -1] = 0.3
+    condition = key_condition(MixingRule("subtract", square, 0.5), k)
+    assert condition.injective is False
+    assert condition.reason == "the centred keys leave 1 of 5 directions of φ(q) unseen"
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "leaky_relu"])
+def test_the_magnitude_rule_is_not_one_to_one_unless_phi_is_positive(feature_map):
+    q, k = random_queries_and_keys()
+    k += 1  # so that the mean key is not nearly zero
+    rule = MixingRule("magnitude", feature_map, 0.5)
+    features = rule.features(q)
+    mean_key = rule.features(k).mean(0)
+    features -= ((0.5 * features @ mean_key + 1) / (0.5 * mean_key @ mean_key))[:, None] * mean_key
+    q = features if feature_map == "identity" else torch.where(features > 0, features, 100 * features)
+    torch.testing.assert_close(rule.weights(q, k), torch.full((6, 30), 1 / 30).double())
+    assert collision_rate(rule, q, k).found > 0
     condition = key_condition(rule, k)
-    assert not condition.injective
-    assert "square is not one-to-one" in condition.reason
+    assert condition.injective is False
+    assert "mean score -1" in condition.reason
+    for positive in POSITIVE_MAPS:
+        assert key_condition(MixingRule("magnitude", positive, 0.5), k).injective is True
 
 
 def test_singular_values_and_rank_are_those_of_the_definition():
@@ -106,6 +180,13 @@ def test_fewer_keys_than_channels_are_never_enough():
     assert (condition.rank, condition.needed) == (4, 6)
     assert condition.condition == torch.inf
     assert condition.reason == "4 keys cannot span 5 channels: 2 directions of φ(q) go unseen"
+
+
+def test_the_own_rule_of_a_layer_is_marked_even_if_it_is_not_meant_to_be():
+    model = small_model("inline_deit_tiny", attention_options={"feature_map": square, "normalization": "magnitude"})
+    layer = capture_attention(model, torch.randn(1, 3, 40, 60))[0]
+    (own,) = [rate for rate in measure_collisions(layer, 0, 0, queries=2) if rate.is_own]
+    assert (own.attention, own.feature_map) == ("magnitude", "square")
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "softmax_swin_tiny"])

@@ -64,9 +64,9 @@ def count_of(image, kind, confused):
 
 def test_injectivity(subjects, words, tmp_path):
     rates = [
-        CollisionRate(0, 0, "softmax", "none", False, 8, 0, 0, 0, 0.1),
-        CollisionRate(0, 0, "inline", "identity", True, 8, 0, 0, 0, 0.1),
-        CollisionRate(0, 0, "linear", "relu", False, 8, 8, 6, 8, 0.0),
+        CollisionRate(0, 0, "softmax", "none", False, 8, 0, 0, 0, 0.1, 1e-10),
+        CollisionRate(0, 0, "inline", "identity", True, 8, 0, 0, 0, 0.1, 1e-10),
+        CollisionRate(0, 0, "linear", "relu", False, 8, 8, 6, 8, 0.0, 1e-10),
     ]
     keys = [key_condition(MixingRule("subtract", "identity", 1.0), torch.randn(9, 4), layer) for layer in range(8)]
     labels = [subject.label for subject in subjects]

@@ -7,7 +7,7 @@ import pytest
 from analysis.written_runs import write_run
 from inline_attention.analysis.cost import CostPoint
 from inline_attention.analysis.report import evidence as report_evidence
-from inline_attention.analysis.report.evidence import KeptMeasurements, NoRunError, find_runs, gather
+from inline_attention.analysis.report.evidence import ForeignFileError, KeptMeasurements, NoRunError, find_runs, gather
 from inline_attention.analysis.report.measured_run import SampleSizes, shown_pictures
 
 COST = [CostPoint("inline", tokens, 1.0, 1, 1) for tokens in (4, 16)]
@@ -73,12 +73,22 @@ def test_other_weights_are_measured_anew_and_old_figures_go(runs, tmp_path):
     assert len([key for key in gone if key.startswith("confusion")]) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 0, "measurements": {"a": 1}}', '{"version": 1}'])
-def test_a_damaged_file_of_measurements_is_replaced(tmp_path, content):
+def test_measurements_of_another_version_are_made_anew(tmp_path):
     path = tmp_path / "report.json"
-    path.write_text(content)
+    path.write_text(json.dumps({"format": report_evidence.KEPT_FORMAT, "version": 0, "measurements": {"a": 1}}))
     assert KeptMeasurements(path).get("a", lambda: 2) == 2
     assert KeptMeasurements(path).get("a", lambda: 3) == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"version": 1, "measurements": {}}', '{"title": "ablation"}']
+)
+def test_a_file_that_no_report_has_written_is_left_alone(tmp_path, content):
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    with pytest.raises(ForeignFileError, match=r"report\.json, .* stays as it is; choose another --output"):
+        KeptMeasurements(path)
+    assert path.read_text() == content
 
 
 def test_a_run_without_weights_or_epochs_is_left_out_of_what_needs_them(runs, tmp_path):

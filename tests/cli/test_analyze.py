@@ -3,15 +3,21 @@
 import csv
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from inline_attention import create_model
+from inline_attention.analysis.explicit import MixingRule
+from inline_attention.analysis.key_conditions import key_condition
 from inline_attention.analysis.scaling import ScalingPoint
 from inline_attention.cli import analyze_runs
+from inline_attention.cli.analyze_tables import condition_table
 from inline_attention.cli.main import app
 from inline_attention.models.checkpoints import save_weights
 
@@ -97,6 +103,24 @@ def test_injectivity(trained, tmp_path):
     assert [subject["attention"] for subject in content["subjects"]] == ["inline", "linear", "softmax"]
     assert all(subject["weights"].endswith("model.safetensors") for subject in content["subjects"])
     assert len(content["tables"]["keys"][0]["singular_values"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "shown"),
+    [
+        ((True, True), "2 of 2"),
+        ((True, False), "1 of 2"),
+        ((None, None), "unknown"),
+        ((False, None), "0 of 2, 1 unknown"),
+    ],
+)
+def test_what_nobody_knows_is_not_counted_as_one_to_one(verdicts, shown):
+    known = key_condition(MixingRule("subtract", "identity", 1.0), torch.randn(9, 4))
+    conditions = [replace(known, injective=verdict, reason=f"it is {verdict}") for verdict in verdicts]
+    table = condition_table([SimpleNamespace(label="m")], {"m": conditions})
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells["one-to-one"] == [shown]
+    assert cells["because"] == [f"it is {False if False in verdicts else verdicts[0]}"]
 
 
 def test_confusion_on_a_folder_with_a_broken_picture(invoke, tmp_path, checkpoints):
@@ -193,6 +217,10 @@ def test_tables_are_written_without_matplotlib(trained, tmp_path, monkeypatch):
         (("attention-map", "--token", "7,0"), "has 4×4 tokens, got row 7, column 0"),
         (("confusion", "--data-dir", "absent"), "absent does not exist"),
         (("masking", "--data-dir", "absent"), "absent does not exist"),
+        (
+            ("locality", "--split", "trainn"),
+            "digits has no split 'trainn'; it has two, one called train or training and",
+        ),
         (("attention-map", "absent.jpg"), "absent.jpg: cannot be opened"),
         (("masking", "--device", "nonsense"), "device 'nonsense' cannot be used here"),
         (("locality", "--checkpoint", "absent.safetensors"), "absent.safetensors"),
@@ -225,3 +253,11 @@ def test_unwritable_output_is_noticed_before_measuring(tmp_path):
     blocker.touch()
     result = CliRunner().invoke(app, ["analyze", "confusion", "--output", str(blocker / "out")])
     assert "choose another folder with --output" in only_error(result)
+
+
+def test_results_from_before_are_not_replaced_without_a_word(trained, tmp_path):
+    command = ("locality", "-n", 1, "--sides", "3", "--layer", 0)
+    assert "replaced" not in trained(*command).stderr
+    again = trained(*command)
+    assert again.exit_code == 0
+    assert f"{tmp_path / 'out' / 'locality.json'} and what belongs to it will be replaced" in again.stderr

@@ -27,7 +27,7 @@ def test_a_page_is_written_and_its_path_printed(invoke, tmp_path):
     assert result.output.splitlines()[-1] == str(page)
     assert "left out of confusion: linear_deit_tiny" in result.output
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert sorted(file.name for file in page.parent.iterdir()) == ["page.html", "page.json"]
+    assert sorted(file.name for file in page.parent.iterdir()) == ["page.html", "page.measurements.json"]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,8 @@ def test_a_page_is_written_and_its_path_printed(invoke, tmp_path):
         (("nowhere",), "nowhere does not exist"),
         ((".", "--ablation", "nowhere"), "holds no run"),
         (("nowhere", "--output", "."), "expected a file to write"),
+        (("nowhere", "--output", "ablation.json"), "expected a name such as ablation.html, got ablation.json"),
+        (("nowhere", "--output", "ablation"), "expected a name such as ablation.html, got ablation"),
     ],
 )
 def test_what_is_wrong_is_said(invoke, tmp_path, monkeypatch, arguments, message):
@@ -44,3 +46,24 @@ def test_what_is_wrong_is_said(invoke, tmp_path, monkeypatch, arguments, message
     assert result.exit_code == 1
     assert message in result.output
     assert list(tmp_path.glob("*.html")) == []
+
+
+def test_results_of_the_same_name_are_not_touched(invoke, tmp_path):
+    """The page of an ablation, beside the results it shows."""
+    run = write_run(tmp_path / "run", weights=False)
+    results = tmp_path / "ablation.json"
+    results.write_text('{"title": "mine"}')
+    result = invoke(run, "--output", tmp_path / "ablation.html", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert results.read_text() == '{"title": "mine"}'
+
+
+def test_a_file_where_measurements_would_be_kept_is_not_written_over(invoke, tmp_path):
+    run = write_run(tmp_path / "run", weights=False)
+    foreign = tmp_path / "page.measurements.json"
+    foreign.write_text('{"temperature": 12}')
+    result = invoke(run, "--output", tmp_path / "page.html", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "choose another --output" in result.output
+    assert foreign.read_text() == '{"temperature": 12}'
+    assert not (tmp_path / "page.html").exists()

@@ -8,6 +8,9 @@ By construction (docs/math.md, section 4): a partner of query q is a query q' wi
 By search: start from q in the direction in which its weights change least, at a fixed distance, and let Gauss–Newton
 steps bring the weights of q' to those of q. This knows nothing of phi, so it finds what the constructions do not.
 
+Rows of weights are compared by what they have beyond uniform attention, as in `confusion`: all rows of an untrained
+model are nearly uniform, and not equal for that reason.
+
 Shapes: `Q` queries, `M` keys, `D` head dim.
 """
 
@@ -20,20 +23,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.explicit import KIND_OF_NORMALIZATION, AttentionKind, MixingRule
+from inline_attention.analysis.explicit import KIND_OF_NORMALIZATION, AttentionKind, MixingRule, beyond_uniform
+from inline_attention.analysis.key_conditions import POSITIVE_MAPS
 from inline_attention.analysis.layer_attention import LayerAttention
 from inline_attention.data.randomness import derived_seed
 from inline_attention.ops.feature_maps import EXP_RATE, FEATURE_MAPS, LEAKY_RELU_SLOPE
 
-POSITIVE_MAPS = ("exp", "elu_plus_one")  # those that the magnitude rule (MALA) is meant for
 RAY_FACTOR = 2.0
 SEARCH_DISTANCE = 0.5  # of q' from q, in lengths of q
 SEARCH_STEPS = 8
-# Relative differences, see `relative_difference`. Constructed collisions agree to 1e-13; the queries of a pair differ
-# by half their length, so that one-to-one attention of ordinary keys leaves rows apart by many orders more than this.
-EQUAL_ROWS = 1e-6
+# Relative differences, see `relative_difference`. Constructed collisions agree to 1e-13. The queries of a pair differ
+# by half their length, which one-to-one attention shows: on untrained models rows are at least 1e-6 apart, or 1e-8 with
+# leaky ReLU, which makes half of a query a hundred times smaller.
+EQUAL_ROWS = 1e-10
+EQUAL_ROWS_OF_CALLABLES = 1e-5  # a callable phi computes in float32
 DISTINCT_QUERIES = 0.1
-FOUND = 1e-3 * EQUAL_ROWS  # where a search need not go on
+FOUND = 1e-2  # of the difference that counts as equal: where a search need not go on
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,9 @@ class CollisionRate:
         constructed: Of how many a partner could be constructed.
         found: Of how many the search found one.
         colliding: Of how many either way gave one.
-        smallest_difference: Of rows, relative, over all partners that differ enough from their query.
+        smallest_difference: Of rows, relative to what they have beyond uniform attention, over all partners that
+            differ enough from their query.
+        tolerance: Up to which difference rows count as equal.
     """
 
     layer: int
@@ -63,15 +70,16 @@ class CollisionRate:
     found: int
     colliding: int
     smallest_difference: float
+    tolerance: float
 
 
-def rules_to_try(scale: float) -> list[MixingRule]:
-    """Softmax, and every built-in feature map under every normalisation that it is meant for."""
-    rules = [MixingRule(None, "identity", scale)]
+def rules_to_try(own: MixingRule) -> list[MixingRule]:
+    """Softmax, every built-in feature map under every normalisation that it is meant for, and a layer's own rule."""
+    rules = [MixingRule(None, "identity", own.scale)]
     for normalization in KIND_OF_NORMALIZATION:
         maps = POSITIVE_MAPS if normalization == "magnitude" else tuple(FEATURE_MAPS)
-        rules += [MixingRule(normalization, name, scale) for name in maps]
-    return rules
+        rules += [MixingRule(normalization, name, own.scale) for name in maps]
+    return rules if own in rules else [*rules, own]
 
 
 def measure_collisions(
@@ -94,18 +102,15 @@ def measure_collisions(
     generator = torch.Generator().manual_seed(derived_seed("queries", seed, layer.index, head))
     chosen = members[torch.randperm(len(members), generator=generator)[:queries].to(members.device)]
     q, k = layer.q[image, chosen, head].double(), layer.k[image, members, head].double()
-    own = (layer.rule.kind, layer.rule.feature_map_name)
-    rates: list[CollisionRate] = []
-    for rule in rules_to_try(layer.rule.scale):
-        rate = collision_rate(rule, q, k)
-        is_own = (rule.kind, rule.feature_map_name) == own
-        rates.append(replace(rate, layer=layer.index, head=head, is_own=is_own))
-    return rates
+    return [
+        replace(collision_rate(rule, q, k), layer=layer.index, head=head, is_own=rule == layer.rule)
+        for rule in rules_to_try(layer.rule)
+    ]
 
 
 def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
     """Collisions of queries `[Q, D]` on keys `[M, D]`, both float64, under one rule."""
-    rows = rule.weights(q, k)
+    rows = _said_by_rows(rule, q, k)
     constructed = torch.zeros(len(q), dtype=torch.bool, device=q.device)
     smallest = torch.inf
     for partner in constructed_partners(rule, q, k):
@@ -124,6 +129,7 @@ def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
         found=int(found.sum()),
         colliding=int((constructed | found).sum()),
         smallest_difference=min(smallest, difference),
+        tolerance=_tolerance(rule),
     )
 
 
@@ -164,17 +170,17 @@ def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
     # Both ways at once: a level set may be open to one side only, as that of ReLU is.
     start = torch.cat([directions[..., 0], -directions[..., 0]])
     centre = torch.cat([q, q])
-    rows = rule.weights(centre, k)
+    rows = _said_by_rows(rule, centre, k)
     radius = SEARCH_DISTANCE * centre.norm(dim=-1, keepdim=True)
     candidate = best = centre + radius * start
-    smallest = relative_difference(rule.weights(best, k), rows)
+    smallest = relative_difference(_said_by_rows(rule, best, k), rows)
     for _ in range(SEARCH_STEPS):
-        if (torch.minimum(*smallest.chunk(2)) <= FOUND).all():
+        if (torch.minimum(*smallest.chunk(2)) <= FOUND * _tolerance(rule)).all():
             break
-        candidate = _gauss_newton_step(candidate, rule.weights(candidate, k) - rows, jacobian(candidate))
+        candidate = _gauss_newton_step(candidate, _said_by_rows(rule, candidate, k) - rows, jacobian(candidate))
         offset = candidate - centre
         candidate = centre + radius * offset / offset.norm(dim=-1, keepdim=True).clamp(min=1e-300)
-        difference = relative_difference(rule.weights(candidate, k), rows)
+        difference = relative_difference(_said_by_rows(rule, candidate, k), rows)
         better = difference < smallest
         best = torch.where(better[:, None], candidate, best)
         smallest = torch.where(better, difference, smallest)
@@ -194,10 +200,19 @@ def _gauss_newton_step(x: Tensor, residual: Tensor, jacobian: Tensor) -> Tensor:
 
 def _compare(rule: MixingRule, rows: Tensor, q: Tensor, partner: Tensor, k: Tensor) -> tuple[Tensor, float]:
     """Which partners collide with their queries, and the smallest difference of rows of those that are distinct."""
-    difference = relative_difference(rule.weights(partner, k), rows)
+    difference = relative_difference(_said_by_rows(rule, partner, k), rows)
     distinct = relative_difference(partner, q) >= DISTINCT_QUERIES
     smallest = difference[distinct].min().item() if distinct.any() else torch.inf
-    return distinct & (difference <= EQUAL_ROWS), smallest
+    return distinct & (difference <= _tolerance(rule)), smallest
+
+
+def _said_by_rows(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
+    """Rows of weights less uniform attention, `[Q, M]`."""
+    return beyond_uniform(rule.weights(q, k), 1 / len(k))
+
+
+def _tolerance(rule: MixingRule) -> float:
+    return EQUAL_ROWS if isinstance(rule.feature_map, str) else EQUAL_ROWS_OF_CALLABLES
 
 
 def _least_seen_direction(features: Tensor) -> Tensor:

@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.explicit import AttentionKind, check_matrix_size
+from inline_attention.analysis.explicit import AttentionKind, beyond_uniform, check_matrix_size
 from inline_attention.analysis.layer_attention import LayerAttention
 
 TOLERANCES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TOLERANCE = 1e-2
 DISTINCT_QUERIES = 0.1
-ROUNDING = 1e-13  # of float64 rows, relative
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def count_confusion(
     """
     check_matrix_size(layer.num_tokens, layer.num_tokens)
     distinct = pairwise_difference(layer.q[image, :, head].double()) > DISTINCT_QUERIES
-    difference = pairwise_difference(_beyond_uniform(layer, image, head)).masked_fill_(~distinct, torch.inf)
+    difference = pairwise_difference(_said_by_rows(layer, image, head)).masked_fill_(~distinct, torch.inf)
     confused = difference <= tolerance
     count = ConfusionCount(
         image=name,
@@ -147,14 +146,11 @@ def pairwise_difference(rows: Tensor) -> Tensor:
     return difference.fill_diagonal_(0)
 
 
-def _beyond_uniform(layer: LayerAttention, image: int, head: int) -> Tensor:
-    """Rows less uniform attention to the keys in sight, `[N, N]`; what is left of a uniform row by rounding is zero."""
-    rows = layer.rows(image, head)
+def _said_by_rows(layer: LayerAttention, image: int, head: int) -> Tensor:
+    """Rows less uniform attention to the keys in sight, `[N, N]`."""
     reach = layer.reach(head)
     uniform = 1 / layer.num_tokens if reach is None else reach / reach.sum(1, keepdim=True)
-    beyond = rows - uniform
-    is_uniform = beyond.norm(dim=1) <= ROUNDING * rows.norm(dim=1)
-    return beyond.masked_fill_(is_uniform[:, None], 0)
+    return beyond_uniform(layer.rows(image, head), uniform)
 
 
 def confused_image(

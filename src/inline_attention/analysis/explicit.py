@@ -23,6 +23,7 @@ KIND_OF_NORMALIZATION: dict[Normalization, AttentionKind] = {
     "subtract": "inline",
     "magnitude": "magnitude",
 }
+ROUNDING = 1e-13  # of float64 rows, relative
 LARGEST_MATRIX = 1 << 29  # bytes of one matrix of weights; half a dozen of that size may be alive at once
 
 
@@ -100,6 +101,21 @@ class MixingRule:
             mean = scores.masked_fill(~visible, 0).sum(-1, keepdim=True) / count
         weights = (1 + _slope(self.normalization, mean) * (scores - mean)) / count
         return weights if visible is None else weights.masked_fill(~visible, 0)
+
+
+def beyond_uniform(rows: Tensor, uniform: Tensor | float) -> Tensor:
+    """What float64 rows of weights `[..., M]` say about the keys: themselves less uniform attention.
+
+    Rows are compared by this. All rows share their uniform part, so beside it nearly uniform rows look equal whatever
+    they say. What rounding leaves of a uniform row is zero: it says nothing.
+
+    Args:
+        rows: Weights.
+        uniform: What uniform attention gives, broadcast to the rows.
+    """
+    beyond = rows - uniform
+    is_uniform = beyond.norm(dim=-1, keepdim=True) <= ROUNDING * rows.norm(dim=-1, keepdim=True)
+    return beyond.masked_fill_(is_uniform, 0)
 
 
 def check_matrix_size(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> None:

@@ -1,7 +1,9 @@
 """Whether the propositions on injectivity (docs/math.md, section 4) hold for the keys a layer really has.
 
 Softmax and InLine attention tell all queries apart exactly when the centred keys have full rank, that is, when
-rank [K, 1] = d + 1 (InLine: of mapped keys, and phi must be one-to-one). Linear attention never does.
+rank [K, 1] = d + 1 (InLine: of mapped keys, and phi must be one-to-one; MALA: phi must be positive, too). Linear
+attention never does. Of a callable phi nobody knows whether it is one-to-one; that it is continuous is taken for
+granted.
 
 Shapes: `M` keys, `D` head dim.
 """
@@ -17,6 +19,7 @@ from inline_attention.analysis.explicit import AttentionKind, MixingRule
 from inline_attention.analysis.layer_attention import LayerAttention
 
 ONE_TO_ONE_MAPS = ("identity", "leaky_relu", "exp", "elu_plus_one")
+POSITIVE_MAPS = ("exp", "elu_plus_one")  # those that the magnitude rule (MALA) is meant for
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class KeyCondition:
         needed: d + 1.
         largest: Singular value of the centred mapped keys.
         smallest: The same; among d, so zero where there are too few keys.
-        injective: Whether different queries always get different weights.
+        injective: Whether different queries always get different weights; None where nobody knows.
         reason: Why, or why not.
         singular_values: All d of them, descending.
     """
@@ -48,7 +51,7 @@ class KeyCondition:
     needed: int
     largest: float
     smallest: float
-    injective: bool
+    injective: bool | None
     reason: str
     singular_values: tuple[float, ...]
 
@@ -77,7 +80,7 @@ def key_condition(rule: MixingRule, keys: Tensor, layer: int = 0, head: int = 0)
     # Keys are known to their own precision, whatever is computed from them.
     rounding = max(count, width) * torch.finfo(keys.dtype).eps * values[0]
     rank = int((values > rounding).sum()) + 1
-    injective, reason = _verdict(rule, rank, width, count)
+    injective, reason = _verdict(rule, rank, width, count, keeps_width=width == keys.shape[1])
     return KeyCondition(
         layer=layer,
         head=head,
@@ -94,14 +97,20 @@ def key_condition(rule: MixingRule, keys: Tensor, layer: int = 0, head: int = 0)
     )
 
 
-def _verdict(rule: MixingRule, rank: int, width: int, count: int) -> tuple[bool, str]:
-    if rule.normalization == "divide":
+def _verdict(rule: MixingRule, rank: int, width: int, count: int, *, keeps_width: bool) -> tuple[bool | None, str]:
+    """Whether the attention is one-to-one, and why."""
+    is_built_in = isinstance(rule.feature_map, str)
+    if rule.normalization == "divide" and keeps_width:
         return False, "division cancels the length of φ(q)"
-    if rule.normalization is not None and rule.feature_map not in ONE_TO_ONE_MAPS:
+    if is_built_in and rule.feature_map not in ONE_TO_ONE_MAPS:
         return False, f"φ = {rule.feature_map_name} is not one-to-one"
+    if is_built_in and rule.normalization == "magnitude" and rule.feature_map not in POSITIVE_MAPS:
+        return False, f"φ = {rule.feature_map_name} is not positive: all queries of mean score -1 get uniform weights"
     missing = width + 1 - rank
-    if missing == 0:
-        return True, "the centred keys have full rank"
-    if count <= width:
-        return False, f"{count} keys cannot span {width} channels: {missing} directions of φ(q) go unseen"
-    return False, f"the centred keys leave {missing} of {width} directions of φ(q) unseen"
+    if missing > 0 and keeps_width:
+        if count <= width:
+            return False, f"{count} keys cannot span {width} channels: {missing} directions of φ(q) go unseen"
+        return False, f"the centred keys leave {missing} of {width} directions of φ(q) unseen"
+    if not is_built_in:
+        return None, f"φ = {rule.feature_map_name} is not the library's: it may be one-to-one or not"
+    return True, "the centred keys have full rank"

@@ -40,6 +40,11 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     os.replace(unfinished, path)
 
 
+def result_file(folder: Path, name: str) -> Path:
+    """Where the results of an analysis are, all of them."""
+    return folder / f"{name}.json"
+
+
 def write_results(
     folder: Path,
     name: str,
@@ -67,7 +72,7 @@ def write_results(
         "subjects": list(subjects),
         "tables": {table: list(rows) for table, rows in tables.items()},
     }
-    files = [folder / f"{name}.json"]
+    files = [result_file(folder, name)]
     write_json(files[0], content)
     for number, (table, rows) in enumerate(tables.items()):
         files.append(folder / (f"{name}.csv" if number == 0 else f"{name}-{table}.csv"))

@@ -23,7 +23,7 @@ from inline_attention.analysis.attention_maps import (
 )
 from inline_attention.analysis.benchmark.environment import describe_environment
 from inline_attention.analysis.pictures import PictureSample, open_pictures
-from inline_attention.analysis.result_files import flat_row, write_results
+from inline_attention.analysis.result_files import flat_row, result_file, write_results
 from inline_attention.analysis.scaling import KINDS, measure_scaling
 from inline_attention.analysis.subjects import Subject, trained_subject, untrained_subject, with_distinct_labels
 from inline_attention.analysis.surveys import survey_confusion, survey_injectivity, survey_locality, survey_masking
@@ -52,7 +52,7 @@ def run_injectivity(
     options: CommonOptions, *, images: int, layers: list[int] | None, heads: list[int] | None, queries: int
 ) -> None:
     """See `inline analyze injectivity --help`."""
-    console = _start(options.output)
+    console = _start(options.output, "injectivity")
     with _failing_cleanly():
         sample = _sample(options, images=images, batch_size=1)
         subjects = _load_subjects(options)
@@ -84,7 +84,7 @@ def run_confusion(
     workers: int,
 ) -> None:
     """See `inline analyze confusion --help`."""
-    console = _start(options.output)
+    console = _start(options.output, "confusion")
     with _failing_cleanly():
         sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
         subjects = _load_subjects(options)
@@ -115,7 +115,7 @@ def run_locality(
     workers: int,
 ) -> None:
     """See `inline analyze locality --help`."""
-    console = _start(options.output)
+    console = _start(options.output, "locality")
     with _failing_cleanly():
         sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
         subjects = _load_subjects(options)
@@ -130,7 +130,7 @@ def run_locality(
 
 def run_masking(options: CommonOptions, *, images: int, sides: list[int], batch_size: int, workers: int) -> None:
     """See `inline analyze masking --help`."""
-    console = _start(options.output)
+    console = _start(options.output, "masking")
     with _failing_cleanly():
         sample = _sample(options, images=images, batch_size=batch_size, workers=workers, labelled=True)
         subjects = _load_subjects(options, num_classes=len(sample.source.class_names))
@@ -152,7 +152,7 @@ def run_attention_map(
     heads: list[int] | None,
 ) -> None:
     """See `inline analyze attention-map --help`."""
-    console = _start(options.output)
+    console = _start(options.output, "attention-map")
     with _failing_cleanly():
         picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
         name = "a digit" if image is None else image.name
@@ -186,7 +186,7 @@ def run_scaling(
     output: Path,
 ) -> None:
     """See `inline analyze scaling --help`."""
-    console = _start(output)
+    console = _start(output, "scaling")
     place = resolve_device(device)
     sizes = sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
     with _failing_cleanly(), progress_bar(console) as progress:
@@ -207,10 +207,16 @@ def run_scaling(
     _say_where(console, files)
 
 
-def _start(output: Path) -> Console:
+def _start(output: Path, analysis: str) -> Console:
+    # Better to learn all this now than after measuring.
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
+        tempfile.TemporaryFile(dir=output).close()
+    earlier = result_file(output, analysis)
+    if earlier.exists():
+        typer.secho(
+            f"{earlier} and what belongs to it will be replaced; --output takes another folder", fg="yellow", err=True
+        )
     console = Console()
     return console if console.is_terminal else Console(width=LOG_WIDTH)
 

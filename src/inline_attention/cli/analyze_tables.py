@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from inline_attention.analysis.attention_maps import AttentionMaps
-from inline_attention.analysis.collisions import EQUAL_ROWS, CollisionRate
+from inline_attention.analysis.collisions import EQUAL_ROWS, EQUAL_ROWS_OF_CALLABLES, CollisionRate
 from inline_attention.analysis.confusion import ConfusionCount, pairs_per_image
 from inline_attention.analysis.key_conditions import KeyCondition
 from inline_attention.analysis.locality import Locality
@@ -27,7 +27,8 @@ def collision_table(subjects: Sequence[Subject], rates: Mapping[str, Sequence[Co
         ("model", "attention", "φ"),
         ("queries", "constructed", "found", "smallest |Δw|"),
         "Every rule is tried on the model's own queries and keys; * is the model's own. "
-        f"|Δw|: relative difference of rows; up to {EQUAL_ROWS:g} counts as equal.",
+        f"|Δw|: difference of rows, relative to what they have beyond uniform attention; up to {EQUAL_ROWS:g} counts "
+        f"as equal ({EQUAL_ROWS_OF_CALLABLES:g} where φ is a function of one's own, which computes in float32).",
     )
     for subject in subjects:
         groups: dict[tuple[str, str], list[CollisionRate]] = {}
@@ -69,14 +70,22 @@ def condition_table(subjects: Sequence[Subject], conditions: Mapping[str, Sequen
                 str(layer),
                 items[0].attention,
                 items[0].feature_map,
-                f"{sum(item.injective for item in items)} of {len(items)}",
+                _count_injective(items),
                 f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
                 str(items[0].needed),
                 "∞" if ratio == float("inf") else f"{ratio:.3g}",
-                min(items, key=lambda item: item.injective).reason,
+                min(items, key=lambda item: item.injective is not False).reason,
                 end_section=layer == layers[-1],
             )
     return table
+
+
+def _count_injective(items: Sequence[KeyCondition]) -> str:
+    injective = sum(item.injective is True for item in items)
+    unknown = sum(item.injective is None for item in items)
+    if unknown == len(items):
+        return "unknown"
+    return f"{injective} of {len(items)}" + (f", {unknown} unknown" if unknown else "")
 
 
 def confusion_table(

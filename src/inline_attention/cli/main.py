@@ -199,7 +199,9 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders of runs, or folders with runs in them.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write, an HTML file.")] = Path(
+        "report.html"
+    ),
     ablation: Annotated[
         list[Path] | None, typer.Option(help="Result of `inline ablate`: its folder or JSON file; repeatable.")
     ] = None,
@@ -207,7 +209,7 @@ def report(
 ) -> None:
     """Write one page with the argument for InLine, checked on your own runs: `inline report out/demo/digits_runs`.
 
-    What is measured is kept in a JSON file beside the page, and not measured again.
+    What is measured is kept beside the page, in report.measurements.json, and not measured again.
     """
     from inline_attention.cli.report import run_report
 

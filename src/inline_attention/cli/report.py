@@ -9,11 +9,13 @@ import typer
 from rich.console import Console
 
 from inline_attention.analysis.cost import CostPoint
-from inline_attention.analysis.report.evidence import KeptMeasurements, NoRunError, find_runs, gather
+from inline_attention.analysis.report.evidence import ForeignFileError, KeptMeasurements, NoRunError, find_runs, gather
 from inline_attention.analysis.report.page import write_page
 from inline_attention.cli.printing import fail
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.processes import DeviceError
+
+PAGE_SUFFIXES = (".html", ".htm")
 
 
 def run_report(
@@ -29,27 +31,30 @@ def run_report(
 
     Args:
         runs: Folders of runs, or folders with runs in them.
-        output: The page; measurements are kept beside it, in a JSON file of the same name.
+        output: The page, NAME.html; measurements are kept beside it, in NAME.measurements.json.
         ablations: Results of `inline ablate`.
         device: To measure models on.
         cost: Of attention, if it was measured before.
         console: Where progress is shown.
 
     Raises:
-        typer.Exit: With code 1 where a path is no run, or nothing can be written; the reason is printed.
+        typer.Exit: With code 1 where a path is no run, or nothing can be written, or only over what is not a report's;
+            the reason is printed.
     """
     console = console or Console()
     if output.is_dir():
         fail(f"expected a file to write, such as {output / 'report.html'}, got the folder {output}")
+    if output.suffix.lower() not in PAGE_SUFFIXES:
+        fail(f"--output names the page, which is HTML: expected a name such as {output.stem}.html, got {output}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with console.status("reading the runs") as status:
-            kept = KeptMeasurements(output.with_suffix(".json"))
+            kept = KeptMeasurements(output.with_suffix(".measurements.json"))
             evidence = gather(
                 find_runs(runs), kept, ablations=ablations, cost=cost, device=device, on_step=status.update
             )
         write_page(evidence, output)
-    except (NoRunError, ConfigError, DeviceError) as error:
+    except (NoRunError, ForeignFileError, ConfigError, DeviceError) as error:
         fail(error)
     except OSError as error:
         fail(f"cannot write {output}: {error.strerror or error}; choose another file with --output")

@@ -46,9 +46,9 @@ def draw_injectivity(
     """
     small_print = (
         f"{weights_note(subjects)} A query collides if another, at least 10 % away, has the same weights to "
-        f"{EQUAL_ROWS:g}. All rules are tried on the model's own queries and keys; ◂ marks its own rule. "
-        "Softmax and InLine tell all queries apart exactly when no singular value of the centred keys is zero "
-        "(docs/math.md, section 4). Lines: medians over heads and images."
+        f"{EQUAL_ROWS:g} of what they have beyond uniform attention. All rules are tried on the model's own queries "
+        "and keys; ◂ marks its own rule. Softmax and InLine tell all queries apart exactly when no singular value of "
+        "the centred keys is zero (docs/math.md, section 4). Lines: medians over heads and images."
     )
     size = (max(10.0, 4.9 * len(subjects)), 9.2)
     with new_figure(*size, "Do different queries get different weights?", small_print) as figure:
@@ -105,10 +105,13 @@ def _draw_spectra(axes: Axes, conditions: Sequence[KeyCondition]) -> None:
         middle = [max(median(values), 1e-17) for values in zip(*spectra, strict=True)]
         color = colors(0.92 * place / max(len(layers) - 1, 1))
         axes.plot(range(1, len(middle) + 1), middle, color=color, linewidth=1.6, label=f"layer {layer}")
-    injective = sum(condition.injective for condition in conditions)
+    injective = sum(condition.injective is True for condition in conditions)
+    unknown = sum(condition.injective is None for condition in conditions)
     axes.set(yscale="log", ylim=(1e-9, 1.8), xlabel="singular value of the centred keys, by rank")
     worst = min(conditions, key=lambda condition: condition.rank - condition.needed)
-    share = f"one-to-one: {injective} of {len(conditions)} (heads × images)"
+    share = f"one-to-one: {injective} of {len(conditions)} (heads × images)" + (
+        f", {unknown} unknown" if unknown else ""
+    )
     axes.set_title(f"{share}; rank [K, 1] ≥ {worst.rank} of {worst.needed}", fontsize=10, color=INK)
     light_grid(axes)
     if len(layers) <= 6:

@@ -38,6 +38,7 @@ from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.registry import TWINS
 
 COST_SIZES = (196, 784, 3136)
+KEPT_FORMAT = "measurements of inline report"
 KEPT_VERSION = 1  # of what is measured: a change of meaning must not meet figures from before
 KINDS = ("inline", *TWINS)
 ABLATION_RESULT = (
@@ -50,6 +51,10 @@ OnStep = Callable[[str], None]
 
 class NoRunError(ValueError):
     """A path that is neither a run nor a folder of runs, or an ablation that is none."""
+
+
+class ForeignFileError(ValueError):
+    """A file that is in the way, and not ours."""
 
 
 @dataclass
@@ -103,17 +108,31 @@ class Evidence:
 
 
 class KeptMeasurements:
-    """A JSON file of measurements by what they depend on. A damaged one, or another version's, counts as empty."""
+    """A JSON file of measurements by what they depend on. Those of another version count as none."""
 
     def __init__(self, path: Path):
-        """Read what is there."""
+        """Read what is there.
+
+        Raises:
+            ForeignFileError: If there is a file that no report has written: it must not be written over.
+            OSError: If it cannot be read.
+        """
         self._path = path
         self._used: set[str] = set()
         self._entries: dict[str, Any] = {}
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        if not path.exists():
+            return
+        content: Any = None
+        with suppress(ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["version"] == KEPT_VERSION:
-                self._entries = dict(content["measurements"])
+        if not isinstance(content, dict) or content.get("format") != KEPT_FORMAT:
+            raise ForeignFileError(
+                f"{path}, where measurements would be kept, is not a file of `inline report`, and stays as it is; "
+                "choose another --output, or move it away"
+            )
+        entries = content.get("measurements")
+        if content.get("version") == KEPT_VERSION and isinstance(entries, dict):
+            self._entries = entries
 
     def get(self, key: str, work: Callable[[], Any]) -> Any:
         """What was kept, or what `work` gives, which is kept at once."""
@@ -130,7 +149,7 @@ class KeptMeasurements:
             self._write()
 
     def _write(self) -> None:
-        write_json(self._path, {"version": KEPT_VERSION, "measurements": self._entries})
+        write_json(self._path, {"format": KEPT_FORMAT, "version": KEPT_VERSION, "measurements": self._entries})
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
