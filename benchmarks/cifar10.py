@@ -40,8 +40,10 @@ ATTENTIONS = ("inline", "softmax", "linear")
 LONG = (
     "training.epochs=140",
     "training.validation_interval=10",
+    "optimizer.lr=2e-3",
     "augmentation.mixup=0.8",
     "augmentation.cutmix=1.0",
+    "augmentation.mixup_off_epoch=125",
     "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
 )
 GOAL_TOP1, GOAL_SECONDS = 92.0, 600.0
