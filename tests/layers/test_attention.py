@@ -188,3 +188,24 @@ def count_flops(module: nn.Module, tokens: int) -> int:
     with FlopCounterMode(display=False) as counter:
         module(torch.randn(1, tokens, 16))
     return counter.get_total_flops()
+
+
+class OfMap(nn.Module):
+    """Attention over a feature map, whose grid is read off the map."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = InLineAttention(24, 3)
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)
+        return self.attention(tokens, x.shape[2:]) + self.attention(tokens)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_recorded_by_jit_with_sizes_that_are_tensors():
+    model = OfMap().eval()
+    x = torch.randn(2, 24, 4, 4)
+    recorded = torch.jit.trace(model, x)
+    x = torch.randn(3, 24, 4, 4)
+    torch.testing.assert_close(recorded(x), model(x), rtol=1e-4, atol=1e-5)

@@ -67,3 +67,63 @@ def test_converting_twice_or_what_cannot_be_converted_explains_itself():
         InLineAttention.from_softmax(nn.MultiheadAttention(8, 2))
     with pytest.raises(ValueError, match="heads of another width"):
         InLineAttention.from_softmax(timm.layers.Attention(24, num_heads=3, attn_head_dim=16))
+
+
+def create_empty(name: str, **arguments) -> nn.Module:
+    """A model of timm's without values: enough for deciding what it is made of."""
+    with torch.device("meta"):
+        return timm.create_model(name, **arguments)
+
+
+def test_attention_over_channels_is_left_alone_with_a_warning():
+    model = create_empty("davit_tiny")
+    with pytest.warns(UserWarning, match=r"6 attentions of DaVit are left .*ChannelAttention.*over the tokens"):
+        names = convert_attention(model)
+    kinds = [type(block.attn).__name__ for stage in model.stages for pair in stage.blocks for block in pair]
+    assert kinds.count("InLineAttention") == kinds.count("ChannelAttention") == len(names) == 6
+    assert model(torch.randn(1, 3, 224, 224, device="meta")).shape == (1, 1000)
+
+
+def test_tied_attention_stays_tied():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3)
+    model.blocks[2].attn = model.blocks[0].attn
+    assert convert_attention(model) == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
+    assert isinstance(model.blocks[0].attn, InLineAttention)
+    assert model.blocks[2].attn is model.blocks[0].attn
+    assert model.blocks[1].attn is not model.blocks[0].attn
+
+
+def test_an_attention_itself_is_refused():
+    with pytest.raises(ValueError, match=r"Attention is an attention itself.*InLineAttention\.from_softmax"):
+        convert_attention(timm.layers.Attention(24, num_heads=3))
+
+
+@pytest.mark.parametrize("name", ["volo_d1_224", "nest_tiny", "sam2_hiera_tiny", "fastvit_t8", "fastvit_sa12"])
+def test_what_takes_no_tokens_is_refused_and_unchanged(name):
+    model = create_empty(name)
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match="found no attention to convert"):
+        convert_attention(model)
+    assert dict(model.named_modules()) == before
+
+
+@pytest.mark.parametrize("name", ["pit_ti_224", "crossvit_tiny_240", "convit_tiny"])
+def test_an_unknown_prefix_is_refused_where_it_matters(name):
+    model = create_empty(name)
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=r"cls_token.* but no num_prefix_tokens.*local_residual=False"):
+        convert_attention(model)
+    assert dict(model.named_modules()) == before
+    names = convert_attention(model, local_residual=False)
+    assert all(isinstance(model.get_submodule(name), InLineAttention) for name in names)
+
+
+def test_conversion_calls_nothing_that_is_watched():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1)
+    seen = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: seen.append(1))
+    weight = model.blocks[0].attn.qkv.weight.clone()
+    convert_attention(model, local_residual=False)
+    assert not seen
+    assert torch.equal(model.blocks[0].attn.qkv.weight, weight)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from inline_attention import create_model
 from inline_attention.models import checkpoints
 from inline_attention.models.checkpoints import (
     CheckpointError,
@@ -198,6 +199,126 @@ def test_a_model_without_values_is_refused(weights_file):
         model = Classifier()
     with pytest.raises(CheckpointError, match=r"meta device.*to_empty"):
         load_checkpoint(model, weights_file)
+
+
+# Position embeddings and biases
+
+
+def small(family, **arguments):
+    depths = {"deit": {"depth": 1}, "pvt": {"depths": (1, 1, 1, 1)}}
+    windows = {"depths": (1, 1, 1, 1), "global_blocks": (0, 0, 0, 0)}
+    return create_model(f"inline_{family}_tiny", num_classes=3, **depths.get(family, windows), **arguments)
+
+
+POSITIONS = {
+    "deit": "pos_embed",
+    "pvt": "embeddings.0.positions",
+    "swin": "stages.0.0.attn.relative_position_bias_table",
+}
+
+
+@pytest.mark.parametrize("family", POSITIONS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(()),
+        torch.zeros(5),
+        torch.zeros(0, 3),
+        torch.zeros(7, 3),
+        torch.zeros(16, 3),
+        torch.zeros(25, 3, dtype=torch.complex64),
+        torch.zeros(1, 0, 192),
+        torch.zeros(1, 1, 192),
+        torch.zeros(1, 7, 64),
+        torch.zeros(1, 4, 0),
+        torch.zeros(1, 5, 192, dtype=torch.int64),
+        torch.zeros(1, 9, 64, 2),
+    ],
+    ids=lambda value: f"{tuple(value.shape)}-{value.dtype}",
+)
+def test_positions_that_cannot_be_resampled_are_named(tmp_path, family, value):
+    model = small(family)
+    torch.save({**model.state_dict(), POSITIONS[family]: value}, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_checkpoint(model, tmp_path / "weights.pth")
+    assert [name for name, *_ in caught.value.mismatched] == [POSITIONS[family]]
+
+
+def test_a_head_without_dimensions_is_named(tmp_path):
+    model = small("deit")
+    torch.save({**model.state_dict(), "head.weight": torch.tensor(1.0)}, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointMismatchError, match=r"head\.weight"):
+        load_checkpoint(model, tmp_path / "weights.pth")
+
+
+def test_one_weight_under_two_names_is_refused(tmp_path):
+    model = small("pvt")
+    both = {**model.state_dict(), "pos_embed1": torch.zeros_like(model.embeddings[0].positions)}
+    torch.save(both, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=r"weights\.pth.*embeddings\.0\.positions twice.*'pos_embed1'"):
+        load_checkpoint(model, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match="twice"):
+        model.load_state_dict(both)
+
+
+@pytest.mark.parametrize("family", ["deit", "pvt"])
+@pytest.mark.parametrize(("saved", "wanted"), [((64, 144), (96, 96)), ((64, 96), (96, 64)), ((64, 96), (128, 128))])
+def test_the_grid_of_positions_travels_with_our_files(tmp_path, family, saved, wanted):
+    source, target = small(family, img_size=saved), small(family, img_size=wanted)
+    save_weights(source, tmp_path / "weights.safetensors")
+    load_checkpoint(target, tmp_path / "weights.safetensors")
+    overlay = {"file": str(tmp_path / "weights.safetensors")}
+    depths = {"depth": 1} if family == "deit" else {"depths": (1, 1, 1, 1)}
+    created = create_model(
+        f"inline_{family}_tiny", pretrained=True, pretrained_cfg_overlay=overlay, num_classes=3, img_size=wanted,
+        **depths,
+    )  # fmt: skip
+    convert_checkpoint(tmp_path / "weights.safetensors", tmp_path / "copy.safetensors")
+    again = small(family, img_size=wanted)
+    load_checkpoint(again, tmp_path / "copy.safetensors")
+    source.set_input_size(wanted)
+    for model in (target, created, again):
+        assert_same(model.state_dict(), source.state_dict())
+
+
+def test_positions_converted_for_a_model_are_of_its_grid(tmp_path):
+    save_weights(small("deit", img_size=(64, 144)), tmp_path / "weights.safetensors")
+    target = small("deit", img_size=(96, 64))
+    convert_checkpoint(tmp_path / "weights.safetensors", tmp_path / "copy.safetensors", model=target)
+    assert json.loads(open_checkpoint(tmp_path / "copy.safetensors").metadata["position_grids"]) == {
+        "pos_embed": [6, 4]
+    }
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "no json",
+        "[1]",
+        '{"pos_embed": 3}',
+        '{"pos_embed": null}',
+        '{"pos_embed": [5, 5]}',
+        '{"pos_embed": [-6, -6]}',
+        '{"pos_embed": [Infinity, 1]}',
+    ],
+)
+def test_a_note_of_grids_that_makes_no_sense_is_passed_over(tmp_path, note):
+    source, target = small("deit", img_size=96), small("deit", img_size=64)
+    save_weights(source.state_dict(), tmp_path / "weights.safetensors", metadata={"position_grids": note})
+    load_checkpoint(target, tmp_path / "weights.safetensors")
+    source.set_input_size(64)
+    assert_same(target.state_dict(), source.state_dict())
+
+
+def test_positions_of_an_unknown_grid_are_warned_of_where_the_model_has_no_square(tmp_path, recwarn):
+    torch.save(small("deit", img_size=(64, 96)).state_dict(), tmp_path / "weights.pth")
+    with pytest.warns(UserWarning, match=r"does not say of which grids .*: pos_embed \(6×4\)"):
+        load_checkpoint(small("deit", img_size=(96, 64)), tmp_path / "weights.pth")
+    recwarn.clear()
+    torch.save(small("deit", img_size=96).state_dict(), tmp_path / "weights.pth")
+    for size in (96, 64, (96, 64)):  # squares, and one that is resampled from a square
+        load_checkpoint(small("deit", img_size=size), tmp_path / "weights.pth")
+    assert not recwarn
 
 
 # Saving and converting

@@ -70,6 +70,29 @@ def test_onnx_with_dynamic_batch_height_and_width(name, tmp_path):
             assert_same(torch.from_numpy(got), model(x))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_by_jit_for_every_batch_of_one_image_size(name):
+    model = create(name)
+    with torch.no_grad():
+        recorded = torch.jit.trace(model, torch.randn(2, 3, 64, 97), check_trace=False)
+        x = torch.randn(3, 3, 64, 97)
+        assert_same(recorded(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_onnx_by_way_of_jit(tmp_path):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    model = create("inline_deit_tiny")
+    x = torch.randn(2, 3, 64, 97)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=False, opset_version=18)
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        assert_same(torch.from_numpy(got), model(x))
+
+
 def test_transformers_timm_backbone_takes_the_pyramids():
     transformers = pytest.importorskip("transformers")
     config = transformers.TimmBackboneConfig(

@@ -334,3 +334,84 @@ def test_the_last_mlp_computes_the_class_token_alone_unless_somebody_looks(kind)
     torch.testing.assert_close(model(images), alone)
     torch.testing.assert_close(model.forward_head(model.forward_features(images)), alone)
     assert widths == [1, 1 + 4 * 3]
+
+
+def hook_into(model: nn.Module, place: str, notice) -> torch.utils.hooks.RemovableHandle:
+    """Have `notice` called with the tokens, or their gradients, that somebody sees at a place of a DeiT."""
+    block, norm = model.blocks[-1], model.norm
+    module_hooks = nn.modules.module
+    register = {
+        "norm": lambda: norm.register_forward_hook(lambda module, inputs, output: notice(output)),
+        "before_norm": lambda: norm.register_forward_pre_hook(lambda module, inputs: notice(inputs[0])),
+        "norm_backward": lambda: norm.register_full_backward_hook(lambda module, grads, outer: notice(outer[0])),
+        "block_backward": lambda: block.register_full_backward_hook(lambda module, grads, outer: notice(outer[0])),
+        "before_block_backward": lambda: block.register_full_backward_pre_hook(lambda module, outer: notice(outer[0])),
+        "anywhere": lambda: module_hooks.register_module_forward_hook(
+            lambda module, inputs, output: notice(output) if module is block else None
+        ),
+        "before_anything": lambda: module_hooks.register_module_forward_pre_hook(
+            lambda module, inputs: notice(inputs[0]) if module is norm else None
+        ),
+        "anywhere_backward": lambda: module_hooks.register_module_full_backward_hook(
+            lambda module, grads, outer: notice(outer[0]) if module is norm else None
+        ),
+        "before_anything_backward": lambda: module_hooks.register_module_full_backward_pre_hook(
+            lambda module, outer: notice(outer[0]) if module is norm else None
+        ),
+    }
+    return register[place]()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "norm", "before_norm", "norm_backward", "block_backward", "before_block_backward",
+        "anywhere", "before_anything", "anywhere_backward", "before_anything_backward",
+    ],
+)  # fmt: skip
+def test_whoever_looks_from_the_last_block_on_sees_all_tokens(place):
+    model = create("inline_deit_tiny", depth=1)
+    seen = []
+    handle = hook_into(model, place, lambda tokens: seen.append(tokens.shape[1]))
+    model(torch.randn(2, 3, 64, 48)).sum().backward()
+    handle.remove()
+    assert seen == [1 + 4 * 3]
+    assert model.tokens_for_head() == 1
+
+
+def test_a_compiled_model_shows_its_watchers_all_tokens():
+    torch.compiler.reset()
+    model = create("inline_deit_tiny", depth=1)
+    images = torch.randn(2, 3, 64, 48)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = compiled(images)
+        seen = []
+        model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(images), expected)
+    assert seen == [1 + 4 * 3]
+
+
+@pytest.mark.parametrize("pool", ["avg", "token", ""])
+@pytest.mark.parametrize("name", [f"inline_{family}_tiny" for family in ("deit", *PYRAMIDS)])
+def test_the_head_of_the_features_of_a_padded_batch(name, pool):
+    if pool == "token" and family_of(name) in PYRAMIDS:
+        pytest.skip("pyramids have no class token")
+    model = create(name, global_pool=pool)
+    images, sizes = torch.randn(2, 3, 96, 128), [(96, 70), (41, 100)]
+    mask = torch.zeros(2, 96, 128, dtype=torch.bool)
+    for index, (height, width) in enumerate(sizes):
+        mask[index, :height, :width] = True
+    with torch.no_grad():
+        for padding in ({"image_sizes": sizes}, {"pixel_mask": mask}):
+            features = model.forward_features(images, **padding)
+            torch.testing.assert_close(model.forward_head(features, **padding), model(images, **padding))
+            pooled = model.forward_head(features, pre_logits=True, **padding)
+            torch.testing.assert_close(model.head(pooled), model(images, **padding))
+    with pytest.raises(ValueError, match="not both"):
+        model.forward_head(features, image_sizes=sizes, pixel_mask=mask)
+    with pytest.raises(ValueError, match="2 pairs"):
+        model.forward_head(features, image_sizes=sizes[:1])
+    with pytest.raises(ValueError, match=r"pass what forward_features was given"):
+        model.forward_head(features, image_sizes=[(96, 70), (960, 1280)])

@@ -1,5 +1,6 @@
 """Bad input: a ValueError that names what was expected, what came, and what to do."""
 
+import numpy
 import pytest
 import torch
 
@@ -36,11 +37,14 @@ CASES = {
     "no_heads": (lambda: attend(q=T(2, 6, 0, 4), k=T(2, 6, 0, 4)), r"got heads = 0"),
     "unknown_feature_map": (lambda: attend(feature_map="rleu"), r"feature_map must be .*did you mean 'relu'"),
     "feature_map_type": (lambda: attend(feature_map=3), r"feature_map must be one of"),
+    "feature_map_list": (lambda: attend(feature_map=["relu"]), r"feature_map must be one of"),
+    "normalization_list": (lambda: attend(normalization=["divide"]), r"normalization must be one of"),
     "feature_map_result": (lambda: attend(feature_map=lambda x: x.sum(1)), r"must keep every dimension but the last"),
     "unknown_normalization": (lambda: attend(normalization="substract"), r"did you mean 'subtract'"),
     "unknown_backend": (lambda: attend(backend="eagre"), r"backend must be .*did you mean 'eager'"),
     "scale_nan": (lambda: attend(scale=float("nan")), r"scale must be a finite number"),
     "scale_inf": (lambda: attend(scale=float("inf")), r"scale must be a finite number"),
+    "scale_huge": (lambda: attend(scale=10**400), r"scale must be a finite number"),
     "scale_type": (lambda: attend(scale="big"), r"scale must be a finite number"),
     "mask_dtype": (lambda: attend(key_padding_mask=torch.ones(2, 6)), r"bool tensor, True for a real key.*~mask"),
     "mask_type": (lambda: attend(key_padding_mask=[[True]]), r"bool tensor.*got list"),
@@ -74,6 +78,7 @@ CASES = {
     "packed_order": (lambda: inline_attention_qkvpacked(T(2, 3, 6, 2, 4)), r"qkv must be \[B, N, 3, H, D\]"),
     "packed_type": (lambda: inline_attention_qkvpacked(None), r"qkv must be a torch\.Tensor"),
     "weights_kind": (lambda: attention_weights(Q, Q, kind="sofmax"), r"did you mean 'softmax'"),
+    "weights_kind_list": (lambda: attention_weights(Q, Q, kind=["softmax"]), r"kind must be one of"),
     "weights_softmax_map": (lambda: attention_weights(Q, Q, kind="softmax", feature_map="relu"), r"no feature map"),
     "local_residual_rank": (lambda: local_residual(T(2, 6, 8), WEIGHT, grid_size=(2, 3)), r"v must have 4 dimensions"),
 }
@@ -84,6 +89,30 @@ def test_message(case):
     call, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("valid", "invalid", "message"),
+    [
+        ({"scale": 0.5}, {"scale": numpy.float32(0.5)}, "scale must be a finite number"),
+        ({"grid_size": (2, 3)}, {"grid_size": (2.0, 3)}, "two integers ≥ 1"),
+        ({"grid_size": (2, 3)}, {"grid_size": (2, 3.0)}, "two integers ≥ 1"),
+        ({"grid_size": (6, 1)}, {"grid_size": (6, True)}, "two integers ≥ 1"),
+        ({"grid_size": (5, 1), "num_prefix_tokens": 1}, {"num_prefix_tokens": True}, "num_prefix_tokens must be"),
+        ({"grid_size": (5, 1), "num_prefix_tokens": 1}, {"num_prefix_tokens": 1.0}, "num_prefix_tokens must be"),
+    ],
+)
+def test_what_equals_an_argument_that_passed_does_not_pass(valid, invalid, message):
+    valid = {"grid_size": (2, 3), "local_weight": WEIGHT} | valid
+    attend(**valid)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            attend(**(valid | invalid))
+    attend(**valid)
+
+
+def test_a_huge_integer_that_is_finite_is_a_scale():
+    torch.testing.assert_close(attend(q=Q * 0, scale=10**300), Q.mean(1, keepdim=True).expand_as(Q))
 
 
 def test_named_backend_that_cannot_run_says_why(monkeypatch):

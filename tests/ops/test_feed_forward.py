@@ -1,10 +1,12 @@
 """The fused half of a block: against float64 under Triton's interpreter here, and on a GPU inside whole models."""
 
+import functools
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import GluMlp, LayerScale
 from torch import nn
 
 from inline_attention import create_model
@@ -121,6 +123,95 @@ def test_a_block_fuses_only_what_nobody_watches():
     block.backend = "auto"
     block.mlp.fc1 = nn.Sequential(block.mlp.fc1)  # an adapter, as of LoRA, has taken its place
     block(x, (2, 2))
+
+
+def put(path: str, module: nn.Module):
+    """A change of a block: another module in the place of one of its own."""
+
+    def change(block: Block) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(block.get_submodule(parent), name, module.eval())
+
+    return change
+
+
+def train_dropout(path: str):
+    """A change of a block: dropout at inference, for Monte Carlo estimates."""
+    return lambda block: block.get_submodule(path).train()
+
+
+def put_forward(path: str):
+    """A change of a block: a module's `forward` wrapped on the instance, as offloading libraries do."""
+
+    def change(block: Block) -> None:
+        module = block.get_submodule(path)
+        module.forward = functools.partial(type(module).forward, module)
+
+    return change
+
+
+CHANGES = {
+    "gated_mlp": put("mlp", GluMlp(64, 128)),
+    "relu": put("mlp.act", nn.ReLU()),
+    "tanh_gelu": put("mlp.act", nn.GELU(approximate="tanh")),
+    "norm_in_mlp": put("mlp.norm", nn.LayerNorm(128)),
+    "scale_after_attention": put("drop_path1", LayerScale(64)),
+    "scale_after_mlp": put("drop_path2", LayerScale(64)),
+    "scale_after_projection": put("attn.proj_drop", LayerScale(64)),
+    "scale_in_mlp": put("mlp.drop1", LayerScale(128)),
+    "scale_at_the_end": put("mlp.drop2", LayerScale(64)),
+    "dropout_after_projection": train_dropout("attn.proj_drop"),
+    "dropout_in_mlp": train_dropout("mlp.drop1"),
+    "dropout_at_the_end": train_dropout("mlp.drop2"),
+    "wrapped_attention": put_forward("attn"),
+    "wrapped_hidden_map": put_forward("mlp.fc1"),
+}
+
+
+@pytest.mark.usefixtures("_fusing_is_noticed")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_fuses_only_its_own_modules(change):
+    x = torch.randn(1, 4, 64)
+    block = make_block()
+    with pytest.raises(FusedError):
+        block(x, (2, 2))
+    CHANGES[change](block)
+    assert block(x, (2, 2)).shape == x.shape
+
+
+@pytest.mark.usefixtures("_fusing_is_noticed")
+def test_a_block_does_not_fuse_under_global_or_backward_hooks():
+    x = torch.randn(1, 4, 64)
+    block = make_block()
+    handles = [
+        lambda: nn.modules.module.register_module_forward_hook(lambda *_: None),
+        lambda: nn.modules.module.register_module_full_backward_hook(lambda *_: None),
+        lambda: block.mlp.fc2.register_full_backward_hook(lambda *_: None),
+        lambda: block.mlp.fc2.register_full_backward_pre_hook(lambda *_: None),
+    ]
+    for register in handles:
+        handle = register()
+        block(x, (2, 2))
+        handle.remove()
+        with pytest.raises(FusedError):
+            block(x, (2, 2))
+
+
+def test_the_kernel_is_not_given_maps_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(feed_forward_op, "_device_reason", lambda _: None)
+    x, _, parameters = tensors(3, 64, 128, torch.bfloat16, "meta")
+    on_gpu = MetaOnGpu(x)
+    gated = parameters._replace(weight=parameters.weight[:, :64])
+    assert "fit together" in unsupported_reason(on_gpu, gated)
+    assert "fit together" in unsupported_reason(on_gpu, parameters._replace(norm_weight=parameters.norm_weight[:32]))
+    assert "fit together" not in unsupported_reason(on_gpu, parameters)
+
+
+class MetaOnGpu:
+    """What looks like a tensor on a GPU to the questions that come before its values matter."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, torch.device("cuda", 0)
 
 
 @pytest.mark.gpu

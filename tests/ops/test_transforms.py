@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from inline_attention import inline_attention, inline_attention_qkvpacked
 
@@ -155,6 +156,14 @@ def test_fake_and_meta_tensors_give_shapes():
         assert inline_attention(*torch.randn(3, 2, 6, 2, 4)).shape == (2, 6, 2, 4)
     mask = torch.ones(2, 6, dtype=torch.bool, device="meta")
     assert inline_attention(*torch.randn(3, 2, 6, 2, 4, device="meta"), key_padding_mask=mask).shape == (2, 6, 2, 4)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_traced_by_make_fx(tracing_mode):
+    inputs = torch.randn(3, 2, 6, 2, 4)
+    traced = make_fx(lambda q, k, v: inline_attention(q, k, v), tracing_mode=tracing_mode)(*inputs)
+    others = torch.randn(3, 2, 6, 2, 4)
+    torch.testing.assert_close(traced(*others), inline_attention(*others), rtol=1e-5, atol=1e-5)
 
 
 def test_inference_mode_and_no_grad():

@@ -41,6 +41,7 @@ from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import Processes
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.strategies import Replicated, Sharded, Strategy
+from inline_attention.models.checkpoints import notes_on
 from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
 
 CHECKPOINTS = "checkpoints"
@@ -311,7 +312,7 @@ class Trainer:
                         "deal": self._deal(),
                     },
                     metric=metric,
-                    metadata=self.task.metadata(self.class_names),
+                    metadata={**notes_on(self.model), **self.task.metadata(self.class_names)},
                 )
             except CheckpointWriteError as error:
                 trouble = error

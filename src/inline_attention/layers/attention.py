@@ -22,7 +22,7 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_exporting
+from inline_attention.ops.tracing import is_exporting, plain_sizes
 from inline_attention.ops.validation import check_feature_map, check_normalization
 
 
@@ -301,6 +301,7 @@ class TokenAttention(ProjectedAttention):
     def _resolve_grid(self, num_tokens: int, grid_size: tuple[int, int] | None) -> tuple[int, int]:
         if grid_size is not None:
             return grid_size
+        (num_tokens,) = plain_sizes((num_tokens,))
         tokens = num_tokens - self.num_prefix_tokens
         if self.default_grid_size is not None and self.default_grid_size[0] * self.default_grid_size[1] == tokens:
             return self.default_grid_size

@@ -13,8 +13,12 @@ from timm.layers.mlp import Mlp
 from torch import nn
 
 from inline_attention.layers.attention import ProjectedAttention
+from inline_attention.layers.watching import must_be_called
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
 from inline_attention.ops.tracing import is_exporting
+
+# What passes its input on unless it is training.
+_IDLE_AT_INFERENCE = (nn.Dropout, nn.Identity, DropPath)
 
 
 class TokenNorm(nn.LayerNorm):
@@ -95,26 +99,29 @@ class Block(nn.Module):
 
     def _fusable_parameters(self) -> FeedForwardParameters | None:
         """Of all that follows the attention; None where a module must be called."""
-        if self.training or self.backend != "auto" or not isinstance(self.attn, ProjectedAttention):
+        attention, mlp = self.attn, self.mlp
+        if self.training or self.backend != "auto" or not isinstance(attention, ProjectedAttention):
             return None
-        projection, norm, hidden, last = self.attn.proj, self.norm2, self.mlp.fc1, self.mlp.fc2
-        if type(norm) is not TokenNorm or any(type(linear) is not nn.Linear for linear in (projection, hidden, last)):
+        if type(mlp) is not Mlp:
             return None
-        of_attention = (self.attn, projection, self.attn.proj_drop, self.drop_path1)
-        of_mlp = (norm, self.mlp, hidden, self.mlp.act, last, self.drop_path2)
-        if any(has_hooks(module) for module in (*of_attention, *of_mlp)):
+        projection, norm, hidden, activation, last = attention.proj, self.norm2, mlp.fc1, mlp.act, mlp.fc2
+        # Of modules put in the places of ours, as by adapters, only calling them shows what they do.
+        if not (type(projection) is type(hidden) is type(last) is nn.Linear and type(norm) is TokenNorm):
+            return None
+        if type(activation) is not nn.GELU or activation.approximate != "none":
+            return None
+        idle = (attention.proj_drop, self.drop_path1, mlp.drop1, mlp.norm, mlp.drop2, self.drop_path2)
+        for module in idle:
+            if type(module) not in _IDLE_AT_INFERENCE or module.training:  # dropout in a model that is not training
+                return None
+        if must_be_called(attention, projection, norm, mlp, hidden, activation, last, *idle):
             return None
         learnt: list[Any] = [
-            parameter for module in (projection, norm, hidden, last) for parameter in (module.weight, module.bias)
-        ]
+            projection.weight, projection.bias, norm.weight, norm.bias,
+            hidden.weight, hidden.bias, last.weight, last.bias,
+        ]  # fmt: skip
         return None if any(parameter is None for parameter in learnt) else FeedForwardParameters(*learnt)
 
 
 def _first(tokens: torch.Tensor, count: int | None) -> torch.Tensor:
     return tokens if count is None else tokens[:, :count]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody waits for a module to be called."""
-    # torch has no public name for the question.
-    return len(module._forward_hooks) + len(module._forward_pre_hooks) > 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownArgumentType]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import warnings
+from collections.abc import Iterable
+from typing import Any, cast
 
+import torch
 from torch import nn
 
-from inline_attention.layers.attention import InLineAttention, TokenAttention
+from inline_attention.layers.attention import InLineAttention, SoftmaxAttention, TokenAttention
+
+# Parts of parameter names that give away tokens beside the grid.
+_PREFIX_TOKEN_NAMES = ("cls_token", "class_token", "dist_token", "reg_token", "register_token")
+_PROBED_TOKENS = 9
 
 
 def convert_attention(
@@ -19,6 +27,12 @@ def convert_attention(
     """Replace every softmax attention of `model` (timm's `Attention`, as in its ViTs) in place.
 
     Projections are kept, so the model's weights stay where they are and new ones (the local residual) start at zero.
+    A module counts as softmax attention if it does what one with its projections does, which is tried on a copy: what
+    takes maps instead of tokens `[B, N, C]`, or attends to channels, is left alone, with a warning.
+
+    A local residual needs the same prefix tokens in all layers, and a square grid (or the model's own
+    `patch_embed.grid_size`) in each. Where a model adds its class token half-way (ConViT), convert with
+    `local_residual=False`.
 
     Args:
         model: Any model; its `num_prefix_tokens` and `patch_embed.grid_size` are used where it has them.
@@ -27,29 +41,95 @@ def convert_attention(
         **options: Arguments of the layer, such as `local_residual` or `feature_map`.
 
     Returns:
-        The names of the replaced modules.
+        The names of the replaced modules; a module that stands in several places has several.
 
     Raises:
-        ValueError: No attention could be replaced; the message says why for each candidate.
+        ValueError: No attention could be replaced (the message says why for each candidate), or a local residual would
+            have to guess the number of prefix tokens. The model is unchanged.
     """
-    if num_prefix_tokens is None:
-        num_prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
+    if hasattr(model, "qkv") and hasattr(model, "proj"):
+        raise ValueError(
+            f"{type(model).__name__} is an attention itself, which cannot be replaced in place; "
+            f"use new = {attention.__name__}.from_softmax(attention), or pass the model around it"
+        )
+    known_prefix = num_prefix_tokens if num_prefix_tokens is not None else getattr(model, "num_prefix_tokens", None)
     grid_size = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    converted: list[str] = []
-    refused: list[str] = []
-    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
-    for name, module in modules.items():
+    places: dict[str, nn.Module] = {}
+    new_modules: dict[nn.Module, TokenAttention] = {}
+    refused: dict[nn.Module, str] = {}
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(remove_duplicate=False))
+    for name, module in modules:
         if isinstance(module, TokenAttention) or not hasattr(module, "qkv") or not hasattr(module, "proj"):
             continue
-        try:
-            new = attention.from_softmax(module, num_prefix_tokens=num_prefix_tokens, grid_size=grid_size, **options)
-        except ValueError as error:
-            refused.append(f"{name}: {error}")
+        places[name] = module
+        if module in new_modules or module in refused:
             continue
+        try:
+            new_modules[module] = attention.from_softmax(
+                module, num_prefix_tokens=int(known_prefix or 0), grid_size=grid_size, **options
+            )
+            _check_is_softmax_attention(module)
+        except ValueError as error:
+            new_modules.pop(module, None)
+            refused[module] = f"{name}: {error}"
+    reasons = "; ".join(list(refused.values())[:3])
+    if not new_modules:
+        raise ValueError(
+            f"found no attention to convert in {type(model).__name__}: "
+            f"{reasons or 'no module has both `qkv` and `proj`'}"
+        )
+    if known_prefix is None and any(_has_local_term(new) for new in new_modules.values()):
+        _check_has_no_prefix_tokens(model)
+    if refused:
+        warnings.warn(
+            f"{len(refused)} attentions of {type(model).__name__} are left as they were: {reasons}", stacklevel=2
+        )
+    converted = [name for name, module in places.items() if module in new_modules]
+    for name in converted:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
-        converted.append(name)
-    if not converted:
-        reasons = "; ".join(refused[:3]) or "no module has both `qkv` and `proj`"
-        raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons}")
+        setattr(model.get_submodule(parent), child, new_modules[places[name]])
     return converted
+
+
+def _has_local_term(attention: TokenAttention) -> bool:
+    return attention.residual is not None or attention.static_local is not None
+
+
+def _check_has_no_prefix_tokens(model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters() if any(part in name for part in _PREFIX_TOKEN_NAMES)]
+    if names:
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(names)} but no num_prefix_tokens, so it is not known where the "
+            "grid of the local residual starts; pass num_prefix_tokens=1 (0 if they join later), or "
+            "local_residual=False"
+        )
+
+
+@torch.no_grad()
+def _check_is_softmax_attention(attention: nn.Module) -> None:
+    """Try whether a module does to random tokens `[B, N, C]` what softmax attention with its projections does."""
+    name = type(attention).__name__
+    generator = torch.Generator().manual_seed(0)
+    try:
+        # A copy on a CPU, with weights of its own: the module may be on the meta device, watched, or still all zeros.
+        trial = copy.deepcopy(attention)
+        if any(parameter.is_meta for parameter in trial.parameters()):
+            trial = trial.to_empty(device="cpu")
+        trial = trial.to("cpu", torch.float64).eval()
+        for module in trial.modules():  # whoever watches has no business here; torch has no public name for it
+            module._forward_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+            module._forward_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        for parameter in trial.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+        expected = SoftmaxAttention.from_softmax(trial)
+        tokens = torch.randn(2, _PROBED_TOKENS, expected.dim, generator=generator, dtype=torch.float64)
+        got = type(trial).forward(trial, tokens)
+        is_the_same = torch.allclose(got, expected(tokens), rtol=1e-6, atol=1e-8)
+    except Exception as error:  # a module made for something else can fail in any way
+        raise ValueError(
+            f"cannot convert {name}: it does not take tokens [B, N, C] alone ({type(error).__name__}: {error})"
+        ) from error
+    if not is_the_same:
+        raise ValueError(
+            f"cannot convert {name}: on tokens [B, N, C] it does something else than softmax attention over the tokens"
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from inline_attention.ops.tracing import is_exporting
+from inline_attention.ops.tracing import is_exporting, plain_sizes
 
 
 class Grid(NamedTuple):
@@ -62,7 +62,7 @@ def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 def pad_to_multiple(x: torch.Tensor, multiple: int) -> torch.Tensor:
     """Append rows and columns of zeros to `[B, C, H, W]` until both are multiples."""
-    height, width = x.shape[2], x.shape[3]
+    _, _, height, width = plain_sizes(x.shape)
     missing = (
         (height + multiple - 1) // multiple * multiple - height,
         (width + multiple - 1) // multiple * multiple - width,
@@ -247,6 +247,16 @@ def resample_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple
         image.to(torch.promote_types(image.dtype, torch.float32)), size=new, mode="bilinear", align_corners=False
     )
     return resampled.to(positions.dtype).flatten(2).transpose(1, 2)
+
+
+def resample_after_prefix(
+    positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int
+) -> torch.Tensor:
+    """`resample_positions` of `[1, prefix + h·w, C]`; those of the prefix tokens stay."""
+    if num_prefix_tokens == 0:
+        return resample_positions(positions, old, new)
+    prefix, grid = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
+    return torch.cat([prefix, resample_positions(grid, old, new)], dim=1)
 
 
 def positions_for(positions: torch.Tensor, native: tuple[int, int], grid: Grid) -> torch.Tensor:

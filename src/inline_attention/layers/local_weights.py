@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from inline_attention.layers.watching import must_be_called
 from inline_attention.ops.local_weights import predict_local_weight
 
 
@@ -91,14 +92,23 @@ class LocalWeightPredictor(nn.Sequential):
             fused: Use a fused kernel where there is one.
         """
         if fused and key_padding_mask is None:
-            hidden, _, last = self
-            assert isinstance(hidden, BlockDiagonalLinear)
-            assert isinstance(last, BlockDiagonalLinear)
-            parameters = (hidden.weight, hidden.bias, last.weight, last.bias)
-            weight = predict_local_weight(tokens, parameters, self.num_heads)
+            parameters = self._fusable_parameters()
+            weight = None if parameters is None else predict_local_weight(tokens, parameters, self.num_heads)
             if weight is not None:
                 return weight
         return self(mean_token(tokens, key_padding_mask))
+
+    def _fusable_parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Weight and bias of the first and of the second map; None where a module must be called."""
+        modules = tuple(self)
+        if len(modules) != 3 or must_be_called(self, *modules):
+            return None
+        hidden, activation, last = modules
+        if type(hidden) is not BlockDiagonalLinear or type(last) is not BlockDiagonalLinear:
+            return None
+        if type(activation) is not nn.GELU or activation.approximate != "none":
+            return None
+        return hidden.weight, hidden.bias, last.weight, last.bias
 
     def predict_nothing(self) -> None:
         """Set the last layer to zero: no local term until training finds one."""

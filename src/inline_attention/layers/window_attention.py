@@ -8,6 +8,7 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.grids import Windows, extent_pairs
 from inline_attention.ops.tracing import is_exporting
+from inline_attention.ops.validation import FLOATING_DTYPES
 
 
 class WindowAttention(ProjectedAttention):
@@ -109,7 +111,7 @@ class WindowAttention(ProjectedAttention):
         batch = qkv.shape[0]
         windows = Windows.cover(grid_size, (self.window_size, self.window_size))
         tokens = torch.unflatten(windows.flatten(windows.split(qkv, shift)), -1, (3, self.num_heads, -1))
-        q, k, v = tokens.permute(2, 0, 3, 1, 4)  # [B · W, H, L, D]
+        q, k, v = tokens.permute(2, 0, 3, 1, 4).unbind(0)  # [B · W, H, L, D]
         bias = self._bias(qkv.dtype)
         drop = self.attn_drop_rate if self.training else 0.0
         if key_padding_mask is None and windows.is_exact() and shift == (0, 0):
@@ -227,7 +229,7 @@ class StripeAttention(ProjectedAttention):
             flat = flatten(real)
             mask = (flat | ~flat.any(-1, keepdim=True))[:, None, None, :]  # padding only: any weights, but no NaN
         heads = self.num_heads // len(self.static_local)
-        q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4)  # [maps, H, L, D]
+        q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [maps, H, L, D]
         drop = self.attn_drop_rate if self.training else 0.0
         out = heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)).flatten(2)
         out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
@@ -273,10 +275,11 @@ def relative_position_index(side: int, device: torch.device) -> torch.Tensor:
 
 
 def resample_relative_positions(table: torch.Tensor, window_size: int) -> torch.Tensor:
-    """A bias table `[(2s - 1)², H]` for another window, bicubically over relative offsets."""
-    old = round(table.shape[0] ** 0.5)
-    new = 2 * window_size - 1
-    if old == new:
+    """A bias table `[(2s - 1)², H]` for another window, bicubically over relative offsets; what is none stays."""
+    if table.dim() != 2 or table.dtype not in FLOATING_DTYPES or table.numel() == 0:
+        return table
+    old, new = math.isqrt(table.shape[0]), 2 * window_size - 1
+    if old == new or old * old != table.shape[0] or old % 2 == 0:
         return table
     image = torch.unflatten(table.T, 1, (old, old))[None].float()
     # Offset zero stays in the middle: both grids are odd, and their corners are made to coincide.

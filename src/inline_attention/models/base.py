@@ -6,6 +6,7 @@ occupies the top left corner of its canvas; `image_sizes` or `pixel_mask` say ho
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from torch import nn
 
 from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import Grid, tokens_to_map
+from inline_attention.layers.grids import Grid, resample_after_prefix, tokens_to_map
 from inline_attention.layers.local_weights import BlockDiagonalLinear, mean_token
 from inline_attention.models.registry import AttentionKind
-from inline_attention.ops.tracing import is_exporting
+from inline_attention.ops.tracing import is_exporting, plain_sizes
+from inline_attention.ops.validation import FLOATING_DTYPES
 
 ImageSizes = Sequence[tuple[int, int]] | torch.Tensor
 
@@ -70,9 +72,33 @@ class VisionModel(nn.Module):
         """How many tokens of the last level, from the first, the head looks at; None for all."""
         return None
 
-    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rename the authors' keys to ours, and resample what depends on the image size to this model's."""
+    @property
+    def position_grids(self) -> dict[str, tuple[int, int]]:
+        """The native grid of each learned position embedding, by the parameter's name."""
+        return {}
+
+    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The authors' names to ours; what is no weight is left out."""
         return dict(state_dict)
+
+    def convert_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], position_grids: Mapping[str, tuple[int, int]] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Rename the authors' keys to ours, and resample what depends on the image size to this model's.
+
+        What cannot be resampled stays as it is, for a check of names and shapes to complain about.
+
+        Args:
+            state_dict: Weights in the authors' names or ours.
+            position_grids: Native grids of position embeddings in `state_dict`, by our names, where they are known;
+                others are taken for those of this model if they have as many tokens, for square ones otherwise.
+        """
+        converted = self.translate_state_dict(state_dict)
+        for name, grid in self.position_grids.items():
+            if name in converted:
+                saved = (position_grids or {}).get(name)
+                converted[name] = _fit_positions(converted[name], saved, grid, self.num_prefix_tokens)
+        return converted
 
     def forward(
         self,
@@ -101,14 +127,34 @@ class VisionModel(nn.Module):
         image_sizes: ImageSizes | None = None,
         pixel_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Unpooled features: `[B, N, C]` of a ViT, `[B, h, w, C]` of a pyramid. Arguments as in `forward`."""
+        """Unpooled features: `[B, N, C]` of a ViT, `[B, h, w, C]` of a pyramid; zero outside each image.
+
+        Arguments as in `forward`. `forward_head` makes of them what `forward` returns, if given the same sizes.
+        """
         tokens, grid = self._encode(x, image_sizes, pixel_mask)
         return self._shape_features(tokens, grid)
 
-    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
-        """Pool what `forward_features` returned (unless `global_pool` is "") and classify it."""
+    def forward_head(
+        self,
+        x: torch.Tensor,
+        pre_logits: bool = False,
+        image_sizes: ImageSizes | None = None,
+        pixel_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pool what `forward_features` returned (unless `global_pool` is "") and classify it.
+
+        Args:
+            x: The features, zero outside each image.
+            pre_logits: Pool only.
+            image_sizes: What `forward_features` was given; without it the mean counts the padding of unequal images.
+            pixel_mask: The same as a mask.
+        """
         tokens = x.flatten(1, 2) if x.dim() == 4 and self.global_pool != "" else x
-        return self._head(tokens, None, pre_logits)
+        counts = self._tokens_of_images(x, image_sizes, pixel_mask)
+        if self.global_pool != "avg" or counts is None:
+            return self._head(tokens, None, pre_logits)
+        total = tokens[:, self.num_prefix_tokens :].sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        return self._classify((total / counts[:, None]).to(tokens.dtype), pre_logits)
 
     def forward_intermediates(
         self,
@@ -236,8 +282,31 @@ class VisionModel(nn.Module):
             tokens = mean_token(tokens[:, start:], None if mask is None else mask[:, start:])
         elif self.global_pool == "token":
             tokens = tokens[:, 0]
-        tokens = self.head_drop(tokens)
-        return tokens if pre_logits else self.head(tokens)
+        return self._classify(tokens, pre_logits)
+
+    def _classify(self, pooled: torch.Tensor, pre_logits: bool) -> torch.Tensor:
+        pooled = self.head_drop(pooled)
+        return pooled if pre_logits else self.head(pooled)
+
+    def _tokens_of_images(
+        self, features: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """How many tokens of `forward_features` belong to each image, `[B]`; None when all do.
+
+        Of the canvas no more is known here than its number of tokens, which is what the sizes are checked against.
+        """
+        if image_sizes is None and pixel_mask is None:
+            return None
+        number = math.prod(features.shape[1:-1]) - self.num_prefix_tokens
+        extents = _extents_of(features.shape[0], features.device, image_sizes, pixel_mask)
+        rows, columns = ((extents + self.largest_stride - 1) // self.largest_stride).unbind(1)
+        counts = rows * columns
+        if ((counts < 1) | (counts > number)).any():
+            raise ValueError(
+                f"images of {extents.tolist()} pixels do not have from 1 to {number} tokens, as many as the features; "
+                "pass what forward_features was given"
+            )
+        return counts
 
     def _checked_pool(self, global_pool: str) -> str:
         if global_pool not in self.global_pools:
@@ -249,12 +318,13 @@ class VisionModel(nn.Module):
         self, x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Grid]:
         """Check the images and clear what lies outside of each."""
-        if x.dim() != 4 or x.shape[1] != self.in_chans:
+        sizes = plain_sizes(x.shape)
+        if len(sizes) != 4 or sizes[1] != self.in_chans:
             raise ValueError(
                 f"images must be [B, {self.in_chans}, H, W], got shape {tuple(x.shape)}; "
                 "add a batch dimension with x[None], or create the model with in_chans=..."
             )
-        height, width = x.shape[2], x.shape[3]
+        _, _, height, width = sizes
         extents = _extents(x, image_sizes, pixel_mask)
         shortest = min(height, width) if extents is None else int(extents.min())
         if not is_exporting() and shortest < self.largest_stride:
@@ -301,6 +371,21 @@ def blocks_of(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
+def _fit_positions(
+    positions: torch.Tensor, saved: tuple[int, int] | None, grid: tuple[int, int], num_prefix_tokens: int
+) -> torch.Tensor:
+    """Position embeddings `[1, prefix + h·w, C]` of a grid that may be known, for another; as is where that fails."""
+    if positions.dim() != 3 or positions.dtype not in FLOATING_DTYPES or positions.numel() == 0:
+        return positions
+    tokens = positions.shape[1] - num_prefix_tokens
+    if saved is None or min(saved) < 1 or saved[0] * saved[1] != tokens:
+        side = math.isqrt(max(tokens, 0))
+        if tokens == grid[0] * grid[1] or side * side != tokens or tokens < 1:
+            return positions
+        saved = side, side
+    return resample_after_prefix(positions, saved, grid, num_prefix_tokens)
+
+
 def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Let `load_state_dict` take the authors' names too. In place, as PyTorch's hooks must."""
     del unused
@@ -313,27 +398,37 @@ def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix
 
 def _extents(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None) -> torch.Tensor | None:
     """Height and width of each image `[B, 2]`, or None where every image fills its canvas."""
+    if image_sizes is None and pixel_mask is None:
+        return None
     batch, _, height, width = x.shape
+    if pixel_mask is not None and pixel_mask.shape != (batch, height, width):
+        raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, height, width)}, got {tuple(pixel_mask.shape)}")
+    extents = _extents_of(batch, x.device, image_sizes, pixel_mask)
+    canvas = extents.new_tensor([height, width])
+    if (extents > canvas).any():
+        raise ValueError(f"image_sizes must fit into the canvas {height}×{width}, got {extents.tolist()}")
+    return None if (extents == canvas).all() else extents
+
+
+def _extents_of(
+    batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Height and width of each image `[B, 2]`, from whichever of the two is given."""
     if image_sizes is not None and pixel_mask is not None:
         raise ValueError("give image_sizes or pixel_mask, not both")
     if pixel_mask is not None:
-        if pixel_mask.shape != (batch, height, width):
-            raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, height, width)}, got {tuple(pixel_mask.shape)}")
-        pixel_mask = pixel_mask.to(x.device, torch.bool)
+        if pixel_mask.dim() != 3 or pixel_mask.shape[0] != batch:
+            raise ValueError(f"pixel_mask must be [B, H, W] with B = {batch}, got {tuple(pixel_mask.shape)}")
+        pixel_mask = pixel_mask.to(device, torch.bool)
         extents = torch.stack([pixel_mask.any(2).sum(1), pixel_mask.any(1).sum(1)], dim=1)
-        if not torch.equal(Grid(height, width, extents).mask(), pixel_mask.flatten(1)):  # pyright: ignore[reportArgumentType]
+        mask = Grid(pixel_mask.shape[1], pixel_mask.shape[2], extents).mask()
+        if mask is None or not torch.equal(mask, pixel_mask.flatten(1)):
             raise ValueError("pixel_mask must be true in one rectangle at the top left of each image, and only there")
-    elif image_sizes is not None:
-        extents = torch.as_tensor(image_sizes, device=x.device)
-        if extents.shape != (batch, 2) or extents.is_floating_point():
-            raise ValueError(
-                f"image_sizes must be {batch} pairs (height, width) of integers, got shape {tuple(extents.shape)} "
-                f"{extents.dtype}"
-            )
-        if (extents > extents.new_tensor([height, width])).any():
-            raise ValueError(f"image_sizes must fit into the canvas {height}×{width}, got {extents.tolist()}")
-    else:
-        return None
-    if (extents == extents.new_tensor([height, width])).all():
-        return None
+        return extents
+    extents = torch.as_tensor(image_sizes, device=device)
+    if extents.shape != (batch, 2) or extents.is_floating_point():
+        raise ValueError(
+            f"image_sizes must be {batch} pairs (height, width) of integers, got shape {tuple(extents.shape)} "
+            f"{extents.dtype}"
+        )
     return extents

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import warnings
@@ -38,11 +39,16 @@ __all__ = [
     "UnsafeCheckpointError",
     "convert_checkpoint",
     "load_checkpoint",
+    "notes_on",
     "number_of_classes",
     "open_checkpoint",
+    "position_grids_in",
     "read_checkpoint",
     "save_weights",
 ]
+
+# The entry of metadata that holds the grids of position embeddings, as JSON.
+GRIDS_NOTE = "position_grids"
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -113,7 +119,8 @@ def load_checkpoint(
     """Load a file's weights into a model: all of them, or on any error none.
 
     A model may define `convert_state_dict(state_dict) -> state_dict`, which translates foreign names and shapes to its
-    own. It should leave what it does not know alone: the check that follows lists it.
+    own. It should leave what it does not know alone: the check that follows lists it. One that also has
+    `position_grids` (by parameter name, (height, width)) is given, as a second argument, those that the file notes.
 
     Args:
         model: The model; weights are cast to its dtypes.
@@ -150,7 +157,8 @@ def save_weights(
     """Write a model's or a state dict's weights as safetensors: the whole file or, on any error, nothing.
 
     Names lose the prefixes of DDP and `torch.compile`; tensors that share memory are written one by one. A checksum
-    goes along, so that `read_checkpoint` notices a damaged file, and the name of a model that has one.
+    goes along, so that `read_checkpoint` notices a damaged file, and so do the name of a model that has one and the
+    grids of its position embeddings.
 
     Args:
         weights: What to write.
@@ -164,7 +172,7 @@ def save_weights(
     if path.suffix.lower() != ".safetensors":
         raise CheckpointError(f"weights are saved as .safetensors, got {path}; try {path.with_suffix('.safetensors')}")
     tensors = clean_weights(path, weights.state_dict() if isinstance(weights, nn.Module) else weights)
-    notes = {**_name_of(weights), **(metadata or {}), "format": "pt", "sha256": digest(tensors)}
+    notes = {**notes_on(weights), **(metadata or {}), "format": "pt", "sha256": digest(tensors)}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         save_file(tensors, temporary, metadata=notes)
@@ -206,14 +214,29 @@ def convert_checkpoint(
     if model is not None:
         weights, _ = _fit(model, file, strict=True, reinitialize_head=False)
     nonfinite = _warn_of_nonfinite(file.path, weights)
-    save_weights(weights, target, metadata={**file.metadata, **_name_of(model), "source": file.path.name})
+    save_weights(weights, target, metadata={**file.metadata, **notes_on(model), "source": file.path.name})
     return LoadReport(file.path, file.origin, tuple(weights), nonfinite=nonfinite)
 
 
 def number_of_classes(weights: Mapping[str, Tensor], model: nn.Module) -> int | None:
     """Classes of the head in a set of weights, None without one; the model knows what its head is called."""
     names = (f"{head}{kind}" for head in _heads(model) for kind in ("weight", "bias"))
-    return next((weights[name].shape[0] for name in names if name in weights), None)
+    return next((weights[name].shape[0] for name in names if name in weights and weights[name].dim() > 0), None)
+
+
+def notes_on(model: object) -> dict[str, str]:
+    """What `save_weights` notes on a model, for those who save its state dict: its name and its positions' grids."""
+    name, grids = _config(model).get("architecture"), _position_grids(model)
+    return ({"model": name} if name else {}) | ({GRIDS_NOTE: json.dumps(grids)} if grids else {})
+
+
+def position_grids_in(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """The grids of position embeddings that `save_weights` noted, by parameter name; none where it did not."""
+    try:
+        noted = json.loads(metadata.get(GRIDS_NOTE, "{}"))
+        return {str(name): (int(height), int(width)) for name, (height, width) in noted.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError):  # somebody else's note of the same name
+        return {}
 
 
 def _fit(
@@ -222,7 +245,12 @@ def _fit(
     """The weights that go into the model, in its names, and the differences that were let pass."""
     weights = file.weights
     if convert := getattr(model, "convert_state_dict", None):
-        weights = convert(weights)
+        noted = position_grids_in(file.metadata)
+        try:
+            weights = convert(weights, noted) if _position_grids(model) else convert(weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file.path}: {error}") from error
+        _warn_of_unknown_grids(model, file, weights, noted)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     heads = _heads(model)
     reinitialized: tuple[str, ...] = ()
@@ -279,10 +307,26 @@ def _heads(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
 
 
-def _name_of(model: object) -> dict[str, str]:
-    """The registered name of a model as an entry of metadata, if it has one."""
-    name = _config(model).get("architecture")
-    return {"model": name} if name else {}
+def _position_grids(model: object) -> Mapping[str, tuple[int, int]]:
+    return getattr(model, "position_grids", None) or {}
+
+
+def _warn_of_unknown_grids(
+    model: nn.Module, file: Checkpoint, weights: Mapping[str, Tensor], noted: Mapping[str, tuple[int, int]]
+) -> None:
+    """Say which positions were taken as they are though they may be of a grid of another shape."""
+    as_they_are = {id(value) for value in file.weights.values()}
+    doubtful = [
+        f"{name} ({height}×{width})"
+        for name, (height, width) in _position_grids(model).items()
+        if height != width and name not in noted and name in weights and id(weights[name]) in as_they_are
+    ]
+    if doubtful:
+        warnings.warn(
+            f"{file.path} does not say of which grids its positions are; they are taken for the model's: "
+            f"{some_of(doubtful)}",
+            stacklevel=4,
+        )
 
 
 def _warn_of_nonfinite(path: Path, weights: Mapping[str, Tensor]) -> tuple[str, ...]:

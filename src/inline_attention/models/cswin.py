@@ -121,7 +121,7 @@ class InLineCSWin(PyramidModel):
                 if isinstance(block.attn, StripeAttention):
                     block.attn.stripe_width = width
 
-    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The authors' names to ours."""
         table = [
             (r"stage1_conv_embed\.0\.", "embeddings.0.proj."),

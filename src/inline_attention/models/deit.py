@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from inline_attention.layers.attention import SoftmaxAttention
-from inline_attention.layers.block import Block, has_hooks
+from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
-from inline_attention.layers.grids import Grid, positions_for, resample_positions
+from inline_attention.layers.grids import Grid, positions_for, resample_after_prefix
+from inline_attention.layers.watching import has_hooks
 from inline_attention.models.base import VisionModel, drop_path_rates, global_attention, initialize
 from inline_attention.models.registry import (
     AttentionKind,
@@ -114,9 +115,14 @@ class InLineDeiT(VisionModel):
             tokens = self.run_blocks([block], tokens, grid, wanted if index == last else None)
             yield tokens, grid
 
+    @property
+    def position_grids(self) -> dict[str, tuple[int, int]]:
+        """Of the position embedding, whose first token is the class token's."""
+        return {"pos_embed": self.position_grid}
+
     def tokens_for_head(self) -> int | None:
-        """The class token, if the head looks at nothing else: the last MLP is then computed for it alone."""
-        if self.global_pool != "token" or any(has_hooks(module) for module in self.blocks[-1].modules()):
+        """The class token, if nobody looks at another: the last MLP and the norm are then computed for it alone."""
+        if self.global_pool != "token" or has_hooks(*self.blocks[-1].modules(), *self.norm.modules()):
             return None
         return 1
 
@@ -133,7 +139,7 @@ class InLineDeiT(VisionModel):
         """Make another image size the native one, resampling the positions."""
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         grid_size = Grid(height, width).coarser(self.largest_stride).size
-        self.pos_embed = nn.Parameter(_resample(self.pos_embed.detach(), self.position_grid, grid_size))
+        self.pos_embed = nn.Parameter(resample_after_prefix(self.pos_embed.detach(), self.position_grid, grid_size, 1))
         self.position_grid = grid_size
 
     def no_weight_decay(self) -> set[str]:
@@ -148,23 +154,9 @@ class InLineDeiT(VisionModel):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The authors' names are ours; positions of another image size are resampled."""
-        converted = dict(state_dict)
-        positions = converted.get("pos_embed")
-        if positions is not None and positions.dim() == 3 and positions.shape[1] != self.pos_embed.shape[1]:
-            side = round((positions.shape[1] - 1) ** 0.5)
-            if side * side == positions.shape[1] - 1:
-                converted["pos_embed"] = _resample(positions, (side, side), self.position_grid)
-        return converted
-
     def _shape_features(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
         mask = self._token_mask(tokens, grid)
         return tokens if mask is None else tokens.masked_fill(~mask[:, :, None], 0)
-
-
-def _resample(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
-    return torch.cat([positions[:, :1], resample_positions(positions[:, 1:], old, new)], dim=1)
 
 
 default_cfgs = with_twins(

@@ -15,7 +15,7 @@ from torch import nn
 from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
-from inline_attention.layers.grids import Grid, resample_positions
+from inline_attention.layers.grids import Grid
 from inline_attention.models.base import drop_path_rates, global_attention
 from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
 from inline_attention.models.registry import (
@@ -108,8 +108,17 @@ class InLinePVT(PyramidModel):
             assert isinstance(embedding, ConvEmbedding)
             embedding.set_position_grid(pixels.coarser(stride).size)
 
-    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The authors' names to ours; positions of another image size are resampled."""
+    @property
+    def position_grids(self) -> dict[str, tuple[int, int]]:
+        """Of every stage's position embedding."""
+        return {
+            f"embeddings.{stage}.positions": embedding.position_grid
+            for stage, embedding in enumerate(self.embeddings)
+            if isinstance(embedding, ConvEmbedding) and embedding.position_grid is not None
+        }
+
+    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The authors' names to ours."""
         table = [
             entry
             for stage in range(4)
@@ -119,17 +128,7 @@ class InLinePVT(PyramidModel):
                 (rf"block{stage + 1}\.", f"stages.{stage}."),
             )
         ]
-        converted = rename(state_dict, table)
-        for stage, embedding in enumerate(self.embeddings):
-            positions = converted.get(f"embeddings.{stage}.positions")
-            assert isinstance(embedding, ConvEmbedding)
-            if positions is None or embedding.positions is None or positions.shape == embedding.positions.shape:
-                continue
-            side = round(positions.shape[1] ** 0.5)
-            if side * side == positions.shape[1] and embedding.position_grid is not None:
-                resampled = resample_positions(positions, (side, side), embedding.position_grid)
-                converted[f"embeddings.{stage}.positions"] = resampled
-        return converted
+        return rename(state_dict, table)
 
 
 default_cfgs = with_twins(

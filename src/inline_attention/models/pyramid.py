@@ -12,6 +12,7 @@ from torch import nn
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, tokens_to_map
 from inline_attention.models.base import VisionModel, initialize
+from inline_attention.models.reading import CheckpointError
 
 STRIDES = (4, 8, 16, 32)
 
@@ -86,12 +87,21 @@ class PyramidModel(VisionModel):
 
 
 def rename(state_dict: Mapping[str, torch.Tensor], table: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Rename keys by the first pattern that matches from the start; other keys stay."""
+    """Rename keys by the first pattern that matches from the start; other keys stay.
 
-    def renamed(key: str) -> str:
+    Raises:
+        CheckpointError: If two keys get one name.
+    """
+    origins: dict[str, str] = {}
+    for key in state_dict:
+        name = key
         for pattern, replacement in table:
             if match := re.match(pattern, key):
-                return match.expand(replacement) + key[match.end() :]
-        return key
-
-    return {renamed(key): value for key, value in state_dict.items()}
+                name = match.expand(replacement) + key[match.end() :]
+                break
+        if name in origins:
+            raise CheckpointError(
+                f"the weights hold {name} twice, as {origins[name]!r} and as {key!r}; remove the one that is not wanted"
+            )
+        origins[name] = key
+    return {name: state_dict[key] for name, key in origins.items()}

@@ -15,7 +15,7 @@ from timm.models import build_model_with_cfg, register_model
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from inline_attention.models.checkpoints import read_checkpoint
+from inline_attention.models.checkpoints import open_checkpoint, position_grids_in
 
 AttentionKind: TypeAlias = Literal["inline", "softmax", "linear"]
 TWINS: tuple[AttentionKind, ...] = ("softmax", "linear")
@@ -115,16 +115,19 @@ def build(
         raise ValueError(f"attention must be 'inline', 'softmax' or 'linear', got {attention!r}")
     name = variant.replace("inline_", f"{attention}_", 1)
     overlay = dict(arguments.pop("pretrained_cfg_overlay", None) or {})
+    grids: dict[str, tuple[int, int]] = {}
     if pretrained:
         config = arguments.get("pretrained_cfg")
         described = config if isinstance(config, dict) else getattr(config, "__dict__", {})
         source = {**described, **overlay}
         if source.get("file") and not source.get("state_dict"):
             # timm would unpickle the authors' files, which hold a yacs config; ours reads weights and nothing else.
-            weights = overlay["state_dict"] = read_checkpoint(source["file"])
-            if "head.weight" in weights:
+            file = open_checkpoint(source["file"])
+            overlay["state_dict"], grids = file.weights, position_grids_in(file.metadata)
+            head = file.weights.get("head.weight")
+            if head is not None and head.dim() > 0:
                 # What the file's head has; timm drops a head of another size than the model's, and only then.
-                overlay.setdefault("num_classes", weights["head.weight"].shape[0])
+                overlay.setdefault("num_classes", head.shape[0])
         elif not any(source.get(key) for key in ("state_dict", "url", "hf_hub_id")):
             raise NoPretrainedWeightsError(
                 f"no weights of {name} are hosted. docs/checkpoints.md says where the authors describe theirs; "
@@ -136,7 +139,7 @@ def build(
         name,
         pretrained,
         pretrained_cfg_overlay=overlay,
-        pretrained_filter_fn=lambda state_dict, model: model.convert_state_dict(state_dict),
+        pretrained_filter_fn=lambda state_dict, model: model.convert_state_dict(state_dict, grids),
         feature_cfg={"out_indices": out_indices, "feature_cls": FeatureBackbone, "output_fmt": "NCHW"},
         **arguments,
     )

@@ -106,7 +106,7 @@ class InLineSwin(PyramidModel):
             if window_size is not None and isinstance(block.attn, WindowAttention):
                 block.attn.set_window_size(window_size)
 
-    def convert_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The authors' names to ours, without their constant buffers; biases of another window are resampled."""
         table = [
             (r"patch_embed\.", "embeddings.0."),

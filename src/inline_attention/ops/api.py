@@ -15,7 +15,7 @@ from inline_attention.ops import dispatch, reference, validation
 from inline_attention.ops.backends import eager
 from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_transformed
+from inline_attention.ops.tracing import is_transformed, plain_sizes, unrecorded
 
 WeightKind = Literal["inline", "linear", "magnitude", "softmax"]
 _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
@@ -133,10 +133,13 @@ def local_residual(
         `[B, N, H, Dv]`.
     """
     v, local_weight = _autocast(v, local_weight)
-    validation.check_value_tensor(v)
-    grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
+    grid_size = plain_sizes(grid_size)
+    with unrecorded():
+        validation.check_value_tensor(v)
+        grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
+        if key_padding_mask is not None:
+            validation.check_mask(key_padding_mask, v)
     if key_padding_mask is not None:
-        validation.check_mask(key_padding_mask, v)
         v = v.masked_fill(~key_padding_mask[:, :, None, None], 0)
     return eager.run_local_term(v, local_weight, grid_size, num_prefix_tokens)
 
@@ -172,7 +175,7 @@ def attention_weights(
         if feature_map != "identity":
             raise ValueError(f"softmax has no feature map, got {feature_map!r}; apply it to q and k yourself")
         weights = reference.softmax_weights(q, k, scale, key_padding_mask)
-    elif kind in _NORMALIZATION_OF_KIND:
+    elif isinstance(kind, str) and kind in _NORMALIZATION_OF_KIND:  # pyright: ignore[reportUnnecessaryIsInstance]
         normalization = _NORMALIZATION_OF_KIND[kind]
         weights = reference.kernel_weights(q, k, scale, feature_map, normalization, key_padding_mask)
     else:
@@ -210,15 +213,17 @@ def _attend(
     signature = None
     if key_padding_mask is None and isinstance(feature_map, str) and not is_transformed():
         tensors = (q, k, v, local_weight) if qkv is None else (qkv, local_weight)
-        options = (scale, feature_map, normalization, grid_size, num_prefix_tokens, backend, dispatch.AUTO_BACKENDS)
-        signature = _signature(tensors, options)
+        options = (feature_map, normalization, backend, dispatch.AUTO_BACKENDS)
+        signature = _signature(tensors, scale, grid_size, num_prefix_tokens, options)
         prepared = None if signature is None else _PREPARED.get(signature)
         if prepared is not None:
             return prepared(q, k, v, qkv, local_weight)
-    call = _validated_call(
-        q, k, v, qkv, scale, feature_map, normalization,
-        key_padding_mask, local_weight, grid_size, num_prefix_tokens,
-    )  # fmt: skip
+    grid_size = plain_sizes(grid_size)
+    with unrecorded():
+        call = _validated_call(
+            q, k, v, qkv, scale, feature_map, normalization,
+            key_padding_mask, local_weight, grid_size, num_prefix_tokens,
+        )  # fmt: skip
     selected = dispatch.select(backend, call)
     if signature is not None:
         if len(_PREPARED) >= _MOST_PREPARED:
@@ -255,14 +260,23 @@ def _validated_call(
     )
 
 
-def _signature(tensors: Sequence[torch.Tensor | None], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _signature(
+    tensors: Sequence[torch.Tensor | None],
+    scale: float | None,
+    grid_size: tuple[int, int] | None,
+    num_prefix_tokens: int,
+    options: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
     """What the checks and the choice of a backend depend on; None for arguments that the checks must see."""
     try:
         layouts = [
             None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 8, type(x))
             for x in tensors
         ]
-        signature: tuple[Any, ...] = (*layouts, *options)
+        # Types too: 3.0 and True equal numbers that the checks let pass.
+        extents = () if grid_size is None else map(type, grid_size)
+        numbers = (scale, type(scale), num_prefix_tokens, type(num_prefix_tokens), grid_size, *extents)
+        signature: tuple[Any, ...] = (*layouts, *numbers, *options)
         hash(signature)
     except (AttributeError, TypeError, RuntimeError):
         return None

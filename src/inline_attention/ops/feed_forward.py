@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from inline_attention.ops import fused_op
-from inline_attention.ops.tracing import are_plain_eager_tensors
+from inline_attention.ops.tracing import is_plain_execution
 
 # Where it was measured to be faster than the composition.
 CAPABILITIES = ((9, 0),)
@@ -53,6 +53,8 @@ def fused_feed_forward(
 
 def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> str | None:
     """Why there is no fused kernel for these, or that it would not pay; None if it does."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "recorded graphs consist of PyTorch's own operations"
     hidden, channels = parameters.hidden_weight.shape
     if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not _suits_tensor_cores(channels):
         return f"was measured to pay up to {MOST_CHANNELS} channels that tensor cores take, got {channels} and {hidden}"
@@ -60,6 +62,13 @@ def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> st
         return f"takes bfloat16 and float16, got {x.dtype}"
     if x.device.type != "cuda":
         return f"needs a CUDA device, got {x.device.type}"
+    if not (
+        x.shape[-1] == channels
+        and parameters.projection_weight.shape == (channels, channels)
+        and parameters.norm_weight.shape == (channels,)
+        and parameters.weight.shape == (channels, hidden)
+    ):
+        return "takes maps that fit together, since the kernel reads as far as one of them says"
     if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in parameters):
         return "takes tensors of one dtype and device"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
@@ -68,7 +77,7 @@ def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> st
         return "leaves the choice of a dtype to autocast"
     if x.numel() == 0:
         return "takes at least one token"
-    if not torch.compiler.is_compiling() and not _is_plain_execution(x, *parameters):
+    if not torch.compiler.is_compiling() and not is_plain_execution(x, *parameters):
         return "is not for those who watch the operations, such as a counter of FLOPs"
     return fused_op.transform_reason() or _device_reason(x.device.index)
 
@@ -76,10 +85,6 @@ def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> st
 def _suits_tensor_cores(channels: int) -> bool:
     """Whether channels are a power of two or a sum of two of them, 16 at least: no padding."""
     return channels % 16 == 0 and channels.bit_count() <= 2
-
-
-def _is_plain_execution(*tensors: torch.Tensor) -> bool:
-    return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from inline_attention.ops import composed
 from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
-from inline_attention.ops.tracing import are_plain_eager_tensors, is_exporting
+from inline_attention.ops.tracing import are_plain_eager_tensors, is_exporting, is_plain_execution
 
 
 class Problem(NamedTuple):
@@ -98,8 +98,8 @@ class _Kernels(NamedTuple):
 
 def transform_reason() -> str | None:
     """Why no fused kernel can run in the transform that is active, or None."""
-    if is_exporting():
-        return "exported graphs consist of PyTorch's own operations"
+    if is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "exported and recorded graphs consist of PyTorch's own operations"
     if (
         torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
@@ -210,7 +210,7 @@ def _problem(call: AttentionCall, feature_map: str) -> Problem:
 
 def _must_be_traceable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether somebody watches: a compiler, a dispatch mode, or a subclass such as a fake tensor."""
-    return not are_plain_eager_tensors(*tensors) or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return not is_plain_execution(*tensors)
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor], local_weight: torch.Tensor | None) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -20,6 +22,11 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
     )
 
 
+def is_plain_execution(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors are plain ones and no dispatch mode, such as a tracer or a counter of FLOPs, watches them."""
+    return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
 def is_transformed() -> bool:
     """Whether anything but plain eager execution may be going on: compiling, tracing, `torch.func`, dual levels."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
@@ -34,3 +41,34 @@ def is_exporting() -> bool:
     Not `torch.compiler.is_exporting`: the compiler of torch 2.11 takes that for true in whatever it compiles.
     """
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """A context that `torch.jit.trace` does not see: sizes are plain numbers in it, about which one may ask.
+
+    Where it records, the size of a tensor is a tensor.
+    """
+    return _without_recording() if _is_recording() else nullcontext()
+
+
+def plain_sizes(sizes: Any) -> Any:
+    """Sizes, as numbers also where `torch.jit.trace` has made tensors of them; anything else as it is."""
+    if not isinstance(sizes, (tuple, list)) or not _is_recording():
+        return sizes  # pyright: ignore[reportUnknownVariableType]
+    with _without_recording():
+        return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in cast(Sequence[Any], sizes))
+
+
+def _is_recording() -> bool:
+    return not torch.compiler.is_compiling() and torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+@contextmanager
+def _without_recording() -> Generator[None]:
+    native: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    state = native._get_tracing_state()
+    native._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        native._set_tracing_state(state)

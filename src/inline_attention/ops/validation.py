@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.ops.tracing import are_plain_eager_tensors
 
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
+_LARGEST_SCALE = sys.float_info.max  # integers know no infinity, and go further
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -144,7 +146,7 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: to
 
 def check_feature_map(feature_map: Any) -> None:
     """Check that `feature_map` is a known name or a callable."""
-    if not callable(feature_map) and feature_map not in FEATURE_MAPS:
+    if not callable(feature_map) and not (isinstance(feature_map, str) and feature_map in FEATURE_MAPS):
         raise unknown_name("feature_map", feature_map, FEATURE_MAPS)
 
 
@@ -158,9 +160,9 @@ def resolve_scale(scale: Any, head_dim: int) -> float:
     """`scale` if it is a finite number, `head_dim ** -0.5` for None."""
     if scale is None:
         return head_dim**-0.5
-    if not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:  # a comparison can be compiled
+    if not isinstance(scale, (int, float)) or not -_LARGEST_SCALE <= scale <= _LARGEST_SCALE:  # a NaN is neither
         raise ValueError(f"scale must be a finite number, or None for D ** -0.5, got {scale!r}")
-    return scale
+    return float(scale) if isinstance(scale, int) else scale
 
 
 def _check_tensor(name: str, tensor: Any) -> None:

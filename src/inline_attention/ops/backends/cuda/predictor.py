@@ -15,7 +15,7 @@ import torch
 from inline_attention.ops import fused_op
 from inline_attention.ops.backends import cuda
 from inline_attention.ops.backends.cuda import launch
-from inline_attention.ops.tracing import are_plain_eager_tensors
+from inline_attention.ops.tracing import is_plain_execution
 
 # Beyond so many tokens, and with fewer blocks than processors, several blocks sum the tokens of a sample.
 MOST_TOKENS_PER_BLOCK = 1024
@@ -59,7 +59,7 @@ def predict(
         num_heads: H.
     """
     arguments = (tokens, hidden_weight, hidden_bias, weight, bias, num_heads)
-    if are_plain_eager_tensors(tokens) and torch._C._len_torch_dispatch_stack() == 0:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if is_plain_execution(tokens):
         return _launch(*arguments)
     return _op(*arguments)
 
