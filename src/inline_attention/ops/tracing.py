@@ -17,6 +17,7 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
         and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         # Inside vmap, grad or jvp a tensor's values cannot be read; torch has no public name for the question.
         and not torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        and not _is_making_a_graph()
         and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
         and all(tensor.device.type != "meta" for tensor in tensors)
     )
@@ -25,6 +26,12 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
 def is_plain_execution(*tensors: torch.Tensor) -> bool:
     """Whether the tensors are plain ones and no dispatch mode, such as a tracer or a counter of FLOPs, watches them."""
     return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def _is_making_a_graph() -> bool:
+    """Whether `make_fx` records plain tensors, whose values it does not let be read."""
+    native: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return native._get_dispatch_mode(native._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_transformed() -> bool:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from inline_attention.ops import composed
 from inline_attention.ops.backends.eager import blocked
 from inline_attention.ops.call import AttentionCall
-from inline_attention.ops.tracing import is_plain_execution
+from inline_attention.ops.tracing import are_plain_eager_tensors
 
 # Beyond what activations add up to (ten million of a thousand each), far below where float32 gradients overflow.
 LARGEST_ORDINARY_SUM = 1e10
@@ -49,9 +49,9 @@ def run_local_term(
 
 
 def _can_block(call: AttentionCall) -> bool:
-    """Whether this is a plain call on CPU tensors: nothing traces, transforms, batches or watches it."""
+    """Whether this is a plain call on CPU tensors: nothing traces, transforms or batches it."""
     tensors = [tensor for tensor in (call.q, call.k, call.v, call.local_weight) if tensor is not None]
-    return is_plain_execution(*tensors) and all(
+    return are_plain_eager_tensors(*tensors) and all(
         tensor.device.type == "cpu" and tensor.numel() > 0 and forward_ad.unpack_dual(tensor).tangent is None  # pyright: ignore[reportUnknownMemberType]
         for tensor in tensors
     )
