@@ -15,7 +15,7 @@ from engine.test_faults import from_files, pictures
 from engine.test_training import assert_same_end, config, final_weights
 from inline_attention.engine import running, trainer
 from inline_attention.engine.checkpoint_format import find_weights
-from inline_attention.engine.checkpoints import open_training_checkpoint
+from inline_attention.engine.checkpoints import TrainingCheckpoint, open_training_checkpoint
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
@@ -167,6 +167,20 @@ def test_another_optimiser_cannot_take_up_a_run(tmp_path):
         ConfigError, match=r"optimizer\.name: expected adamw, as in .*, got sgd; .*--initial-checkpoint"
     ):
         running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "optimizer.name=sgd"))
+
+
+def test_a_checkpoint_that_notes_less_is_refused(tmp_path, monkeypatch):
+    running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    load = TrainingCheckpoint.load
+
+    def load_less(self):
+        loaded = load(self)
+        del loaded.state["deal"]
+        return loaded
+
+    monkeypatch.setattr(TrainingCheckpoint, "load", load_less)
+    with pytest.raises(ConfigError, match=r"run\.resume: .* of an earlier version .*--initial-checkpoint"):
+        running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
 
 
 def test_settings_of_the_optimiser_are_those_of_now(tmp_path):

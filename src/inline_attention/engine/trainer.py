@@ -217,6 +217,9 @@ class Trainer:
     def resume(self, checkpoint: TrainingCheckpoint) -> list[str]:
         """Take up a run; the notes say what is not as it was."""
         loaded = checkpoint.load()
+        if not loaded.state.keys() >= {"deal", "optimizer_name"}:
+            message = f"{checkpoint.path} is of an earlier version of inline-attention, which noted less"
+            raise ConfigError([Problem("run.resume", f"{message}; begin another run with --initial-checkpoint")])
         self._check_fits(checkpoint, loaded.weights, loaded.state["optimizer_name"])
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
@@ -261,7 +264,7 @@ class Trainer:
     def _fit_to_deal(self, theirs: Mapping[str, int]) -> list[str]:
         """Begin an epoch again whose samples are dealt out otherwise than before; what is to be said of it."""
         ours, position = self._deal(), self.position
-        changed = [f"{name} {theirs.get(name)} before, {ours[name]} now" for name in ours if ours[name] != theirs[name]]
+        changed = [f"{name} {theirs[name]} before, {ours[name]} now" for name in ours if ours[name] != theirs[name]]
         is_resized = ours["updates per epoch"] != theirs["updates per epoch"]
         if not is_resized and not (changed and position.updates_in_epoch > 0):
             return []
@@ -408,8 +411,7 @@ class Trainer:
         """
         mean = self.processes.sum(loss) / self.processes.world_size
         norm = self._gradient_norm()
-        values = (mean if norm is None else torch.stack([mean, norm.to(mean)])).tolist()  # the device is asked once
-        found = values if isinstance(values, list) else [values]
+        found = torch.stack([mean] if norm is None else [mean, norm.to(mean)]).tolist()  # the device is asked once
         is_made = all(map(math.isfinite, found))
         if is_made:
             self._update_weights(norm)
