@@ -38,12 +38,17 @@ from inline_attention.recipes import get_recipe
 RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("inline", "softmax", "linear")
 LONG = (
-    "training.epochs=140",
-    "training.validation_interval=10",
-    "optimizer.lr=2e-3",
+    "training.epochs=105",
+    "training.batch_size=1024",
+    "training.total_batch_size=1024",
+    "training.validation_interval=15",
+    "model.drop_path=0.0",
+    "optimizer.name=muon",
+    "optimizer.lr=5e-3",
+    "optimizer.lr_base_size=1024",
     "augmentation.mixup=0.8",
     "augmentation.cutmix=1.0",
-    "augmentation.mixup_off_epoch=125",
+    "augmentation.mixup_off_epoch=85",
     "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
 )
 GOAL_TOP1, GOAL_SECONDS = 92.0, 600.0

@@ -4,8 +4,8 @@
         [--time-limit 560]
 
 {identity, relu, leaky_relu, exp} × {divide, subtract} × {with, without} the local residual, by the recipe `cifar10`,
-two seeds each. All cells with the residual come first, and the method without it, so that a budget that ends early has
-them. Runs are the engine's, under --runs: stopped or killed, the same command goes on. Results:
+two seeds each. All cells with the residual come first, with all seeds, and the method without it, so that a budget that
+ends early has them. Runs are the engine's, under --runs: stopped or killed, the same command goes on. Results:
 benchmarks/results/cifar10_ablation.{json,csv,md,png,svg}, rewritten after every run. Several runs at a time, each in
 its own process, leave the GPU no time to wait for any one of them.
 
@@ -14,7 +14,8 @@ its own process, leave the GPU no time to wait for any one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from inline_attention.analysis.ablation.files import write_ablation
 from inline_attention.analysis.ablation.grid import AXES, Cell, grid
 from inline_attention.analysis.ablation.runs import OtherSettingsError
 from inline_attention.analysis.ablation.tables import CellResult
-from inline_attention.analysis.ablation.training import collect, train_side_by_side
+from inline_attention.analysis.ablation.training import FinishedRun, collect, train_side_by_side
 from inline_attention.analysis.drawing.ablation import draw_ablation
 from inline_attention.engine.config import ConfigError
 
@@ -34,10 +35,22 @@ NAME, TITLE = "cifar10_ablation", "CIFAR-10: what makes InLine work"
 AXIS_NAMES = ("local_residual", "feature_map", "normalization")
 
 
-def by_importance(cell: Cell) -> bool:
-    """False, and so first, for all that has the local residual, and for the method without it."""
+def comes_first(cell: Cell) -> bool:
+    """Whether a cell has the local residual, or is the method without it."""
     is_method = cell.values["feature_map"] == "identity" and cell.values["normalization"] == "subtract"
-    return not (cell.values["local_residual"] or is_method)
+    return bool(cell.values["local_residual"]) or is_method
+
+
+def train(
+    groups: Sequence[Sequence[Cell]], seeds: int, runs: Path, at_once: int, time_limit: float | None
+) -> Iterator[FinishedRun]:
+    """One group of cells with all seeds, then the next, within the time for all of them."""
+    begin = time.monotonic()
+    for cells in groups:
+        left = None if time_limit is None else time_limit - (time.monotonic() - begin)
+        if left is not None and left <= 0:
+            return
+        yield from train_side_by_side(cells, range(seeds), runs, at_once=at_once, time_limit=left, on_trouble=print)
 
 
 def write_results(output: Path, results: Sequence[CellResult], seeds: int, overrides: Sequence[str]) -> None:
@@ -66,11 +79,9 @@ def main(
     try:
         config = cifar10_settings(data_dir, compile_model, overrides, at_once)
         cells = grid(config, {name: AXES[name].values for name in AXIS_NAMES})
-        in_order = sorted(cells, key=by_importance)
-        finished = train_side_by_side(
-            in_order, range(seeds), runs, at_once=at_once, time_limit=time_limit, on_trouble=print
-        )
-        for cell, seed, outcome in finished:
+        first = [cell for cell in cells if comes_first(cell)]
+        rest = [cell for cell in cells if not comes_first(cell)]
+        for cell, seed, outcome in train([first, rest], seeds, runs, at_once, time_limit):
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             print(f"finished {cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
             write_results(output, collect(cells, range(seeds), runs), seeds, overrides)
