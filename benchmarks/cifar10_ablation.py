@@ -24,7 +24,7 @@ import typer
 from cifar10 import cifar10_settings
 from inline_attention.analysis.ablation.files import write_ablation
 from inline_attention.analysis.ablation.grid import AXES, Cell, grid
-from inline_attention.analysis.ablation.runs import OtherSettingsError
+from inline_attention.analysis.ablation.runs import OtherSettingsError, read_outcome
 from inline_attention.analysis.ablation.tables import CellResult
 from inline_attention.analysis.ablation.training import FinishedRun, collect, train_side_by_side
 from inline_attention.analysis.drawing.ablation import draw_ablation
@@ -44,21 +44,33 @@ def comes_first(cell: Cell) -> bool:
 def train(
     groups: Sequence[Sequence[Cell]], seeds: int, runs: Path, at_once: int, time_limit: float | None
 ) -> Iterator[FinishedRun]:
-    """One group of cells with all seeds, then the next, within the time for all of them."""
+    """What is not finished of one group of cells, with all seeds, then of the next, within the time for all."""
     begin = time.monotonic()
     for cells in groups:
         left = None if time_limit is None else time_limit - (time.monotonic() - begin)
         if left is not None and left <= 0:
             return
-        yield from train_side_by_side(cells, range(seeds), runs, at_once=at_once, time_limit=left, on_trouble=print)
+        finished_before = {
+            (cell.label, seed) for cell in cells for seed in range(seeds) if read_outcome(cell.run(str(runs), seed))
+        }
+        for run in train_side_by_side(cells, range(seeds), runs, at_once=at_once, time_limit=left, on_trouble=print):
+            if (run.cell.label, run.seed) not in finished_before:
+                yield run
 
 
-def write_results(output: Path, results: Sequence[CellResult], seeds: int, overrides: Sequence[str]) -> None:
-    training = results[0].cell.config.training
+def write_results(output: Path, collected: Sequence[CellResult], seeds: int, overrides: Sequence[str]) -> None:
+    """Of the cells that have a finished run."""
+    results = [result for result in collected if result.outcomes]
+    if not results:
+        return
+    config = results[0].cell.config
+    training = config.training
     about = (
         f"InLine-DeiT-T with patches of 2×2 pixels, {training.epochs} epochs, batch {training.batch_size}, "
-        f"{training.amp}, {seeds} seeds; top-1 of the test pictures after the last epoch."
+        f"{training.amp}, {config.optimizer.name}, {seeds} seeds; top-1 of the test pictures after the last epoch."
     )
+    if not any(result.images_per_second for result in results):
+        about += " Several runs shared the machine, so there are no speeds."
     settings = {"recipe": "cifar10", "seeds": list(range(seeds)), "overrides": list(overrides)}
     write_ablation(output, NAME, results, title=TITLE, about=about, settings=settings)
     draw_ablation(results, output, NAME, title=TITLE, small_print=about)
@@ -81,6 +93,7 @@ def main(
         cells = grid(config, {name: AXES[name].values for name in AXIS_NAMES})
         first = [cell for cell in cells if comes_first(cell)]
         rest = [cell for cell in cells if not comes_first(cell)]
+        write_results(output, collect(cells, range(seeds), runs), seeds, overrides)
         for cell, seed, outcome in train([first, rest], seeds, runs, at_once, time_limit):
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             print(f"finished {cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
