@@ -39,17 +39,17 @@ CASES = {
 QUICK = {"sm80": ["main"], "sm90": ["main", "chunked", "divide_exp"], "sm100": ["main"], "gfx942": ["main"]}
 
 
-def compile_in_a_fresh_process(target: str, case: str) -> list[dict]:
+def in_a_fresh_process(*arguments: str) -> list:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, __file__, target, case], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, __file__, *arguments], capture_output=True, text=True, check=False, env=environment
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def check(target: str, case: str) -> None:
-    kernels = compile_in_a_fresh_process(target, case)
+    kernels = in_a_fresh_process(target, case)
     assert len(kernels) >= 4
     for kernel in kernels:
         assert kernel["shared"] <= LARGEST_SHARED[TARGETS[target][0]], kernel
@@ -67,6 +67,16 @@ def test_main_kernels_compile(target, case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_compiles(target, case):
     check(target, case)
+
+
+def test_another_size_needs_no_other_binary():
+    """Images of any size: compiling takes seconds."""
+    grids = [[40, 40], [37, 43], [1, 1601]]
+    binaries = [
+        in_a_fresh_process("specializations", json.dumps(MAIN | {"masked": True, "grid": grid})) for grid in grids
+    ]
+    assert len(binaries[0]) >= 6
+    assert all(binary == binaries[0] for binary in binaries)
 
 
 def recorded_launches(case: dict) -> list[tuple]:
@@ -110,12 +120,12 @@ def recorded_launches(case: dict) -> list[tuple]:
     return launches
 
 
-def compile_launch(kernel, arguments: tuple, options: dict, target: str):
-    """What Triton would compile for these arguments: ones are constants, multiples of 16 are marked."""
+def specialization(kernel, arguments: tuple) -> tuple[dict, dict, dict]:
+    """Signature, constants and attributes that Triton compiles a launch for: one binary serves all that agree in them.
+
+    Ones are constants, multiples of 16 are marked, and sizes are neither.
+    """
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     names = {
         torch.bfloat16: "*bf16",
@@ -126,7 +136,8 @@ def compile_launch(kernel, arguments: tuple, options: dict, target: str):
     }
     signature, constants, attributes = {}, {}, {}
     for index, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        is_special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_special and value == 1):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -136,9 +147,17 @@ def compile_launch(kernel, arguments: tuple, options: dict, target: str):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if is_special and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    return signature, constants, attributes
+
+
+def compile_launch(kernel, arguments: tuple, options: dict, target: str):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernel, *specialization(kernel, arguments))
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 
@@ -158,6 +177,10 @@ def resource_usage(cubin: bytes | None) -> dict[str, int]:
 
 
 def main(target: str, case: str) -> None:
+    if target == "specializations":
+        launches = recorded_launches(json.loads(case))
+        print(json.dumps([repr((kernel.__name__, *specialization(kernel, given))) for kernel, given, _ in launches]))
+        return
     figures = []
     for kernel, arguments, options in recorded_launches(CASES[case]):
         compiled = compile_launch(kernel, arguments, options, target)

@@ -40,7 +40,7 @@ from inline_attention.ops.backends.triton.primitives import (
 from inline_attention.ops.fused_op import Problem, split_state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuning.SIZES)
 def _backward_query_kernel(
     grad_out, q, local_weight, key_mean_in, covariance_in, grad_q, partial, taps,
     scale, tokens, heads, chunks, chunk_tokens, partial_stride,
@@ -122,7 +122,7 @@ def _backward_query_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuning.SIZES)
 def _backward_key_value_kernel(
     grad_out, k, v, mask, counts, taps, key_mean_in, value_mean_in, sums, grad_k, grad_v,
     scale, keys, heads, chunks, chunk_tokens, sums_stride, height, width, prefix,
@@ -223,7 +223,7 @@ def _backward_key_value_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuning.SIZES)
 def _backward_local_weight_kernel(
     grad_out, v, mask, grad_local,
     tokens, heads, chunks, chunk_tokens, height, width, prefix,

@@ -55,7 +55,7 @@ def _block_statistics(x, real, count, HALF_PRODUCTS: tl.constexpr):
     return mean, shifted, mean - reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuning.SIZES)
 def _forward_state_kernel(
     k, v, mask, local_weight, partial, key_mean_out, value_mean_out, covariance_out, taps,
     scale, keys, heads, chunks, chunk_tokens, partial_stride,
@@ -137,7 +137,7 @@ def _forward_state_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuning.SIZES)
 def _merge_state_kernel(
     partial, key_mean_out, value_mean_out, covariance_out, scale, samples_heads, chunks, partial_stride,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
@@ -194,7 +194,7 @@ def _merge_state_kernel(
         tl.store(value_mean_out + matrix * DV + column, value_mean_all, mask=column < DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuning.SIZES)
 def _forward_output_kernel(
     q, v, mask, taps, key_mean_in, value_mean_in, covariance_in, out,
     scale, tokens, heads, chunks, chunk_tokens, height, width, prefix,

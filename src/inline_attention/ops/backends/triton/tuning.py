@@ -19,6 +19,11 @@ LARGEST_CHUNK = 2048
 # Programs per multiprocessor that keep it busy while some of them wait for memory.
 PROGRAMS_PER_MULTIPROCESSOR = 6
 DEFAULT_MULTIPROCESSORS = 64
+# Arguments of kernels that differ from image to image. Triton would compile a kernel again for sizes of 1 and for
+# multiples of 16; strides, which tell it how wide it may read, it should know.
+SIZES = (
+    "tokens", "keys", "chunks", "chunk_tokens", "samples_heads", "height", "width", "prefix", "mask_stride_batch",
+)  # fmt: skip
 # Elements of the block that one program of the merge adds up at a time.
 MERGE_ELEMENTS = 2048
 
