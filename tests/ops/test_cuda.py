@@ -1,6 +1,7 @@
 """The CUDA C++ backend: it compiles for every architecture, cuts work without gaps, refuses, falls back, is right."""
 
 import copy
+import errno
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,29 @@ def test_compiled_kernels_are_kept_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     assert compiler.compile_binary("sm_90", defines) == binary
     assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_a_kept_binary_that_was_cut_short_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "_compile", lambda *_: b"a binary")
+    defines = launch.defines(torch.bfloat16, 32)
+    binary = compiler.compile_binary("sm_90", defines)
+    (kept,) = tmp_path.iterdir()
+    for rest in (b"", kept.read_bytes()[:-1]):
+        kept.write_bytes(rest)
+        assert compiler.compile_binary("sm_90", defines) == binary
+        assert kept.stat().st_size > len(binary)
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_a_full_disk_leaves_no_half_binaries(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compiler, "_compile", lambda *_: b"a binary")
+    monkeypatch.setattr(compiler.os, "replace", full)
+    assert compiler.compile_binary("sm_90", launch.defines(torch.bfloat16, 32))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("_nvrtc")
