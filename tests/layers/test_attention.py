@@ -143,6 +143,19 @@ def test_attn_mask_in_timms_form_is_a_key_padding_mask():
         attention(x, attn_mask=mask[:, None, None], key_padding_mask=mask)
 
 
+@pytest.mark.parametrize("layer", [InLineAttention, LinearAttention, SoftmaxAttention])
+def test_masks_that_are_none_are_refused(layer):
+    attention, x, mask = layer(8, 2), torch.randn(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
+    for wrong, message in (
+        (mask.float(), "must be a bool tensor"),
+        (mask.long(), "must be a bool tensor"),
+        (mask[:, :1], r"must be \[B, M\]"),
+        (mask & torch.tensor([[True], [False]]), "no real key"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(x, key_padding_mask=wrong)
+
+
 def test_dropout_acts_in_training_only():
     attention = InLineAttention(8, 2, attn_drop=0.5)
     x = torch.randn(2, 9, 8)

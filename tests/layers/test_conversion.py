@@ -1,5 +1,8 @@
 """Putting InLine attention into models that people already have."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +60,7 @@ def test_convert_to_another_layer_with_options():
 def test_converting_twice_or_what_cannot_be_converted_explains_itself():
     model = timm.create_model("vit_tiny_patch16_224", img_size=64)
     convert_attention(model)
-    with pytest.raises(ValueError, match="found no attention to convert in VisionTransformer"):
+    with pytest.raises(ValueError, match="in VisionTransformer: its attention is one of this library's already"):
         convert_attention(model)
     with pytest.raises(ValueError, match="relative_position_bias_table"):
         convert_attention(timm.create_model("swin_tiny_patch4_window7_224"))
@@ -127,3 +130,63 @@ def test_conversion_calls_nothing_that_is_watched():
     convert_attention(model, local_residual=False)
     assert not seen
     assert torch.equal(model.blocks[0].attn.qkv.weight, weight)
+
+
+def _grids_in_use(model, image):
+    """What the local terms of a forward pass take for their grids."""
+    seen = set()
+    resolve = InLineAttention._resolve_grid
+
+    def noting(self, *arguments):
+        grid = resolve(self, *arguments)
+        seen.add(tuple(grid))
+        return grid
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InLineAttention, "_resolve_grid", noting)
+        model(image)
+    return seen
+
+
+def test_the_grid_of_patches_is_that_of_the_image():
+    """Of (28, 7) and (8, 18) tokens the number is a square."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    convert_attention(model)
+    model.set_input_size((448, 112))
+    for converted in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _grids_in_use(converted, torch.randn(1, 3, 448, 112)) == {(28, 7)}
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, dynamic_img_size=True)
+    convert_attention(model)
+    for height, width in ((128, 288), (224, 224), (288, 128)):
+        assert _grids_in_use(model, torch.randn(1, 3, height, width)) == {(height // 16, width // 16)}
+
+
+def test_a_converted_model_compiles_for_any_image():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
+    convert_attention(model)
+    nn.init.normal_(model.blocks[0].attn.residual[2].weight)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for size in ((64, 64), (32, 128), (48, 80)):
+            image = torch.randn(1, 3, *size)
+            torch.testing.assert_close(compiled(image), model(image))
+
+
+def test_patches_that_are_dropped_have_no_grid():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, patch_drop_rate=0.5)
+    with pytest.raises(ValueError, match=r"drops 50% of its patches in training.*local_residual=False"):
+        convert_attention(model)
+    assert convert_attention(model, local_residual=False) == ["blocks.0.attn"]
+
+
+def test_images_of_unequal_shapes_share_no_grid():
+    """NaFlexViT's patches, with what it adds to scores."""
+    attention = InLineAttention.from_softmax(timm.layers.Attention(24, num_heads=3))
+    x, added = torch.randn(2, 9, 24), torch.zeros(2, 1, 1, 9)
+    added[1, ..., 6:] = torch.finfo(torch.float32).min
+    with pytest.raises(ValueError, match="share no grid"):
+        attention(x, attn_mask=added)
+    attention = InLineAttention.from_softmax(timm.layers.Attention(24, num_heads=3), local_residual=False)
+    torch.testing.assert_close(attention(x, attn_mask=added)[1:, :6], attention(x[1:, :6]))
+    with pytest.raises(ValueError, match="cannot mask single query-key pairs"):
+        attention(x, attn_mask=added.expand(2, 1, 9, 9))

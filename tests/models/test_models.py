@@ -132,6 +132,13 @@ def test_features_only_and_intermediates(name):
     torch.testing.assert_close(model.forward_intermediates(x, [0], intermediates_only=True)[0], everything[0])
 
 
+def test_features_of_another_depth_are_those_of_its_quarters():
+    for depth, indices in ((12, [2, 5, 8, 11]), (8, [1, 3, 5, 7]), (3, [0, 1, 2])):
+        assert create("inline_deit_tiny", depth=depth, features_only=True).feature_info.get_dicts(["index"]) == [
+            {"index": index} for index in indices
+        ]
+
+
 def test_out_indices_and_channels():
     backbone = create("inline_pvt_tiny", features_only=True, out_indices=(1, 3), in_chans=4)
     assert [f.shape[1] for f in backbone(torch.randn(1, 4, 64, 64))] == [128, 512]

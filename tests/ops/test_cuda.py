@@ -108,6 +108,16 @@ def test_divisions_by_multiplication():
             assert quotient == number // divisor
 
 
+def test_what_begins_anywhere_is_copied():
+    numbers = torch.arange(65).bfloat16()
+    assert launch.aligned(numbers).data_ptr() == numbers.data_ptr()
+    for tensor in (numbers[1:], numbers[:64].view(8, 8).t()):
+        copy = launch.aligned(tensor)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, tensor)
+
+
 def test_splits_cover_every_token():
     for tokens in (1, 2, 63, 64, 65, 196, 3137, 65536, 1 << 20):
         for rows in (1, 3, 100, 5000):
@@ -279,6 +289,22 @@ def test_predicted_local_weights(tokens, head_dim, dtype):
         composed = layer.predict(x)
         assert composed.requires_grad
         torch.testing.assert_close(fused, composed.detach(), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.gpu
+def test_predictors_whose_parameters_begin_anywhere():
+    """As after `vector_to_parameters`, which makes parameters views of one vector."""
+    torch.manual_seed(0)
+    layer = LocalWeightPredictor(96, 3, device="cuda", dtype=torch.bfloat16)
+    torch.nn.init.normal_(layer[2].weight)
+    x = torch.randn(2, 50, 96, device="cuda").bfloat16()
+    with torch.no_grad():
+        expected = layer.predict(x)
+        vector = torch.nn.utils.parameters_to_vector(layer.parameters())
+        vector = torch.cat([vector.new_zeros(1), vector])[1:]
+        torch.nn.utils.vector_to_parameters(vector, layer.parameters())
+        assert all(parameter.data_ptr() % 16 != 0 for parameter in layer.parameters())
+        assert torch.equal(layer.predict(x), expected)
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = N
         local_macs += 9 * (inputs[0].shape[1] - attention.num_prefix_tokens) * attention.dim
 
     for module in model.modules():
-        if isinstance(module, TokenAttention) and (module.residual is not None or module.static_local is not None):
+        if isinstance(module, TokenAttention) and module.has_local_term:
             module.register_forward_pre_hook(count_local_term)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:

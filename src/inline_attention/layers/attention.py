@@ -22,8 +22,8 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_exporting, plain_sizes
-from inline_attention.ops.validation import check_feature_map, check_normalization
+from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
+from inline_attention.ops.validation import check_feature_map, check_mask, check_mask_form, check_normalization
 
 
 class ProjectedAttention(nn.Module, ABC):
@@ -203,7 +203,8 @@ class TokenAttention(ProjectedAttention):
             key_padding_mask: `[B, N]` bool, True for a real token.
             local_input: `[B, N, C]` tokens whose mean predicts the local weights; x by default. CSWin's blocks pass
                 their un-normalised input.
-            attn_mask: What timm's blocks pass: None, or a key padding mask as `[B, 1, 1, N]` bool.
+            attn_mask: What timm's blocks pass: None, or a key padding mask `[B, 1, 1, N]`: bool, or 0 for a real
+                token and something very negative for others, as it is added to scores.
             is_causal: What timm's blocks pass; only False is possible.
 
         Returns:
@@ -215,6 +216,12 @@ class TokenAttention(ProjectedAttention):
             raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
         if attn_mask is not None:
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
+            is_of_many_shapes = attn_mask.is_floating_point()  # as NaFlexViT passes it, and nobody else
+            if is_of_many_shapes and self.has_local_term and grid_size is None and self.default_grid_size is None:
+                raise ValueError(
+                    "an attn_mask that is added to scores is for images of unequal shapes, whose tokens share no grid "
+                    "for the local residual; convert with local_residual=False, or pass grid_size=(h, w)"
+                )
         return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, local_input=local_input)))
 
     def attend(
@@ -231,6 +238,9 @@ class TokenAttention(ProjectedAttention):
                 f"x must be [B, N, {self.dim}], got shape {tuple(x.shape)}; "
                 "flatten a feature map [B, C, h, w] with .flatten(2).transpose(1, 2) and pass grid_size=(h, w)"
             )
+        if key_padding_mask is not None:
+            with unrecorded():
+                check_mask_form(key_padding_mask, x)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
         grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size)
         if self.qkv is not None and self.q_norm is None and self.k_norm is None:
@@ -244,6 +254,11 @@ class TokenAttention(ProjectedAttention):
             grid = out[:, prefix:] + self.static_local.bias
             out = grid if prefix == 0 else torch.cat([out[:, :prefix], grid], dim=1)
         return out
+
+    @property
+    def has_local_term(self) -> bool:
+        """Whether a grid is needed: there are 3×3 weights, predicted or learned."""
+        return self.residual is not None or self.static_local is not None
 
     @abstractmethod
     def mix(
@@ -409,6 +424,9 @@ class SoftmaxAttention(TokenAttention):
         grid_size: tuple[int, int] | None,
     ) -> torch.Tensor:
         """Mix values `[B, N, H, D]` by scaled dot-product attention."""
+        if key_padding_mask is not None:
+            with unrecorded():
+                check_mask(key_padding_mask, k)
         out = heads_last(
             F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -439,14 +457,16 @@ def heads_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`[B, 1, 1, N]` bool, as timm's variable-size models pass it, as `[B, N]`."""
+    """`[B, 1, 1, N]`, bool or what is added to scores (0 or -inf), as `[B, N]` bool."""
     batch, tokens, _ = x.shape
-    if attn_mask.dtype != torch.bool or attn_mask.shape != (batch, 1, 1, tokens):
+    if attn_mask.shape != (batch, 1, 1, tokens):
         raise ValueError(
-            f"attn_mask must be a bool key padding mask [B, 1, 1, N] = {(batch, 1, 1, tokens)}, got {attn_mask.dtype} "
-            f"{tuple(attn_mask.shape)}; linear-time attention cannot mask single query-key pairs"
+            f"attn_mask must be a key padding mask [B, 1, 1, N] = {(batch, 1, 1, tokens)}, got "
+            f"{tuple(attn_mask.shape)}: linear-time attention cannot mask single query-key pairs. timm's NaFlexViT "
+            "passes such a mask if made with use_key_only_attn_mask=True"
         )
-    return attn_mask[:, 0, 0]
+    mask = attn_mask[:, 0, 0]
+    return mask == 0 if mask.is_floating_point() else mask
 
 
 def _drop_rate(attention: nn.Module, name: str) -> float:

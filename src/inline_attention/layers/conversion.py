@@ -30,9 +30,10 @@ def convert_attention(
     A module counts as softmax attention if it does what one with its projections does, which is tried on a copy: what
     takes maps instead of tokens `[B, N, C]`, or attends to channels, is left alone, with a warning.
 
-    A local residual needs the same prefix tokens in all layers, and a square grid (or the model's own
-    `patch_embed.grid_size`) in each. Where a model adds its class token half-way (ConViT), convert with
-    `local_residual=False`.
+    A local residual needs the same prefix tokens in all layers, and the grid that the other tokens lie on. Of models
+    with timm's `patch_embed` it is known for every image, `dynamic_img_size` and `set_input_size` included; of others
+    (CAFormer, NaFlexViT) it is taken to be square, so that images must be. Where a model adds its class token half-way
+    (ConViT), or for images that are not square, convert with `local_residual=False`.
 
     Args:
         model: Any model; its `num_prefix_tokens` and `patch_embed.grid_size` are used where it has them.
@@ -45,7 +46,8 @@ def convert_attention(
 
     Raises:
         ValueError: No attention could be replaced (the message says why for each candidate), or a local residual would
-            have to guess the number of prefix tokens. The model is unchanged.
+            have to guess the number of prefix tokens, or look for neighbours of patches that a model drops in training.
+            The model is unchanged.
     """
     if hasattr(model, "qkv") and hasattr(model, "proj"):
         raise ValueError(
@@ -53,13 +55,18 @@ def convert_attention(
             f"use new = {attention.__name__}.from_softmax(attention), or pass the model around it"
         )
     known_prefix = num_prefix_tokens if num_prefix_tokens is not None else getattr(model, "num_prefix_tokens", None)
-    grid_size = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    patch_embed = getattr(model, "patch_embed", None)
+    grid_size = getattr(patch_embed, "grid_size", None)
+    has_own_attention = False
     places: dict[str, nn.Module] = {}
     new_modules: dict[nn.Module, TokenAttention] = {}
     refused: dict[nn.Module, str] = {}
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(remove_duplicate=False))
     for name, module in modules:
-        if isinstance(module, TokenAttention) or not hasattr(module, "qkv") or not hasattr(module, "proj"):
+        if isinstance(module, TokenAttention):
+            has_own_attention = True
+            continue
+        if not hasattr(module, "qkv") or not hasattr(module, "proj"):
             continue
         places[name] = module
         if module in new_modules or module in refused:
@@ -74,12 +81,16 @@ def convert_attention(
             refused[module] = f"{name}: {error}"
     reasons = "; ".join(list(refused.values())[:3])
     if not new_modules:
+        own = "its attention is one of this library's already" if has_own_attention else ""
         raise ValueError(
             f"found no attention to convert in {type(model).__name__}: "
-            f"{reasons or 'no module has both `qkv` and `proj`'}"
+            f"{reasons or own or 'no module has both `qkv` and `proj`'}"
         )
-    if known_prefix is None and any(_has_local_term(new) for new in new_modules.values()):
-        _check_has_no_prefix_tokens(model)
+    local = [new for new in new_modules.values() if new.has_local_term]
+    if local:
+        if known_prefix is None:
+            _check_has_no_prefix_tokens(model)
+        _check_keeps_all_patches(model)
     if refused:
         warnings.warn(
             f"{len(refused)} attentions of {type(model).__name__} are left as they were: {reasons}", stacklevel=2
@@ -88,11 +99,24 @@ def convert_attention(
     for name in converted:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new_modules[places[name]])
+    if local and grid_size is not None:
+        assert isinstance(patch_embed, nn.Module)
+        patch_embed.register_forward_hook(_TellGrid(local))
     return converted
 
 
-def _has_local_term(attention: TokenAttention) -> bool:
-    return attention.residual is not None or attention.static_local is not None
+class _TellGrid:
+    """Forward hook of a `patch_embed`: tells attentions on what grid its patches lie. Can be copied and pickled."""
+
+    def __init__(self, attentions: list[TokenAttention]) -> None:
+        self.attentions = attentions
+
+    def __call__(self, patch_embed: nn.Module, images: tuple[torch.Tensor, ...], patches: torch.Tensor) -> None:
+        del images
+        # [B, h, w, C] of images of any size, [B, N, C] of images of the size that is set.
+        grid_size = (patches.shape[1], patches.shape[2]) if patches.dim() == 4 else patch_embed.grid_size
+        for attention in self.attentions:
+            attention.default_grid_size = cast("tuple[int, int]", grid_size)
 
 
 def _check_has_no_prefix_tokens(model: nn.Module) -> None:
@@ -102,6 +126,15 @@ def _check_has_no_prefix_tokens(model: nn.Module) -> None:
             f"{type(model).__name__} has {', '.join(names)} but no num_prefix_tokens, so it is not known where the "
             "grid of the local residual starts; pass num_prefix_tokens=1 (0 if they join later), or "
             "local_residual=False"
+        )
+
+
+def _check_keeps_all_patches(model: nn.Module) -> None:
+    rate = getattr(getattr(model, "patch_drop", None), "prob", 0.0)
+    if rate > 0:
+        raise ValueError(
+            f"{type(model).__name__} drops {rate:.0%} of its patches in training, and those that are left have no grid "
+            "for the local residual; create it with patch_drop_rate=0, or pass local_residual=False"
         )
 
 

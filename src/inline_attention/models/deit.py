@@ -169,7 +169,9 @@ default_cfgs = with_twins(
 
 
 def _deit(variant: str, pretrained: bool, **arguments: Any) -> nn.Module:
-    return build(InLineDeiT, variant, pretrained, **merged(arguments, out_indices=(2, 5, 8, 11)))
+    depth: int = arguments.get("depth", 12)
+    quarters = sorted({max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)})
+    return build(InLineDeiT, variant, pretrained, **merged(arguments, out_indices=tuple(quarters)))
 
 
 @register_with_twins

@@ -84,6 +84,12 @@ def check_values(q: torch.Tensor, k: torch.Tensor, v: Any) -> None:
 
 def check_mask(key_padding_mask: Any, k: torch.Tensor) -> None:
     """Check `[B, M]` bool with a real key in every row."""
+    check_mask_form(key_padding_mask, k)
+    _check_every_row_has_a_key(key_padding_mask)
+
+
+def check_mask_form(key_padding_mask: Any, k: torch.Tensor) -> None:
+    """Check `[B, M]` bool, whatever it says."""
     if not isinstance(key_padding_mask, torch.Tensor) or key_padding_mask.dtype != torch.bool:
         got = key_padding_mask.dtype if isinstance(key_padding_mask, torch.Tensor) else type(key_padding_mask).__name__
         raise ValueError(
@@ -102,7 +108,6 @@ def check_mask(key_padding_mask: Any, k: torch.Tensor) -> None:
     _check_same(
         "device", {"k": k.device, "key_padding_mask": key_padding_mask.device}, "use key_padding_mask.to(k.device)"
     )
-    _check_every_row_has_a_key(key_padding_mask)
 
 
 def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:

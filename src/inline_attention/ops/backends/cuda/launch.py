@@ -128,9 +128,7 @@ def forward(
     """Output `[B, N, H, D]` and the state. See `fused_op.Forward`."""
     del key_padding_mask  # None: refused by `unsupported_reason`
     if local_weight is not None:
-        local_weight = local_weight.contiguous()
-        if local_weight.data_ptr() % 16 != 0:
-            local_weight = local_weight.clone()
+        local_weight = aligned(local_weight)
     copies: list[torch.Tensor] = []
     query, key, value = _address(q, copies), _address(k, copies), _address(v, copies)
     B, N, H, D = q.shape
@@ -392,6 +390,12 @@ def _address(tensor: torch.Tensor, copies: list[torch.Tensor]) -> tuple[int, int
     copy = tensor.clone(memory_format=torch.contiguous_format)
     copies.append(copy)
     return copy.data_ptr(), copy.stride(0), copy.stride(1)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from an address that sixteen bytes can be read at: parameters may lie anywhere in a larger tensor."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:

@@ -83,7 +83,7 @@ def _launch(
     address = tokens.data_ptr(), tokens.stride(0), tokens.stride(1)
     units = -(-C // launch.UNIT)
     splits = choose_splits(B * units, N, launch.processors(device))
-    parameters = [parameter.contiguous() for parameter in (hidden_weight, hidden_bias, weight, bias)]
+    parameters = [launch.aligned(parameter) for parameter in (hidden_weight, hidden_bias, weight, bias)]
     sums = None
     with cuda.on_device(tokens.device):
         stream, kernels = launch.current_stream(device), launch.load_kernels(device, tokens.dtype, D)

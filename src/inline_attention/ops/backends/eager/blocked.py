@@ -1,9 +1,9 @@
 """InLine attention on a CPU by hand-written passes over blocks that stay in cache.
 
 Composed operations stream every intermediate through memory and page in fresh buffers for each. Here a block of
-about a megabyte is centred, multiplied and written while it is in cache, into buffers allocated once, and the 3×3 term
+two megabytes is centred, multiplied and written while it is in cache, into buffers allocated once, and the 3×3 term
 is nine in-place multiply-adds on shifted views. The backward pass is written out in the same way; its formulas are in
-docs/math.md. First derivatives only: `eager.run` composes the operations wherever more is asked.
+docs/math.md. Derivatives of it are those of the composed operations.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
 `b`, `n`: the samples and tokens of one block.
