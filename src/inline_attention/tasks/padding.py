@@ -36,6 +36,16 @@ class PaddedImages:
         """What a backbone takes for the image: thinner ones than its coarsest token count as filled up to one."""
         return [(max(height, MULTIPLE), max(width, MULTIPLE)) for height, width in self.sizes]
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether each image would have the same canvas alone."""
+        return all(canvas_size([size]) == tuple(self.canvas.shape[-2:]) for size in self.sizes)
+
+    def alone(self, place: int) -> PaddedImages:
+        """One of the images, on the canvas that it would have alone."""
+        height, width = canvas_size([self.sizes[place]])
+        return PaddedImages(self.canvas[place : place + 1, :, :height, :width], [self.sizes[place]])
+
     def outside(self, stride: int) -> Tensor | None:
         """`[B, 1, h, w]` bool, true where a token of a stride belongs to no image; None if all do."""
         if stride not in self._outside:
@@ -59,10 +69,16 @@ class PaddedImages:
         return None if mask is None else ~mask.unflatten(1, grid.size)[:, None]
 
 
+def canvas_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Height and width of the smallest canvas for images of such sizes."""
+    height, width = (-(-max(sides) // MULTIPLE) * MULTIPLE for sides in zip(*sizes, strict=True))
+    return height, width
+
+
 def pad_images(images: Sequence[Tensor]) -> PaddedImages:
     """Put normalised images `[C, H, W]` of one device and dtype on a common canvas."""
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-    height, width = (-(-max(sides) // MULTIPLE) * MULTIPLE for sides in zip(*sizes, strict=True))
+    height, width = canvas_size(sizes)
     canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)
     for place, image in zip(canvas, images, strict=True):
         place[:, : image.shape[1], : image.shape[2]] = image

@@ -1,5 +1,7 @@
 """Detectors: what they take, what they return, and that every weight learns."""
 
+import copy
+
 import pytest
 import torch
 
@@ -35,13 +37,70 @@ def test_every_weight_gets_a_gradient_even_from_an_image_without_objects(head):
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
-@torch.no_grad()
-def test_objects_lie_in_their_images_and_are_of_known_classes(head):
+def finder(head):
+    """A detector that finds something with random weights."""
+    torch.manual_seed(0)
     model = detector(head).eval()
     if head == "retinanet":
         torch.nn.init.normal_(model.heads.head.classification_head.cls_logits.weight, std=0.3)
         model.heads.score_thresh = 0.0
+    return model
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@torch.no_grad()
+def test_what_is_found_in_an_image_depends_on_no_other(head):
+    """Neither on those of its batch nor on the first that a process sees, here one of a few rows."""
+    model = finder(head).double()
+    images = [torch.randn(3, *size, dtype=torch.float64) for size in ((40, 128), (96, 70), (64, 96), (130, 60))]
+    alone = [copy.deepcopy(model)([image])[0] for image in images]
+    for wanted, found in zip(alone, model(images), strict=True):
+        assert len(wanted["boxes"]) > 0
+        assert wanted.keys() == found.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@torch.no_grad()
+def test_anchors_lie_where_their_tokens_are(head):
+    """A canvas of 96 pixels has two tokens of stride 64; half of it is not their distance."""
+    model = finder(head)
+    seen = []
+    generator = model.heads.rpn.anchor_generator if head == "mask_rcnn" else model.heads.anchor_generator
+    generator.register_forward_hook(lambda module, inputs, output: seen.append((inputs[1], output[0])))
+    with torch.autocast("cpu", torch.bfloat16):
+        model([torch.randn(3, 96, 96)])
+    ((features, anchors),) = seen
+    assert anchors.dtype == torch.float32
+    first = 0
+    for feature, stride in zip(features, model.level_strides, strict=True):
+        rows, columns = feature.shape[-2:]
+        count = len(anchors) // sum(level.shape[-2] * level.shape[-1] for level in features) * rows * columns
+        centres = (anchors[first : first + count, :2] + anchors[first : first + count, 2:]) / 2
+        assert centres.amax(0).tolist() == [(columns - 1) * stride, (rows - 1) * stride]
+        first += count
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@torch.no_grad()
+def test_coordinates_are_no_coarser_in_half_precision(head):
+    """In bfloat16 those beyond 256 pixels are even numbers."""
+    model = finder(head)
+    image = torch.randn(3, 64, 640)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = model([image])
+    right = found["boxes"][:, 2]
+    right = right[(right > 300) & (right < 639)]
+    assert right.dtype == torch.float32
+    assert len(right) > 0
+    assert (right != right.bfloat16().float()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@torch.no_grad()
+def test_objects_lie_in_their_images_and_are_of_known_classes(head):
+    model = finder(head)
     images, _ = batch()
     for image, found in zip(images, model(images), strict=True):
         assert len(found["boxes"]) > 0

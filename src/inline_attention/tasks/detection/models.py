@@ -1,7 +1,9 @@
 """Detectors: RetinaNet and Mask R-CNN with torchvision's heads over the backbones of the zoo.
 
 torchvision's own `forward` hands a backbone nothing but padded tensors. Ours also hands it the sizes of the images, so
-that attention over the whole map stops at their edges; what is left to do for torchvision is everything after it.
+that attention over the whole map stops at their edges; what is left to do for torchvision is everything after it. What
+it would guess from the first images it sees, or round, is said: strides are those of the pyramid, and whatever becomes
+a coordinate is float32, also where convolutions are not.
 
 Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
 """
@@ -11,14 +13,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.rpn import RPNHead
+from torchvision.ops import MultiScaleRoIAlign
+from torchvision.ops.poolers import LevelMapper
 
 from inline_attention.tasks.padding import PaddedImages, pad_images
 from inline_attention.tasks.pyramid import STRIDES, FeaturePyramid, PyramidBackbone, names_without_decay
@@ -27,7 +33,7 @@ Head = Literal["mask_rcnn", "retinanet"]
 HEADS: tuple[Head, ...] = ("mask_rcnn", "retinanet")
 DEFAULT_WIDTH, DEFAULT_SAMPLED_BOXES = 256, 512
 BOX_SIDE, BOX_FEATURES = 7, 4  # torchvision's: cells along a side of a box, and 1024 numbers at a width of 256
-MASK_LAYERS = 4
+MASK_SIDE, MASK_LAYERS = 14, 4
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 LEVELS = 5
 DEFAULT_SMALLEST_ANCHOR = 32
@@ -46,6 +52,11 @@ class Detector(nn.Module, ABC):
     backbone: PyramidBackbone
     pyramid: FeaturePyramid
 
+    @property
+    def level_strides(self) -> tuple[int, ...]:
+        """Of the levels that the heads look at, the finest first."""
+        return tuple(self.strides[0] * 2**level for level in range(LEVELS))
+
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Losses in training, objects otherwise.
 
@@ -61,7 +72,20 @@ class Detector(nn.Module, ABC):
         if self.training and targets is None:
             raise ValueError("training needs targets: boxes, labels and masks of each image; or call eval() first")
         padded = pad_images(images)
-        return self._detect(padded, self.features(padded), None if targets is None else [dict(t) for t in targets])
+        features = self.features(padded)
+        if self.training or padded.are_alike:
+            return self._detect(padded, features, None if targets is None else [dict(t) for t in targets])
+        # Each image on the canvas that it would have alone: proposals in the padding would compete with its own.
+        found: Detections = []
+        for place in range(len(images)):
+            alone = padded.alone(place)
+            height, width = alone.canvas.shape[-2:]
+            own = [
+                feature[place : place + 1, :, : -(-height // stride), : -(-width // stride)]
+                for feature, stride in zip(features, self.level_strides, strict=True)
+            ]
+            found += cast(Detections, self._detect(alone, own, None))
+        return found
 
     def features(self, images: PaddedImages) -> list[Tensor]:
         """The levels that the heads look at, the finest first."""
@@ -105,20 +129,21 @@ class MaskRCNNDetector(Detector):
             sampled_boxes: Proposals of an image that a step of training looks at.
         """
         super().__init__()
-        anchors = AnchorGenerator(
-            tuple((smallest_anchor * 2**level,) for level in range(LEVELS)), (ASPECT_RATIOS,) * LEVELS
-        )
+        anchors = _Anchors(tuple((smallest_anchor * 2**level,) for level in range(LEVELS)), self.level_strides)
         self.backbone = backbone
         self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="pooled")
         described = BOX_FEATURES * width  # numbers that describe a box
         self.heads = MaskRCNN(
             _Channels(width),
             rpn_anchor_generator=anchors,
+            rpn_head=_ProposalHead(width, anchors.num_anchors_per_location()[0]),
+            box_roi_pool=_Pool(BOX_SIDE),
             box_batch_size_per_image=sampled_boxes,
             box_head=TwoMLPHead(width * BOX_SIDE**2, described),
-            box_predictor=FastRCNNPredictor(described, num_classes + 1),
+            box_predictor=_BoxPredictor(described, num_classes + 1),
+            mask_roi_pool=_Pool(MASK_SIDE),
             mask_head=MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
-            mask_predictor=MaskRCNNPredictor(width, width, num_classes + 1),
+            mask_predictor=_MaskPredictor(width, width, num_classes + 1),
         )
 
     def _detect(
@@ -145,9 +170,8 @@ class RetinaNetDetector(Detector):
         """Build the heads with random weights; arguments as for `MaskRCNNDetector`."""
         super().__init__()
         sizes = [smallest_anchor * 2**level for level in range(LEVELS)]
-        anchors = AnchorGenerator(
-            tuple((size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes),
-            (ASPECT_RATIOS,) * LEVELS,
+        anchors = _Anchors(
+            tuple((size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes), self.level_strides
         )
         self.backbone = backbone
         self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="convolved")
@@ -158,7 +182,7 @@ class RetinaNetDetector(Detector):
         self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
     ) -> Losses | Detections:
         # In float32: the focal loss is a sum over a hundred thousand small terms.
-        outputs = {name: output.float() for name, output in self.heads.head(features).items()}
+        outputs = {name: _precise(output) for name, output in self.heads.head(features).items()}
         anchors = self.heads.anchor_generator(ImageList(images.canvas, images.sizes), features)
         if self.training:
             assert targets is not None
@@ -224,3 +248,60 @@ class _Channels(nn.Module):
     def __init__(self, out_channels: int):
         super().__init__()
         self.out_channels = out_channels
+
+
+class _Anchors(AnchorGenerator):
+    """Anchors in float32 at the places of a pyramid with known strides.
+
+    torchvision divides the canvas by the grid, which moves those of levels that do not divide it, and takes the dtype
+    of the features: in bfloat16 a place at 1000 pixels is off by up to 4.
+    """
+
+    def __init__(self, sizes: tuple[tuple[int, ...], ...], strides: Sequence[int]):
+        super().__init__(sizes, (ASPECT_RATIOS,) * len(sizes))
+        self.strides = tuple(strides)
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        """`[n, 4]` for each image, level by level."""
+        self.set_cell_anchors(torch.float32, feature_maps[0].device)
+        steps: Any = [[stride, stride] for stride in self.strides]  # torchvision has tensors, which a GPU waits for
+        anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], steps))
+        return [anchors] * len(image_list.image_sizes)
+
+
+class _Pool(MultiScaleRoIAlign):
+    """Boxes cut out of the levels of `STRIDES`, which torchvision would conclude on from the first image it sees."""
+
+    def __init__(self, side: int):
+        super().__init__([str(level) for level in range(len(STRIDES))], output_size=side, sampling_ratio=2)
+        self.scales = [1 / stride for stride in STRIDES]
+        finest, coarsest = (stride.bit_length() - 1 for stride in (STRIDES[0], STRIDES[-1]))
+        self.map_levels = LevelMapper(finest, coarsest, self.canonical_scale, self.canonical_level)
+
+    def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+        """`[n, C, side, side]`, of the dtype of the features."""
+        levels = {name: _precise(x[name]) for name in self.featmap_names}
+        dtype = levels[self.featmap_names[0]].dtype
+        pooled = super().forward(levels, [of_image.to(dtype) for of_image in boxes], image_shapes)
+        return pooled.to(x[self.featmap_names[0]].dtype)
+
+
+class _ProposalHead(RPNHead):
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        scores, shifts = super().forward(x)
+        return [_precise(level) for level in scores], [_precise(level) for level in shifts]
+
+
+class _BoxPredictor(FastRCNNPredictor):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, shifts = super().forward(x)
+        return _precise(scores), _precise(shifts)
+
+
+class _MaskPredictor(MaskRCNNPredictor):
+    def forward(self, input: Tensor) -> Tensor:
+        return _precise(super().forward(input))
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
