@@ -19,7 +19,7 @@ from inline_attention.engine.checkpoints import TrainingCheckpoint, open_trainin
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
-from inline_attention.engine.trainer import Trainer
+from inline_attention.engine.trainer import DivergedError, Trainer
 
 __all__ = ["pictures"]
 
@@ -147,15 +147,40 @@ def test_gradients_that_are_not_finite_are_skipped_whatever_the_loss(tmp_path, m
     assert float(row["train_loss"]) == pytest.approx(math.fsum(made) / len(made), rel=1e-3)
 
 
+class Scaled(trainer.Precision):
+    """Scales losses, as amp=auto does on a GPU without bfloat16; the CPU's scaler stands in for the GPU's."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+def test_gradients_that_overflow_where_losses_are_scaled_are_skipped_and_counted(tmp_path, monkeypatch, clip):
+    accumulate, calls, overflowing = Trainer._accumulate_gradients, [], [3]
+
+    def poisoned(self, batches):
+        total = accumulate(self, batches)
+        calls.append(None)
+        if len(calls) in overflowing:
+            self.model.head.weight.grad[0, 0] = torch.inf
+        return total
+
+    monkeypatch.setattr(trainer, "Precision", Scaled)
+    monkeypatch.setattr(Trainer, "_accumulate_gradients", poisoned)
+    overrides = ["training.epochs=1", f"training.clip_grad={clip}", "ema.enabled=true"]
+    folder, _ = running.train(config(tmp_path, "run.experiment=once", *overrides))
+    assert rows(folder)[0]["skipped_updates"] == "1"
+    assert last_checkpoint(folder).load().state["scaler"]["scale"] == 4.0
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in final_weights(folder, name).values())
+    overflowing.extend(range(1, 100))
+    with pytest.raises(DivergedError, match="3 losses or gradients in a row"):
+        running.train(config(tmp_path, "run.experiment=always", *overrides, "limits.nan_losses_in_a_row=2"))
+
+
 def test_a_run_goes_on_where_losses_are_scaled_now(tmp_path, monkeypatch):
-    """As amp=auto does on a GPU without bfloat16; the CPU's scaler stands in for the GPU's."""
     running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
-
-    class Scaled(trainer.Precision):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-
     monkeypatch.setattr(trainer, "Precision", Scaled)
     folder, _ = running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
     assert last_checkpoint(folder).load().state["scaler"]["scale"] == 8.0

@@ -409,37 +409,32 @@ class Trainer:
 
         Gradients come from all processes and are the same in each, so that all decide alike.
         """
+        scaler = self.precision.scaler
         mean = self.processes.sum(loss) / self.processes.world_size
+        scaler.unscale_(self.optimizer)
         norm = self._gradient_norm()
-        found = torch.stack([mean] if norm is None else [mean, norm.to(mean)]).tolist()  # the device is asked once
+        found = torch.stack([mean, norm.to(mean)]).tolist()  # the device is asked once
         is_made = all(map(math.isfinite, found))
         if is_made:
-            self._update_weights(norm)
+            if self.config.training.clip_grad is not None:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.training.clip_grad, norm)
+            scaler.step(self.optimizer)
+            if self.ema is not None:
+                self.ema.update(self.model, step=self.position.updates)
+            scaler.update()
             self.position.skipped_in_a_row = 0
         else:
+            if scaler.is_enabled():  # less from now on, in all processes: each knows its own gradients alone
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
         return found[0], is_made
 
-    def _gradient_norm(self) -> torch.Tensor | None:
-        """Of all gradients together; None where losses are scaled: what is not finite is the scaler's business then."""
-        if self.precision.scaler.is_enabled():
-            return None
+    def _gradient_norm(self) -> torch.Tensor:
+        """Of all gradients together."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def _update_weights(self, norm: torch.Tensor | None) -> None:
-        scaler, clip = self.precision.scaler, self.config.training.clip_grad
-        if clip is not None and norm is None:
-            scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        elif clip is not None and norm is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
-        scaler.step(self.optimizer)
-        scaler.update()
-        if self.ema is not None:
-            self.ema.update(self.model, step=self.position.updates)
 
     def _skip(self) -> None:
         position, limit = self.position, self.config.limits.nan_losses_in_a_row

@@ -369,7 +369,7 @@ class LimitsSection:
     )
     broken_image_count: int = _option(1000, "Largest number of them; both limits hold.", at_least=0)
     nan_losses_in_a_row: int = _option(
-        10, "Updates that may be skipped one after another because their loss is not finite.", at_least=0
+        10, "Updates that may be skipped one after another because loss or gradients are not finite.", at_least=0
     )
 
 
