@@ -111,6 +111,8 @@ MALFORMED = {
     "lengths too short": {"size": [40, 48], "counts": [3, 4]},
     "lengths negative": {"size": [40, 48], "counts": [-3, 1923]},
     "lengths absent": {"size": [40, 48]},
+    "size of half a pixel": {"size": [40.5, 48], "counts": [1920]},
+    "too large for a float": [[1, 2, 10**400, 4, 5, 6]],
     "truncated": {"size": [40, 48], "counts": packed(some_mask())["counts"][:3].decode()},
     "garbage": {"size": [40, 48], "counts": "~~~~PPPPPPPPPPPPPPPPPPPPPPPPP"},
 }
@@ -209,6 +211,15 @@ def test_a_picture_of_another_size_or_mask_that_is_broken_is_named(tmp_path):
         source.load(0)
 
 
+def with_image(members):
+    return f'{{"images": [{{"file_name": "1.jpg", {members}}}], "categories": [], "annotations": []}}'
+
+
+def with_object(members):
+    item = f'{{"id": 1, "image_id": 1, "category_id": 1, {members}}}'
+    return f'{{"images": [], "categories": [], "annotations": [{item}]}}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -218,6 +229,11 @@ def test_a_picture_of_another_size_or_mask_that_is_broken_is_named(tmp_path):
         ('{"images": [{"id": 1}], "categories": [], "annotations": []}', "entry 0 of 'images' has no 'file_name'"),
         ('{"images": [], "categories": [], "annotations": [7]}', "entry 0 of 'annotations' is malformed"),
         ('{"images": [], "categories": [{"id": "x"}], "annotations": []}', "entry 0 of 'categories' is malformed"),
+        (with_image('"id": 9223372036854775808'), "'images' is malformed .id 9223372036854775808 does not fit into 64"),
+        (with_image('"id": 1.5'), "'images' is malformed .id is 1.5, no whole number"),
+        (with_image('"id": 1, "width": Infinity'), "entry 0 of 'images' is malformed"),
+        (with_object(f'"bbox": [1, 2, 1{"0" * 400}, 4]'), "entry 0 of 'annotations' is malformed"),
+        (with_object('"iscrowd": "no"'), "entry 0 of 'annotations' is malformed"),
     ],
 )
 def test_files_of_another_kind(tmp_path, content, message):
@@ -225,6 +241,21 @@ def test_files_of_another_kind(tmp_path, content, message):
     file.write_text(content)
     with pytest.raises(DataError, match=message):
         read_annotations(file)
+
+
+def test_numbers_written_in_other_ways(tmp_path):
+    run_lengths = encode_mask(some_mask())
+    objects = [
+        annotation(1.0, segmentation={**run_lengths, "size": [40.0, 48.0]}, iscrowd="0"),
+        annotation(2, iscrowd="1"),
+        annotation(3, iscrowd=None),
+    ]
+    annotations = read_annotations(write_coco(tmp_path, objects))
+    assert [item.is_crowd for item in annotations.objects] == [False, True, False]
+    first = annotations.to_json()["annotations"][0]
+    assert json.dumps(first["segmentation"]["size"]) == "[40, 48]", "evaluation takes whole numbers only"
+    assert isinstance(first["id"], int)
+    assert (decode_mask(first["segmentation"], 40, 48) == some_mask()).all()
 
 
 def test_missing_files_are_named(tmp_path):

@@ -133,25 +133,56 @@ def test_objects_of_images_that_are_left_out_go_with_them_as_one_fault(tmp_path)
 def test_duplicate_images_and_categories_sizes_that_are_not_given_and_empty_categories(tmp_path):
     images = [
         {"id": 1, "file_name": "1.jpg", "height": 40, "width": 48},
-        {"id": 1, "file_name": "2.jpg", "height": 40, "width": 48},
+        {"id": 1, "file_name": "1.jpg", "height": 40, "width": 48},
         {"id": 3, "file_name": "3.jpg"},
     ]
-    categories = [{"id": 7, "name": "train"}, {"id": 7, "name": "bus"}, {"id": 8, "name": "kite"}]
+    categories = [
+        {"id": 7, "name": "train"},
+        {"id": 7, "name": "bus"},
+        {"id": 8, "name": "kite"},
+        {"id": 9, "name": "kite"},
+    ]
     file = write_coco(tmp_path, [annotation(1)], categories=categories)
     content = json.loads(file.read_text()) | {"images": images}
     file.write_text(json.dumps(content))
     annotations = read_annotations(file)
     checked = check_annotations(annotations, tmp_path / "train2017", repair=True)
     assert {finding.fault: finding.first for finding in checked.report} == {
-        "images with an id that another has": ["2.jpg (image 1)"],
+        "images that are listed more than once": ["1.jpg (image 1)"],
         "images without a size": ["3.jpg (image 3)"],
         "categories with an id that another has": ["bus (7)"],
-        "categories without an object": ["kite (8)"],
+        "categories with a name that another has": ["kite (8 and 9)"],
+        "categories without an object": ["kite (8)", "kite (9)"],
     }
-    assert checked.annotations.class_names == ("train", "kite")
+    assert checked.annotations.class_names == ("train", "kite", "kite")
     assert [(image.id, image.height, image.width) for image in checked.annotations.images] == [(1, 40, 48), (3, 40, 48)]
     validation = check_annotations(annotations, tmp_path / "train2017", every_category=False)
     assert validation.report.count("categories without an object") == 0
+
+
+@pytest.mark.parametrize("other", [{"file_name": "2.jpg"}, {"file_name": "absent.jpg"}, {"width": 47}])
+def test_pictures_that_share_an_id_go_with_all_objects(tmp_path, other):
+    file = write_coco(tmp_path, [*GOOD, annotation(4, image_id=3), annotation(5, image_id=3)])
+    content = json.loads(file.read_text())
+    content["images"].append(content["images"][2] | other)
+    file.write_text(json.dumps(content))
+    checked = check_annotations(read_annotations(file), tmp_path / "train2017", repair=True)
+    assert [(finding.fault, finding.count) for finding in checked.report] == [("different images with the same id", 2)]
+    assert [image.id for image in checked.annotations.images] == [1, 2]
+    assert [item.id for item in checked.annotations.objects] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("box", [(30, 10, 1e-7, 10), (0, 10, 1e-7, 10), (10, 10, 10, 1e-12), (48 - 1e-7, 10, 9, 9)])
+def test_boxes_that_vanish_in_float32(tmp_path, box):
+    left, top, width, height = box
+    right, bottom = left + width, top + height
+    thin = annotation(9, box=box, segmentation=[[left, top, right, top, right, bottom, left, bottom]])
+    (fault,) = check(tmp_path, [thin], masks=False).report
+    assert fault.fault == "boxes without area"
+    (fault,) = check(tmp_path, [thin]).report
+    assert fault.fault == "masks that cover nothing of their image"
+    (fault,) = check(tmp_path, [annotation(9, box=box)]).report
+    assert (fault.fault, fault.repair) == ("boxes without area", "box taken from the mask")
 
 
 def test_only_the_first_offenders_are_named(tmp_path):

@@ -31,6 +31,12 @@ def test_digits_need_no_files():
     assert train.images.max() == 255
 
 
+def test_digits_refuse_a_folder_that_they_would_not_look_at(tmp_path):
+    with pytest.raises(DataError, match=r"needs no folder, got .*; leave --data-dir out"):
+        open_dataset("digits", tmp_path)
+    assert len(open_and_check("digits", tmp_path).problems) == 1
+
+
 @pytest.mark.parametrize("names", [("train", "val"), ("training", "validation"), ("train", "test"), ("train", "eval")])
 def test_folders_of_splits(tmp_path, names):
     for name, each in zip(names, (3, 2), strict=True):

@@ -1,4 +1,6 @@
 import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -155,6 +157,17 @@ def test_classes_that_do_not_occur(root):
     assert "has 4 classes, the model 3; use num_classes=4" in open_and_check_pairs(root, num_classes=3).problems[0]
 
 
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_split_without_a_labelled_pixel_cannot_be_repaired(root, repair):
+    for number in range(3):
+        Image.new("L", (48, 40), 255).save(root / "annotations" / "validation" / f"{number}.png")
+    opened = open_and_check_pairs(root, repair=repair)
+    (problem,) = opened.problems
+    assert "(validation): 3 maps without a labelled pixel, and there are no others (" in problem
+    assert "repairing: not possible; label them" in problem
+    assert opened.validation is None
+
+
 def test_kinds_of_maps(tmp_path):
     values = labels()
     palette = Image.fromarray(values)
@@ -195,6 +208,39 @@ def test_labels_in_a_pgm_are_never_scaled(tmp_path, plain):
             read_label_map(path)
 
 
+def grey_png(size, bits, rows):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, bits, 0, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b"")
+
+
+def grey_tiff(size, bits, rows):
+    content = rows.tobytes()
+    # Width, height, bits, compression (none), black is zero, place, samples, rows in a strip, bytes.
+    tags = {256: size[0], 257: size[1], 258: bits, 259: 1, 262: 1, 273: 8, 277: 1, 278: size[1], 279: len(content)}
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return (
+        struct.pack("<2sHI", b"II", 42, 8 + len(content))
+        + content
+        + struct.pack("<H", len(tags))
+        + directory
+        + bytes(4)
+    )
+
+
+@pytest.mark.parametrize("write", [grey_png, grey_tiff])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_grey_labels_of_few_bits_are_never_scaled(tmp_path, bits, write):
+    values = np.random.default_rng(0).integers(0, 2**bits, (10, 16), dtype=np.uint8)
+    of_pixels = np.unpackbits(values[..., None], axis=-1)[..., -bits:]
+    rows = np.packbits(of_pixels.reshape(10, -1), axis=1)
+    (tmp_path / "map").write_bytes(write((16, 10), bits, rows))
+    assert (read_label_map(tmp_path / "map") == values).all()
+
+
 def test_pillows_own_limit_does_not_count(tmp_path, monkeypatch):
     Image.fromarray(labels()).save(tmp_path / "x.png")
     (tmp_path / "bomb.png").write_bytes(bomb())
@@ -228,7 +274,11 @@ def test_lists_of_classes(tmp_path, name, text):
         ("a.txt", "sky\nsky\n", "has 'sky' more than once"),
         ("a.json", "[1, 2]", "expected a list of names"),
         ("a.json", "{", "is of no use"),
-        ("a.json", '{"0": "wall", "2": "sky"}', "labels have holes"),
+        ("a.json", '{"0": "wall", "2": "sky"}', "its numbers are 0, 2; number the classes from 0 or from 1 without"),
+        ("a.json", '{"2": "wall", "3": "sky"}', "its numbers are 2, 3; number the classes from 0 or from 1 without"),
+        ("a.json", "{}", "is empty"),
+        ("a.txt", "Idx\tName\n1\twall\n\n13\n", "has no name in line 4; complete or remove it"),
+        ("a.txt", "Idx\tName\tTrain\n1\t\t0.5\n", "has no name in line 2; complete or remove it"),
     ],
 )
 def test_bad_lists_of_classes(tmp_path, name, text, message):
@@ -237,12 +287,24 @@ def test_bad_lists_of_classes(tmp_path, name, text, message):
         read_class_names(tmp_path / name)
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_numbers_of_classes_count(tmp_path, start):
+    root = write_pairs(tmp_path / "data", count=4)
+    (root / "classes.txt").unlink()
+    (root / "classes.json").write_text(json.dumps(dict(enumerate(("other", *NAMES)[start:], start=start))))
+    opened = open_and_check_pairs(root, reduce_zero_label=True)
+    assert opened.problems == []
+    assert opened.train.class_names == NAMES
+
+
 def test_folders(tmp_path):
     for folder in ("val/images", "val/masks"):
         (tmp_path / folder).mkdir(parents=True)
     assert find_pair_folders(tmp_path, "validation") == (tmp_path / "val" / "images", tmp_path / "val" / "masks")
     with pytest.raises(DataError, match=r"no folder with pictures of the split 'train'; expected images/training"):
         find_pair_folders(tmp_path, "train")
+    with pytest.raises(DataError, match=r"split 'val'; expected images/validation"):
+        find_pair_folders(tmp_path / "absent", "val")
     with pytest.raises(DataError, match=r"no picture in .* \(0 found\) has the name of a map"):
         find_pairs(tmp_path / "val" / "images", tmp_path / "val" / "masks")
     (problem,) = open_and_check_pairs(tmp_path).problems

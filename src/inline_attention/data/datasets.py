@@ -27,7 +27,7 @@ def open_dataset(
             - "cifar10": the Python or binary version, packed or not, or a folder of pictures, in `data_dir`;
             - "hfds/NAME": a dataset of the Hugging Face Hub, kept in `data_dir`;
             - "wds/PATTERN": tar archives below `data_dir`, such as `wds/{split}-{0000..0099}.tar`.
-        data_dir: A folder.
+        data_dir: A folder; None for "digits".
         split: "train", "validation", or whatever the dataset calls it. With `wds/…` it may be the pattern itself.
 
     Raises:
@@ -35,6 +35,11 @@ def open_dataset(
     """
     kind, _, rest = dataset.partition("/")
     if dataset == "digits":
+        if data_dir is not None:
+            raise DataError(
+                f"the dataset 'digits' is inside this package and needs no folder, got {os.fspath(data_dir)}; leave "
+                "--data-dir out, or add --dataset folder to use those pictures"
+            )
         return digits(split)
     if kind == "hfds" and rest:
         return HubSource(dataset, os.fspath(data_dir) if data_dir is not None else None, split)

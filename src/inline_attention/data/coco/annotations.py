@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.folders import SPLIT_FOLDERS
 from inline_attention.data.sources import DataError
 
 Entry = TypeVar("Entry")
+ID_LIMIT = 2**63  # ids are kept as int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +196,19 @@ def _entries(
     for number, item in enumerate(items):
         try:
             entries.append(build(item))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"has no {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
             raise DataError(f"{path}: entry {number} of {key!r} {what}; correct or remove it") from error
     return tuple(entries)
 
 
 def _image(item: Mapping[str, Any]) -> CocoImage:
-    return CocoImage(int(item["id"]), str(item["file_name"]), int(item.get("height") or 0), int(item.get("width") or 0))
+    height, width = int(item.get("height") or 0), int(item.get("width") or 0)
+    return CocoImage(_id(item, "id"), str(item["file_name"]), height, width)
 
 
 def _category(item: Mapping[str, Any]) -> CocoCategory:
-    return CocoCategory(int(item["id"]), str(item.get("name", item["id"])))
+    return CocoCategory(_id(item, "id"), str(item.get("name", item["id"])))
 
 
 def _object(item: Mapping[str, Any]) -> CocoObject:
@@ -214,14 +217,24 @@ def _object(item: Mapping[str, Any]) -> CocoObject:
     if not isinstance(area, (int, float)):
         area = box[2] * box[3] if box else 0.0
     return CocoObject(
-        int(item["id"]),
-        int(item["image_id"]),
-        int(item["category_id"]),
+        _id(item, "id"),
+        _id(item, "image_id"),
+        _id(item, "category_id"),
         box,
         float(area),
-        item.get("segmentation"),
-        bool(item.get("iscrowd", 0)),
+        with_whole_size(item.get("segmentation")),
+        bool(int(item.get("iscrowd") or 0)),  # some files have it as text, and "0" is true
     )
+
+
+def _id(item: Mapping[str, Any], key: str) -> int:
+    value = item[key]
+    number = int(value)
+    if isinstance(value, float) and number != value:
+        raise ValueError(f"{key} is {value}, no whole number")
+    if not -ID_LIMIT <= number < ID_LIMIT:
+        raise ValueError(f"{key} {value} does not fit into 64 bits")
+    return number
 
 
 def _four_numbers(box: Any) -> tuple[float, ...]:

@@ -20,6 +20,9 @@ Extent = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
 MASK_TOLERANCE_PIXELS = 2.0
 MASK_TOLERANCE_SHARE = 0.05  # of the box's longer side
+# Of the image's side: what is smaller gets lost in the rounding of float32 as boxes are flipped and resized, and a box
+# without area makes losses infinite.
+VANISHING_SHARE = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -86,28 +89,41 @@ def _check_images(
     images: Iterable[CocoImage], folder: Path, findings: Findings, on_progress: Callable[[], None] | None
 ) -> list[CocoImage]:
     images = list(images)
+    shared = _shared_ids(images)
     kept: dict[int, CocoImage] = {}
     found = image_sizes((folder / image.file_name for image in images), on_progress)
     for image, size in zip(images, found, strict=True):
         name = f"{image.file_name} (image {image.id})"
-        if isinstance(size, ImageError):
+        if image.id in shared:
+            findings.add(
+                "different images with the same id",
+                name,
+                repair="left out with their objects, as nobody knows whose those are",
+            )
+        elif isinstance(size, ImageError):
             missing = not (folder / image.file_name).exists()
             fault = "images whose file is missing" if missing else "images whose file cannot be read"
             findings.add(fault, name if missing else f"{name}: {size.reason}", repair="left out with their objects")
+        elif image.id in kept:
+            findings.add("images that are listed more than once", name, repair="kept once")
         elif not (image.height and image.width):
             findings.add("images without a size", name, repair="size taken from the file")
-            kept.setdefault(image.id, replace(image, height=size[0], width=size[1]))
+            kept[image.id] = replace(image, height=size[0], width=size[1])
         elif size != (image.height, image.width):
             findings.add(
                 "images of another size than the annotations say",
                 f"{name}: {size[1]}×{size[0]} instead of {image.width}×{image.height}",
                 repair="left out with their objects, as nobody knows which is right",
             )
-        elif image.id in kept:
-            findings.add("images with an id that another has", name, repair="left out, the first of each id being kept")
         else:
             kept[image.id] = image
     return list(kept.values())
+
+
+def _shared_ids(images: Iterable[CocoImage]) -> set[int]:
+    """Ids of more than one picture, as after joining two files: their objects may be of either."""
+    first: dict[int, CocoImage] = {}
+    return {image.id for image in images if first.setdefault(image.id, image) != image}
 
 
 def _check_categories(categories: Iterable[CocoCategory], findings: Findings) -> list[CocoCategory]:
@@ -121,6 +137,14 @@ def _check_categories(categories: Iterable[CocoCategory], findings: Findings) ->
             )
         else:
             kept[category.id] = category
+    ids: dict[str, int] = {}
+    for category in kept.values():
+        if (first := ids.setdefault(category.name, category.id)) != category.id:
+            findings.add(
+                "categories with a name that another has",
+                f"{category.name} ({first} and {category.id})",
+                repair="kept apart, by their ids; figures by category show the last of them alone",
+            )
     return list(kept.values())
 
 
@@ -196,7 +220,7 @@ class _Objects:
             fault = "malformed masks" if item.segmentation else "objects without a mask"
             self._add(fault, item, "" if fault == "objects without a mask" else str(error))
             return None
-        if extent is None:
+        if extent is None or _vanishes(extent, image):
             self._add("masks that cover nothing of their image", item)
             return None
         if isinstance(item.segmentation, list):
@@ -225,6 +249,9 @@ class _Objects:
         if clipped[0] >= clipped[2] or clipped[1] >= clipped[3]:
             self._add("boxes wholly outside of their image", item, repair=repair)
             return None if extent is None else _with_box(item, extent)
+        if _vanishes(clipped, image):
+            self._add("boxes without area", item, f"{width:g}×{height:g}", repair=repair)
+            return None if extent is None else _with_box(item, extent)
         if max(abs(a - b) for a, b in zip(box, clipped, strict=True)) > OUTSIDE_TOLERANCE:
             self._add("boxes that leave their image", item, repair="clipped")
             item = _with_box(item, clipped)
@@ -239,6 +266,11 @@ class _Objects:
         image = self._images.get(item.image_id)
         where = f" in {image.file_name}" if image is not None else ""
         self._findings.add(fault, f"object {item.id}{where}{': ' if detail else ''}{detail}", repair=repair)
+
+
+def _vanishes(corners: Extent, image: CocoImage) -> bool:
+    left, top, right, bottom = corners
+    return right - left <= VANISHING_SHARE * image.width or bottom - top <= VANISHING_SHARE * image.height
 
 
 def _with_box(item: CocoObject, corners: Extent) -> CocoObject:

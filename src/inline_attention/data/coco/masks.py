@@ -90,6 +90,18 @@ def valid_polygons(segmentation: Any, height: int, width: int) -> list[list[floa
     return [polygon for polygon in segmentation if _is_polygon(polygon, height, width)]
 
 
+def with_whole_size(segmentation: Any) -> Any:
+    """A segmentation as it is, but for run lengths whose size is written as 480.0: evaluation takes whole numbers only.
+
+    Sizes that are no whole numbers stay; `decode_mask` refuses them.
+    """
+    size = segmentation.get("size") if isinstance(segmentation, dict) else None
+    if not isinstance(size, list) or not any(isinstance(side, float) and side.is_integer() for side in size):
+        return segmentation
+    whole = [int(side) if isinstance(side, float) and side.is_integer() else side for side in size]
+    return {**segmentation, "size": whole}
+
+
 def mask_library() -> ModuleType:
     """faster-coco-eval's masks.
 
@@ -110,6 +122,8 @@ def _decode_run_lengths(segmentation: dict[str, Any], height: int, width: int) -
     size, counts = segmentation.get("size"), segmentation.get("counts")
     if not isinstance(size, (list, tuple)) or not isinstance(counts, (list, str, bytes)):
         raise MaskError("run lengths need a list 'size' and a list or text 'counts'")
+    if not all(isinstance(side, int) for side in size):
+        raise MaskError(f"the 'size' of run lengths must be whole numbers, got {list(size)}")
     if list(size) != [height, width]:
         raise MaskSizeError(f"the mask's (height, width) is {tuple(size)}, the image's {(height, width)}")
     if isinstance(counts, list):
@@ -133,7 +147,8 @@ def _is_polygon(polygon: Any, height: int, width: int) -> bool:
     # Checked for all: the library neither notices a missing coordinate nor comes back from one that is not finite.
     if not isinstance(polygon, Sequence) or isinstance(polygon, (str, bytes)) or len(polygon) < 6 or len(polygon) % 2:
         return False
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in polygon):
+    # Whole numbers are finite, though perhaps too large for `math.isfinite`.
+    if not all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in polygon):
         return False
     x, y = polygon[0::2], polygon[1::2]
     return -width <= min(x) and max(x) <= 2 * width and -height <= min(y) and max(y) <= 2 * height

@@ -26,7 +26,7 @@ class CheckedPairs:
     """Pictures with maps, repaired if that was asked for, and what was found wrong with them.
 
     Attributes:
-        source: None if there are faults and they were not to be repaired.
+        source: None if there are faults and they were not to be repaired, or cannot be.
     """
 
     source: SegmentationSource | None
@@ -51,7 +51,7 @@ def check_pairs(
         class_names: Name of each class.
         rules: How numbers in files become labels; what they forbid is a fault.
         every_class: Whether each class needs a pixel, as it does to be learnt; in validation data it does not.
-        repair: Return what can be used after repairing.
+        repair: Return what can be used after repairing; nothing, if no pixel is labelled.
         on_progress: Called after each pair.
     """
     findings = Findings()
@@ -77,7 +77,15 @@ def check_pairs(
                 f"{class_names[label]} ({label})",
                 repair="kept, so that labels stay the same; nothing will be learnt of them",
             )
-    report = findings.report(location, f"{len(found.pairs):,} pairs", repaired=repair)
+    unlabelled = bool(kept) and not seen.any()
+    if unlabelled:
+        for pair in kept:
+            findings.add(
+                "maps without a labelled pixel, and there are no others",
+                str(pair.label_map),
+                repair="not possible; label them, or correct the list of classes or reduce_zero_label",
+            )
+    report = findings.report(location, f"{len(found.pairs):,} pairs", repaired=repair and not unlabelled)
     if report.problems:
         return CheckedPairs(None, report)
     if repair:

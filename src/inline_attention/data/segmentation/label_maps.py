@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 
 import numpy as np
-from PIL import PpmImagePlugin
+from PIL import PngImagePlugin, PpmImagePlugin, TiffImagePlugin
+from PIL.Image import Image
 
 from inline_attention.data.images import ImageError, open_image
 
 # Without loss alone: a JPEG would blur labels into each other.
 MAP_FORMATS = {"PNG": (".png",), "TIFF": (".tif", ".tiff"), "BMP": (".bmp",), "GIF": (".gif",), "PPM": (".pgm",)}
 MAP_SUFFIXES = frozenset(suffix for suffixes in MAP_FORMATS.values() for suffix in suffixes)
+# What Pillow multiplies grey values of less than 8 bits with, by how they lie in the file.
+GREY_SCALES = {"L;2": 85, "L;2R": 85, "L;4": 17, "L;4R": 17}
 NUMBER_MODES = ("1", "L", "P", "I;16", "I;16B", "I;16L", "I")
 
 
@@ -37,7 +40,16 @@ def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
             raise ColouredMapError(path, _colours_refused(image.mode))
         if isinstance(image, PpmImagePlugin.PpmImageFile) and (maximum := _maximum(image)) not in (255, 65535):
             raise ImageError(path, _maximum_refused(maximum))
-        return np.asarray(image).astype(np.int32)
+        scale = _grey_scale(image)
+        return np.asarray(image).astype(np.int32) // scale
+
+
+def _grey_scale(image: Image) -> int:
+    if not isinstance(image, (PngImagePlugin.PngImageFile, TiffImagePlugin.TiffImageFile)) or not image.tile:
+        return 1
+    arguments = image.tile[0][3]  # of the decoder, which begin with the mode in the file; gone after decoding
+    raw_mode = arguments[0] if isinstance(arguments, tuple) else arguments
+    return GREY_SCALES.get(str(raw_mode), 1)
 
 
 def _maximum(image: PpmImagePlugin.PpmImageFile) -> int:

@@ -56,7 +56,8 @@ def open_and_check_pairs(
         on_progress: Called after each pair.
     """
     try:
-        names = read_class_names(class_file if class_file is not None else find_class_file(data_dir))
+        file = class_file if class_file is not None else find_class_file(data_dir)
+        names = read_class_names(file, reduce_zero_label=reduce_zero_label)
         rules = LabelRules(len(names), reduce_zero_label=reduce_zero_label)
     except DataError as error:
         return OpenedPairs(None, None, problems=[str(error)])

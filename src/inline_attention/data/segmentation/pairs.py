@@ -15,6 +15,7 @@ from inline_attention.data.segmentation.label_maps import MAP_SUFFIXES
 from inline_attention.data.sources import DataError
 
 IMAGE_FOLDERS = ("images", "imgs", "img_dir", "leftImg8bit")
+ADE20K_SPLITS = ("training", "validation")
 MAP_FOLDERS = ("annotations", "masks", "labels", "ann_dir", "gtFine")
 
 
@@ -59,8 +60,9 @@ def find_pair_folders(root: str | os.PathLike[str], split: str) -> tuple[Path, P
     if images is None or maps is None:
         missing = "pictures" if images is None else "maps of labels"
         first = "images" if images is None else "annotations"
+        usual = next((name for name in ADE20K_SPLITS if name in splits), split)
         raise DataError(
-            f"{root} has no folder with {missing} of the split {split!r}; expected {first}/{splits[-1]}, "
+            f"{root} has no folder with {missing} of the split {split!r}; expected {first}/{usual}, "
             f"or one of {', '.join(IMAGE_FOLDERS if images is None else MAP_FOLDERS)} with one of {', '.join(splits)}"
         )
     return images, maps
