@@ -67,7 +67,8 @@ def write_results(output: Path, collected: Sequence[CellResult], seeds: int, ove
     training = config.training
     about = (
         f"InLine-DeiT-T with patches of 2×2 pixels, {training.epochs} epochs, batch {training.batch_size}, "
-        f"{training.amp}, {config.optimizer.name}, {seeds} seeds; top-1 of the test pictures after the last epoch."
+        f"{training.amp}, {config.optimizer.name}, up to {seeds} seeds; top-1 of the test pictures after the last "
+        "epoch."
     )
     if not any(result.images_per_second for result in results):
         about += " Several runs shared the machine, so there are no speeds."

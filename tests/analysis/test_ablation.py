@@ -80,7 +80,8 @@ def test_pyramids_have_heads_per_stage():
     ("name", "axes", "reason"),
     [
         ("inline_deit_tiny", {"heads": (3,)}, "divisible"),
-        ("inline_deit_tiny", {"window": (7,)}, "window_size"),
+        ("inline_deit_tiny", {"window": (7,)}, "inline_deit_tiny has no windows"),
+        ("inline_swin_tiny", {"attention": ("softmax",), "window": (0,)}, "cannot be built"),
         ("softmax_deit_tiny", {"feature_map": ("relu",)}, "has no feature_map"),
         ("inline_deit_tiny", {"attention": ("softmax",), "normalization": ("divide",)}, "has no normalization"),
     ],

@@ -14,8 +14,14 @@ from data.conftest import noise
 from engine import pair
 from engine.pair import in_pair
 from inline_attention.cli.main import app
+from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.measuring import evaluate_checkpoint
-from inline_attention.models.checkpoints import save_weights
+from inline_attention.models.checkpoints import open_checkpoint, save_weights
+from inline_attention.tasks.detection.models import Detector
+from inline_attention.tasks.detection.prediction import ObjectFinder
+from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
+from inline_attention.tasks.task import DataChoice, ModelChoice
+from tasks.small_backbones import SWIN
 
 CLASSES = [f"class_{number}" for number in range(7)]
 ARGUMENTS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 1, "depth": 1, "num_classes": len(CLASSES)}
@@ -94,3 +100,39 @@ def test_the_command_writes_the_same_figures(checkpoint, pictures, expected, tmp
 def test_an_unknown_precision_is_refused(checkpoint, pictures):
     with pytest.raises(ValueError, match="amp must be bf16, fp16, auto or off, got 'bfloat16'"):
         evaluate_checkpoint(checkpoint[0], data_dir=pictures, workers=0, amp="bfloat16")
+
+
+def test_results_are_not_written_onto_a_folder(checkpoint, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("inline_attention.cli.evaluate.evaluate_checkpoint", lambda *_, **__: pytest.fail("evaluated"))
+    arguments = ["eval", "--checkpoint", checkpoint[0], "--data-dir", pictures, "--results-file", tmp_path]
+    done = CliRunner().invoke(app, [str(word) for word in arguments])
+    assert done.exit_code == 1
+    assert "is a folder; name a file" in done.output
+
+
+def test_a_classifier_asks_for_data_of_either_kind(checkpoint):
+    with pytest.raises(ValueError, match="is of a classifier: name the data with --data-dir, or with --dataset digits"):
+        evaluate_checkpoint(checkpoint[0], workers=0)
+
+
+def test_a_detector_looks_at_another_size_as_it_does_to_predict(tmp_path, monkeypatch):
+    scenes = write_scenes(tmp_path / "scenes", ScenesPlan(8, 3, size=96, seed=3))
+    options = DetectionOptions(head="retinanet", shorter_side=64, longest_side=80, width=16)
+    data = DataChoice("coco", str(scenes), repair=True)
+    task = DetectionTask(data, ModelChoice("inline_swin_tiny", SWIN), options)
+    names, path = task.open().class_names, tmp_path / "model.safetensors"
+    save_weights(task.build_model(names), path, metadata=task.metadata(names))
+    forward, seen = Detector.forward, []
+
+    def noted(self, images, *rest):
+        seen.extend(tuple(image.shape[1:]) for image in images)
+        return forward(self, images, *rest)
+
+    monkeypatch.setattr(Detector, "forward", noted)
+    evaluate_checkpoint(path, data_dir=scenes, size=128, batch_size=1, workers=0, repair=True, device="cpu")
+    evaluated = seen.copy()
+    seen.clear()
+    pictures = sorted((scenes / "images" / "validation").iterdir())
+    list(ObjectFinder.from_checkpoint(open_checkpoint(path), shorter_side=128).predict_files(pictures))
+    assert evaluated == seen
+    assert max(map(max, seen)) == 160  # twice the longest side, as the shorter one is doubled

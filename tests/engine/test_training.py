@@ -19,10 +19,12 @@ from typer.testing import CliRunner
 
 from inline_attention.cli.main import app
 from inline_attention.engine import running, trainer
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.checkpoints import open_training_checkpoint
 from inline_attention.engine.config import ConfigError, from_yaml, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
+from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.tasks.classification import evaluation
@@ -338,6 +340,38 @@ def test_predict_takes_a_run(tmp_path):
     weights = folder / "checkpoints" / "best" / "model.safetensors"
     done = CliRunner().invoke(app, ["predict", str(tmp_path / "picture.png"), "--checkpoint", str(weights)])
     assert done.exit_code == 0, done.output
+
+
+def test_a_run_without_a_best_checkpoint_names_its_last(tmp_path, monkeypatch):
+    save = trainer.Trainer.save
+    monkeypatch.setattr(trainer.Trainer, "save", lambda self, metric=None: save(self))
+    done = CliRunner().invoke(app, command(tmp_path, "--experiment", "run", "--set", "training.epochs=1")[3:])
+    assert done.exit_code == 0, done.output
+    run, place = tmp_path / "run", Path("checkpoints", "last", "model.safetensors")
+    assert f"last weights: {run / place}" in done.output
+    assert find_weights(run) == find_weights(run / "checkpoints") == run / place
+    with pytest.raises(CheckpointError, match="a folder without averaged weights"):
+        find_weights(run, averaged=True)
+
+
+def test_a_run_that_saved_nothing_says_so(tmp_path):
+    done = CliRunner().invoke(app, command(tmp_path, "--set", "training.epochs=0")[3:])
+    assert done.exit_code == 0, done.output
+    assert "no weights were saved in" in done.output
+    assert "best weights" not in done.output
+
+
+def test_a_run_starts_from_the_weights_of_another(tmp_path):
+    first, _ = running.train(config(tmp_path, "run.experiment=first", "training.epochs=1"))
+    still = ["--set", "optimizer.lr=0", "--set", "schedule.min_lr=0", "--set", "training.epochs=1"]
+    arguments = command(tmp_path, "--experiment", "second", *still, "--initial-checkpoint", str(first))[3:]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    before, after = load_file(first / "checkpoints" / "best" / "model.safetensors"), final_weights(tmp_path / "second")
+    assert all(torch.equal(before[name], after[name]) for name in after)
+    wrong = CliRunner().invoke(app, command(tmp_path, "--initial-checkpoint", str(tmp_path))[3:])
+    assert wrong.exit_code == 1
+    assert "is a folder without weights" in wrong.output
 
 
 def test_curves_reach_weights_and_biases_and_tensorboard(tmp_path, monkeypatch):

@@ -27,6 +27,8 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
     """
     try:
         if results_file is not None:  # before the work is done, not after
+            if results_file.is_dir():
+                fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
             results_file.parent.mkdir(parents=True, exist_ok=True)
         metrics = evaluate_checkpoint(checkpoint, **options)
     except (

@@ -7,6 +7,7 @@ import difflib
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +16,10 @@ import typer
 from inline_attention.cli.printing import fail
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
-from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
-from inline_attention.engine.checkpoints import BEST, CheckpointWriteError
+from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS, find_weights
+from inline_attention.engine.checkpoints import BEST, LAST, CheckpointWriteError
 from inline_attention.engine.config import FLAGS, ConfigError, TrainConfig, read_config, with_overrides
+from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.processes import DeviceError
 from inline_attention.engine.running import train
@@ -42,7 +44,7 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
     if recipe.startswith("-"):
         fail(f"expected a recipe before all flags, as in `inline train digits {recipe}`, got {recipe}")
     try:
-        config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
+        config = with_found_weights(with_overrides(read_settings(recipe), [*overrides_of(flags), *settings]))
         folder, metrics = train(config)
     except InterruptedBySignalError as error:
         typer.echo(f"{error}; saved. Go on with the same command and --resume {error.folder}", err=True)
@@ -58,15 +60,25 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
         return
     if metrics is not None:
         typer.echo(str(metrics))
-    best = folder / CHECKPOINTS / BEST
-    averaged = best / EMA_WEIGHTS  # where there is an average, the figures are its
-    typer.echo(f"best weights: {averaged if averaged.exists() else best / WEIGHTS}")
+    typer.echo(_where_weights_are(folder / CHECKPOINTS))
 
 
 def read_settings(recipe: str) -> TrainConfig:
     """The settings of a recipe or of a YAML file."""
     path = Path(recipe)
     return read_config(path) if path.suffix in (".yaml", ".yml") else get_recipe(recipe).config
+
+
+def with_found_weights(config: TrainConfig) -> TrainConfig:
+    """The same settings; where they start from a run or a checkpoint, they name its file of weights.
+
+    Raises:
+        CheckpointError: If there is none in it.
+    """
+    path = config.model.initial_checkpoint
+    if path is None:
+        return config
+    return replace(config, model=replace(config.model, initial_checkpoint=str(find_weights(Path(path)))))
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -102,6 +114,16 @@ def flags_help() -> str:
         usage = ", ".join(flag.names) + (values if flag.num_values else "")
         lines.append(f"{usage}: {flag.setting.documentation}")
     return "\n\n".join(lines)
+
+
+def _where_weights_are(checkpoints: Path) -> str:
+    """A line for people. Without a figure to be the best by, only the last checkpoint is there."""
+    for kind in (BEST, LAST):
+        for name in (EMA_WEIGHTS, WEIGHTS):  # where there is an average, the figures are its
+            file = follow_pointer(checkpoints / kind) / name
+            if file.is_file():
+                return f"{kind} weights: {file}"
+    return f"no weights were saved in {checkpoints}"
 
 
 def _alone(value: str) -> tuple[str]:

@@ -121,19 +121,25 @@ class TrainingCheckpoint:
 def find_weights(path: Path, *, averaged: bool = False) -> Path:
     """The file of weights that a path means: itself, or that of a run's best checkpoint, or of a checkpoint.
 
+    Of a run without a best checkpoint, as one that was never evaluated, the last is meant.
+
     Raises:
         CheckpointError: If it is a folder without any.
     """
     if not path.is_dir():
         return path
     name = EMA_WEIGHTS if averaged else WEIGHTS
-    places = [f"checkpoints/best/{name}", f"best/{name}", name]
+    places = ["checkpoints/best", "checkpoints/last", "best", "last", "."]
     for place in places:
-        file = follow_pointer((path / place).parent) / name  # without symbolic links, `best` is a file with a name
-        if file.is_file():
-            return file
+        folder = follow_pointer(path / place)  # without symbolic links, `best` is a file with a name
+        if (folder / name).is_file():
+            return folder / name
+        if (folder / WEIGHTS).is_file():
+            break  # the last checkpoint's average in place of the best one's would be a surprise
+    wanted = "averaged weights" if averaged else "weights"
+    expected = ", ".join(str(Path(place, name)) for place in places)
     raise CheckpointError(
-        f"{path} is a folder without weights, expected one of {', '.join(places)} in it; "
+        f"{path} is a folder without {wanted}, expected one of {expected} in it; "
         "name a run of `inline train`, a checkpoint of it, or a file"
     )
 

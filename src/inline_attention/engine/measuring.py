@@ -62,7 +62,7 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: If the file cannot be read or does not fit.
         DataError: If there is no such data.
-        ValueError: If the file does not say which model it is of.
+        ValueError: If the file does not say which model it is of, or no data is named.
     """
     if path.is_dir():
         path = find_weights(path, averaged=use_ema)
@@ -72,6 +72,8 @@ def evaluate_checkpoint(
     data = DataChoice(dataset or "folder", folder, validation_split=split, repair=repair)
     with joined_processes(device) as processes:
         if file.metadata.get(TASK) is None:
+            if dataset is None and folder is None:
+                raise ValueError(f"{path} is of a classifier: name the data with --data-dir, or with --dataset digits")
             task, source, class_names = _classification(file, data, model_name, model_arguments or {}, size)
         elif dataset or model_name or model_arguments:
             kind = file.metadata[TASK]
@@ -131,9 +133,9 @@ def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, 
     if file.metadata[TASK] == DetectionTask.name:
         task, class_names = DetectionTask.of_checkpoint(file, data)
         if size is not None:
-            task.options = replace(task.options, shorter_side=size)
+            longest_side = task.options.longest_side * size // task.options.shorter_side  # as `ObjectFinder` has it
+            task.options = replace(task.options, shorter_side=size, longest_side=max(size, longest_side))
         return task, task.open_validation(class_names), class_names
     task, class_names = SegmentationTask.of_checkpoint(file, data)
-    if size is not None:
-        task.options = replace(task.options, crop=size)
+    task.evaluation_side = size
     return task, task.open_validation(class_names), class_names

@@ -174,6 +174,9 @@ def cell(config: TrainConfig, values: Mapping[str, Any]) -> Cell:
 
 def _problem(config: TrainConfig, values: Mapping[str, Any]) -> str | None:
     name = config.model.name
+    attention, _, family = name.partition("_")
+    if "window" in values and attention in ("inline", *TWINS) and not family.startswith("swin_"):
+        return f"{name} has no windows, which only swin models have"
     if name.startswith("softmax_"):
         without_effect = [axis for axis in values if AXES[axis].is_of_layer]
         if without_effect:

@@ -14,6 +14,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import Loader, SampleLoader
 from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.segmentation.checks import check_pairs
+from inline_attention.data.segmentation.classes import find_class_file, read_class_names
 from inline_attention.data.segmentation.opening import open_and_check_pairs
 from inline_attention.data.segmentation.pairs import find_pair_folders, find_pairs
 from inline_attention.data.segmentation.samples import LABELS, SegmentationSamples
@@ -68,7 +69,13 @@ class SegmentationOptions:
 
 
 class SegmentationTask:
-    """Naming every pixel; see `Task` for the methods."""
+    """Naming every pixel; see `Task` for the methods.
+
+    Attributes:
+        options: What the segmenter is.
+        evaluation_side: Pixels of the shorter side of images to evaluate on, windows staying as they are; the options'
+            `crop`, if None.
+    """
 
     name = "segmentation"
     metrics: Mapping[str, bool] = {"miou": True, "macc": True, "aacc": True}
@@ -82,6 +89,7 @@ class SegmentationTask:
             options: What is built around it.
         """
         self._data, self._model, self.options = data, model, options or SegmentationOptions()
+        self.evaluation_side: int | None = None
 
     @classmethod
     def of_checkpoint(cls, file: Checkpoint, data: DataChoice) -> tuple[Self, list[str]]:
@@ -116,13 +124,14 @@ class SegmentationTask:
         return TaskData(opened.train, opened.validation, notes_of(opened.reports))
 
     def open_validation(self, class_names: Sequence[str]) -> SegmentationSource:
-        """Open and check the validation split alone, with the classes of a model.
+        """Open and check the validation split alone, which must have the classes of a model if it names its own.
 
         Raises:
             DataError: If it cannot be used.
         """
         choice = self._data
         folder, split = choice.folder or "", choice.validation_split
+        self._check_same_classes(class_names)
         rules = LabelRules(len(class_names), reduce_zero_label=choice.reduce_zero_label)
         found, location = find_pairs(*find_pair_folders(folder, split)), f"{Path(folder)} ({split})"
         checked = check_pairs(found, location, class_names, rules, every_class=False, repair=choice.repair)
@@ -163,7 +172,7 @@ class SegmentationTask:
         """All pictures in order, resized."""
         assert isinstance(model, Segmenter)
         return SampleLoader(
-            SegmentationSamples(source, segmentation_evaluation_transform(self.options.crop)),
+            SegmentationSamples(source, segmentation_evaluation_transform(self.evaluation_side or self.options.crop)),
             reading.evaluation_batches(len(source)),
             normalize=normalization(model.backbone),
             broken=broken,
@@ -188,6 +197,27 @@ class SegmentationTask:
             "reduce_zero_label": self._data.reduce_zero_label,  # what the numbers in maps mean to this model
         }
         return describe(self.name, self._model.name, asdict(self.options) | others, class_names)
+
+    def _check_same_classes(self, class_names: Sequence[str]) -> None:
+        """Refuse data whose list of classes is not that of a model: its labels would mean something else."""
+        file = self._class_file()
+        if file is None:
+            return
+        found = read_class_names(file, reduce_zero_label=self._data.reduce_zero_label)
+        if list(found) != list(class_names):
+            raise DataError(
+                f"{file} has the classes {', '.join(found[:5])}, … ({len(found)}), "
+                f"the model knows {', '.join(class_names[:5])}, … ({len(class_names)}); they must be the same"
+            )
+
+    def _class_file(self) -> Path | None:
+        """The data's list of classes, if it has one."""
+        if self._data.class_file is not None:
+            return Path(self._data.class_file)
+        try:
+            return find_class_file(self._data.folder or "")
+        except DataError:
+            return None
 
 
 def load_segmenter(file: Checkpoint) -> tuple[Segmenter, SegmentationOptions, list[str]]:

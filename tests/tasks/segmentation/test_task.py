@@ -1,0 +1,50 @@
+"""The segmentation task's own evaluation: of the right classes, at the size that was asked for."""
+
+import shutil
+
+import pytest
+import torch
+
+from inline_attention.data.broken import BrokenImages
+from inline_attention.data.scenes import ScenesPlan, write_scenes
+from inline_attention.data.sources import DataError
+from inline_attention.tasks.segmentation.task import SegmentationOptions, SegmentationTask
+from inline_attention.tasks.task import DataChoice, ModelChoice, Reading
+from tasks.small_backbones import SWIN
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return write_scenes(tmp_path_factory.mktemp("task") / "scenes", ScenesPlan(2, 2, size=96, seed=3))
+
+
+def task_on(folder, **options):
+    choice = DataChoice("pairs", str(folder), reduce_zero_label=True, repair=True)
+    return SegmentationTask(choice, ModelChoice("inline_swin_tiny", SWIN), SegmentationOptions(width=16, **options))
+
+
+def class_names(folder):
+    return (folder / "classes.txt").read_text().split()
+
+
+def test_data_with_other_classes_than_the_model_is_refused(scenes, tmp_path):
+    names, other = class_names(scenes), tmp_path / "other"
+    shutil.copytree(scenes, other)
+    assert len(task_on(other).open_validation(names)) == 2
+    for wrong in (["cat", "dog", "hat"], names[::-1]):
+        (other / "classes.txt").write_text("\n".join(wrong))
+        with pytest.raises(DataError, match=rf"has the classes {wrong[0]}, .*the model knows {names[0]}, .* the same"):
+            task_on(other).open_validation(names)
+    (other / "classes.txt").unlink()  # the maps alone say nothing against it
+    assert len(task_on(other).open_validation(names)) == 2
+
+
+def test_another_size_to_evaluate_at_leaves_windows_as_they_are(scenes):
+    task = task_on(scenes, crop=96, inference="sliding", window_step=80)
+    task.evaluation_side = 64
+    source = task.open_validation(class_names(scenes))
+    loader = task.validation_loader(source, task.build_model(source.class_names), Reading(2, CPU), BrokenImages(2))
+    assert all(min(image.shape[1:]) == 64 for batch in loader.epoch() for image in batch.images)
+    assert (task.options.windows.side, task.options.windows.step) == (96, 80)
