@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +132,7 @@ def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, 
     if file.metadata[TASK] == DetectionTask.name:
         task, class_names = DetectionTask.of_checkpoint(file, data)
         if size is not None:
-            longest_side = task.options.longest_side * size // task.options.shorter_side  # as `ObjectFinder` has it
-            task.options = replace(task.options, shorter_side=size, longest_side=max(size, longest_side))
+            task.options = task.options.at_size(size)
         return task, task.open_validation(class_names), class_names
     task, class_names = SegmentationTask.of_checkpoint(file, data)
     task.evaluation_side = size

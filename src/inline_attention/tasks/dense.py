@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from timm.data.config import resolve_data_config
@@ -38,11 +38,16 @@ def describe(task: str, model: str, options: Mapping[str, Any], class_names: Seq
     }
 
 
-def described_in(file: Checkpoint, task: str) -> tuple[dict[str, Any], list[str]]:
+def described_in(file: Checkpoint, task: str, expected: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """The options and the names of classes that `describe` wrote.
 
+    Args:
+        file: Of weights.
+        task: That it must be of.
+        expected: Names of the options.
+
     Raises:
-        CheckpointError: If the file is of another task, or damaged.
+        CheckpointError: If the file is of another task, of another version, or damaged.
     """
     if file.metadata.get(TASK) != task:
         recorded = file.metadata.get(TASK, "classification")
@@ -51,7 +56,14 @@ def described_in(file: Checkpoint, task: str) -> tuple[dict[str, Any], list[str]
         options, names = (json.loads(file.metadata[key]) for key in (OPTIONS, CLASS_NAMES))
     except (KeyError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{file.path} does not say how its model was built: {error}; train it again") from error
-    return options, names
+    if not isinstance(options, dict) or not isinstance(names, list):
+        raise CheckpointError(f"{file.path} does not say how its model was built; train it again")
+    if differing := sorted(set(cast("dict[str, Any]", options)) ^ set(expected)):
+        raise CheckpointError(
+            f"{file.path} is of another version of inline-attention: {', '.join(differing[:3])} is known to one of the "
+            "two alone; use the version that wrote it"
+        )
+    return options, [str(name) for name in cast("list[Any]", names)]
 
 
 def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:

@@ -1,12 +1,18 @@
 """The detection task's own evaluation: what is found at another size is measured at the original's."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.processes import Processes
+from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.tasks.dense import OPTIONS
 from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
 from inline_attention.tasks.task import DataChoice, ModelChoice, Reading
 from tasks.largest_result import LargestResult
@@ -62,3 +68,28 @@ def test_perfect_predictions_have_an_average_precision_of_one(tmp_path):
     assert metrics.masks.ap50 > 0.9  # masks of 28×28 cells lose outlines, not objects
     assert metrics.figures["box_ap"] == pytest.approx(100)
     assert next(iter(task.metrics)) == "box_ap"
+
+
+def test_sizes_to_train_on_end_at_the_one_to_evaluate_on():
+    assert DetectionOptions(shorter_side=800, multi_scale_from=480).shorter_sides == tuple(range(480, 801, 32))
+    assert DetectionOptions(shorter_side=96, multi_scale_from=50).shorter_sides == (64, 96)
+    assert DetectionOptions(shorter_side=96, longest_side=160).at_size(48) == DetectionOptions(
+        shorter_side=48, longest_side=80
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda options: options | {"of_tomorrow": 1}, "another version of inline-attention: of_tomorrow"),
+        (lambda options: {name: value for name, value in options.items() if name != "width"}, "version .*: width"),
+        (lambda options: list(options), "does not say how its model was built"),
+    ],
+)
+def test_a_file_of_another_version_is_refused(tmp_path, change, message):
+    task = DetectionTask(DataChoice("coco"), ModelChoice("inline_swin_tiny", SWIN))
+    metadata = task.metadata(["disc"])
+    metadata[OPTIONS] = json.dumps(change(json.loads(metadata[OPTIONS])))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=message):
+        DetectionTask.of_checkpoint(open_checkpoint(tmp_path / "model.safetensors"), DataChoice("coco"))

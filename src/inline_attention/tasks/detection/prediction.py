@@ -81,8 +81,8 @@ class ObjectFinder:
         self._model, self._class_names = model.eval().to(self._device), class_names
         self._normalize = normalization(model.backbone).to(self._device)
         self._least_score = least_score
-        side = shorter_side or options.shorter_side
-        self._sides = (side, max(side, options.longest_side * side // options.shorter_side))
+        options = options if shorter_side is None else options.at_size(shorter_side)
+        self._sides = options.shorter_side, options.longest_side
 
     @classmethod
     def from_checkpoint(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -90,7 +90,12 @@ class DetectionOptions:
         """Those that training chooses from."""
         if self.multi_scale_from is None:
             return (self.shorter_side,)
-        return tuple(range(self.multi_scale_from, self.shorter_side + 1, SCALE_STEP))
+        return tuple(range(self.shorter_side, self.multi_scale_from - 1, -SCALE_STEP))[::-1]
+
+    def at_size(self, shorter_side: int) -> DetectionOptions:
+        """The same for images of another size: the longer side may have as many times it as before."""
+        longest_side = max(shorter_side, self.longest_side * shorter_side // self.shorter_side)
+        return replace(self, shorter_side=shorter_side, longest_side=longest_side)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class DetectionTask:
         Raises:
             CheckpointError: If it was trained for another.
         """
-        options, class_names = described_in(file, cls.name)
+        names = [field.name for field in fields(DetectionOptions)]
+        options, class_names = described_in(file, cls.name, [*names, "backbone", "backbone_arguments"])
         backbone, arguments = options.pop("backbone"), options.pop("backbone_arguments")
         return cls(data, ModelChoice(backbone, arguments), DetectionOptions(**options)), class_names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -98,7 +98,9 @@ class SegmentationTask:
         Raises:
             CheckpointError: If it was trained for another.
         """
-        options, class_names = described_in(file, cls.name)
+        names = [field.name for field in fields(SegmentationOptions)]
+        others = ["backbone", "backbone_arguments", "reduce_zero_label"]
+        options, class_names = described_in(file, cls.name, [*names, *others])
         backbone, arguments = options.pop("backbone"), options.pop("backbone_arguments")
         options["scale"] = tuple(options["scale"])
         data = replace(data, reduce_zero_label=options.pop("reduce_zero_label"))
