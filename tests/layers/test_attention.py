@@ -122,6 +122,8 @@ def test_square_grids_are_inferred_and_others_explained():
         (lambda: InLineAttention(10, 0), r"at least 1, got dim=10, num_heads=0"),
         (lambda: InLineAttention(8, 2, feature_map="gelu"), r"feature_map must be one of"),
         (lambda: InLineAttention(8, 2, normalization="softmax"), r"normalization must be one of"),
+        (lambda: InLineAttention(8, 2, backend="trition"), r"backend must be one of.*'triton'"),
+        (lambda: InLineAttention(8, 2, scale=float("nan")), r"scale must be a finite number"),
         (lambda: SoftmaxAttention(8, 2, feature_map="relu"), r"softmax attention has no feature_map"),
         (lambda: InLineAttention(8, 2)(torch.randn(1, 4, 6)), r"x must be \[B, N, 8\].*flatten"),
         (lambda: InLineAttention(8, 2)(torch.randn(1, 8, 2, 2)), r"x must be \[B, N, 8\].*flatten"),

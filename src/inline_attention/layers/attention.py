@@ -21,9 +21,17 @@ from torch import nn
 from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.call import Normalization
+from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
-from inline_attention.ops.validation import check_feature_map, check_mask, check_mask_form, check_normalization
+from inline_attention.ops.validation import (
+    check_feature_map,
+    check_mask,
+    check_mask_form,
+    check_normalization,
+    resolve_scale,
+    unknown_name,
+)
 
 
 class ProjectedAttention(nn.Module, ABC):
@@ -93,10 +101,12 @@ class TokenAttention(ProjectedAttention):
             )
         check_feature_map(feature_map)
         check_normalization(normalization)
+        if backend not in BACKEND_NAMES:
+            raise unknown_name("backend", backend, BACKEND_NAMES)
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
-        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale = resolve_scale(scale, self.head_dim)
         self.feature_map = feature_map
         self.normalization: Normalization = normalization
         self.num_prefix_tokens = num_prefix_tokens
