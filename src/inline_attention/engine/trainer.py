@@ -416,12 +416,7 @@ class Trainer:
         found = torch.stack([mean, norm.to(mean)]).tolist()  # the device is asked once
         is_made = all(map(math.isfinite, found))
         if is_made:
-            if self.config.training.clip_grad is not None:
-                nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.training.clip_grad, norm)
-            scaler.step(self.optimizer)
-            if self.ema is not None:
-                self.ema.update(self.model, step=self.position.updates)
-            scaler.update()
+            self._update_weights(norm)
             self.position.skipped_in_a_row = 0
         else:
             if scaler.is_enabled():  # less from now on, in all processes: each knows its own gradients alone
@@ -435,6 +430,15 @@ class Trainer:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _update_weights(self, norm: torch.Tensor) -> None:
+        scaler, clip = self.precision.scaler, self.config.training.clip_grad
+        if clip is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
+        scaler.step(self.optimizer)
+        scaler.update()
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.position.updates)
 
     def _skip(self) -> None:
         position, limit = self.position, self.config.limits.nan_losses_in_a_row
