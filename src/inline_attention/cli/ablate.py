@@ -19,7 +19,7 @@ from inline_attention.analysis.ablation.tables import CellResult, text_table
 from inline_attention.analysis.ablation.training import collect, train_cells, train_side_by_side
 from inline_attention.analysis.benchmark.side_by_side import InterruptedRunsError
 from inline_attention.cli.printing import fail, progress_bar
-from inline_attention.cli.train import overrides_of, read_settings, with_found_weights
+from inline_attention.cli.train import overrides_of, read_settings
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
 from inline_attention.engine.checkpoints import CheckpointWriteError
@@ -60,7 +60,7 @@ def run_ablate(
     console = Console()
     console = console if console.is_terminal else Console(width=LOG_WIDTH)
     try:
-        config = with_found_weights(with_overrides(read_settings(recipe), [*overrides_of(flags), *settings]))
+        config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
         cells = _cells(config, axes)
         numbers = range(config.training.seed, config.training.seed + seeds)
         failed = _train_with_progress(console, cells, numbers, output, recipe, at_once)

@@ -7,7 +7,6 @@ import difflib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +15,7 @@ import typer
 from inline_attention.cli.printing import fail
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
-from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS, find_weights
+from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
 from inline_attention.engine.checkpoints import BEST, LAST, CheckpointWriteError
 from inline_attention.engine.config import FLAGS, ConfigError, TrainConfig, read_config, with_overrides
 from inline_attention.engine.durable_files import follow_pointer
@@ -44,7 +43,7 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
     if recipe.startswith("-"):
         fail(f"expected a recipe before all flags, as in `inline train digits {recipe}`, got {recipe}")
     try:
-        config = with_found_weights(with_overrides(read_settings(recipe), [*overrides_of(flags), *settings]))
+        config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
         folder, metrics = train(config)
     except InterruptedBySignalError as error:
         typer.echo(f"{error}; saved. Go on with the same command and --resume {error.folder}", err=True)
@@ -67,18 +66,6 @@ def read_settings(recipe: str) -> TrainConfig:
     """The settings of a recipe or of a YAML file."""
     path = Path(recipe)
     return read_config(path) if path.suffix in (".yaml", ".yml") else get_recipe(recipe).config
-
-
-def with_found_weights(config: TrainConfig) -> TrainConfig:
-    """The same settings; where they start from a run or a checkpoint, they name its file of weights.
-
-    Raises:
-        CheckpointError: If there is none in it.
-    """
-    path = config.model.initial_checkpoint
-    if path is None:
-        return config
-    return replace(config, model=replace(config.model, initial_checkpoint=str(find_weights(Path(path)))))
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, model_arguments
 from inline_attention.tasks.classification.task import ClassificationTask, Mixing, Preparation
 from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
@@ -37,10 +39,11 @@ def build_task(config: TrainConfig) -> Task:
         settings.repair,
         settings.reduce_zero_label,
     )
+    start = config.model.initial_checkpoint
     model = ModelChoice(
         config.model.name,
         model_arguments(config),
-        config.model.initial_checkpoint,
+        None if start is None else str(find_weights(Path(start))),
         config.training.grad_checkpointing,
     )
     if config.task.name == "detection":
