@@ -188,5 +188,7 @@ def test_images_of_unequal_shapes_share_no_grid():
         attention(x, attn_mask=added)
     attention = InLineAttention.from_softmax(timm.layers.Attention(24, num_heads=3), local_residual=False)
     torch.testing.assert_close(attention(x, attn_mask=added)[1:, :6], attention(x[1:, :6]))
+    with pytest.raises(ValueError, match="no scores that a bias could be added to"):
+        attention(x, attn_mask=torch.full((2, 1, 1, 9), -1.5))
     with pytest.raises(ValueError, match="cannot mask single query-key pairs"):
         attention(x, attn_mask=added.expand(2, 1, 9, 9))

@@ -25,6 +25,7 @@ from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
+    check_added_mask,
     check_feature_map,
     check_mask,
     check_mask_form,
@@ -476,7 +477,11 @@ def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tens
             "passes such a mask if made with use_key_only_attn_mask=True"
         )
     mask = attn_mask[:, 0, 0]
-    return mask == 0 if mask.is_floating_point() else mask
+    if not mask.is_floating_point():
+        return mask
+    with unrecorded():
+        check_added_mask(mask)
+    return mask == 0
 
 
 def _drop_rate(attention: nn.Module, name: str) -> float:

@@ -110,6 +110,21 @@ def check_mask_form(key_padding_mask: Any, k: torch.Tensor) -> None:
     )
 
 
+def check_added_mask(mask: torch.Tensor) -> None:
+    """Check that what would be added to the scores of softmax hides keys or leaves them: there are no scores here."""
+    if not are_plain_eager_tensors(mask):
+        return  # values cannot be read here
+    does_either = ((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all()
+    message = "attn_mask of floating point may only hide keys (-inf, or the dtype's least number) or leave them (0)"
+    if mask.device.type != "cpu":
+        torch._assert_async(does_either, message)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif not does_either:
+        raise ValueError(
+            f"{message}: linear-time attention has no scores that a bias could be added to; leave the bias out, or "
+            "keep softmax attention"
+        )
+
+
 def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:
     """Check N = M, which the local term needs."""
     if q.shape[1] != k.shape[1]:
