@@ -7,8 +7,8 @@ The recipe `cifar10` (32×32 pictures as 256 tokens of 2×2 pixels), the same ep
 --runs: stopped at the time limit or killed, the same command goes on, and finished ones are not repeated. Results:
 benchmarks/results/cifar10.{json,md}, rewritten after every run from all that are finished.
 
-`--long` trains InLine alone, with one seed, for longer and with more augmentation, against the goal of 92 % in ten
-minutes. Results: benchmarks/results/cifar10_long.{json,md}.
+`--long` trains InLine alone, with one seed, for longer, by Muon and with more augmentation, against the goal of 92 % in
+ten minutes. Results: benchmarks/results/cifar10_long.{json,md}.
 
 DIR holds CIFAR-10 as its authors distribute it, or a folder of pictures per class under train/ and test/.
 """

@@ -14,6 +14,7 @@ its own process, leave the GPU no time to wait for any one of them.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,7 +74,8 @@ def write_results(output: Path, collected: Sequence[CellResult], seeds: int, ove
     if not any(result.images_per_second for result in results):
         about += " Several runs shared the machine, so there are no speeds."
     settings = {"recipe": "cifar10", "seeds": list(range(seeds)), "overrides": list(overrides)}
-    write_ablation(output, NAME, results, title=TITLE, about=about, settings=settings)
+    command = shlex.join(["inline", "train", "cifar10", *(word for text in overrides for word in ("--set", text))])
+    write_ablation(output, NAME, results, title=TITLE, about=f"{about}\n\n`{command}`", settings=settings)
     draw_ablation(results, output, NAME, title=TITLE, small_print=about)
 
 

@@ -254,7 +254,7 @@ class _Anchors(AnchorGenerator):
     """Anchors in float32 at the places of a pyramid with known strides.
 
     torchvision divides the canvas by the grid, which moves those of levels that do not divide it, and takes the dtype
-    of the features: in bfloat16 a place at 1000 pixels is off by up to 4.
+    of the features: in bfloat16 a place near 1000 pixels is off by up to 2.
     """
 
     def __init__(self, sizes: tuple[tuple[int, ...], ...], strides: Sequence[int]):
@@ -264,7 +264,7 @@ class _Anchors(AnchorGenerator):
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         """`[n, 4]` for each image, level by level."""
         self.set_cell_anchors(torch.float32, feature_maps[0].device)
-        steps: Any = [[stride, stride] for stride in self.strides]  # torchvision has tensors, which a GPU waits for
+        steps: Any = [[stride, stride] for stride in self.strides]  # where torchvision fills a tensor for each
         anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], steps))
         return [anchors] * len(image_list.image_sizes)
 
