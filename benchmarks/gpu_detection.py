@@ -5,8 +5,9 @@
 
 Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1344 and
 1600 × 2688 pixels, which is what images of 800 × 1333 and 1600 × 2666 are padded to; inference with bf16 weights,
-training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast, heads
-included: all keep their 100 best objects an image, whatever random weights make of them. No InLine backbone is timed
+training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast, from
+normalised images to boxes and masks of 28 × 28 cells, which none of them pastes into pictures: all keep their 100 best
+objects an image, whatever random weights make of them, and learn from the same ten objects. No InLine backbone is timed
 before its features agree with those of the same weights on plain PyTorch in float32.
 
 Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
@@ -26,6 +27,7 @@ import torch
 import typer
 from torch import Tensor, nn
 from torchvision.models.detection import maskrcnn_resnet50_fpn
+from torchvision.models.detection.image_list import ImageList
 
 from inline_attention.analysis.benchmark.environment import describe_environment
 from inline_attention.analysis.benchmark.models import read_peak, reset_peak, set_backend
@@ -53,6 +55,7 @@ RESULTS = Path(__file__).parent / "results"
 NAME = "gpu_detection"
 RESNET = "torchvision ResNet-50"
 NUM_CLASSES = 8
+OBJECTS = 10  # of an image, in training
 LARGEST_ERROR = 2e-2  # relative, of the coarsest features in bf16
 LEAST_ROUNDS = 5
 Kind = Literal["backbone", "detector"]
@@ -89,11 +92,13 @@ CASES = (
         for family in (PVT, SWIN)
     ),
     *(Case("detector", "inference", 800, 1333, batch, (*PVT, *SWIN, RESNET)) for batch in (1, 8)),
+    Case("detector", "training", 800, 1333, 4, (*PVT, *SWIN, RESNET)),
 )
 SMOKE_CASES = (
     Case("backbone", "inference", 64, 96, 1, (*PVT, RESNET)),
     Case("backbone", "training", 64, 96, 1, SWIN),
     Case("detector", "inference", 64, 90, 1, (PVT[0], RESNET)),
+    Case("detector", "training", 64, 90, 1, (PVT[0], RESNET)),
 )
 
 
@@ -130,16 +135,9 @@ def prepare(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     images = torch.randn(case.batch, 3, case.height, case.width, device=device)
     with device:
-        model = (_detector if case.kind == "detector" else _backbone)(name, case)
+        model = (_detector if case.kind == "detector" else _backbone)(name)
     if case.kind == "detector":
-        listed = list(images)
-
-        def detect() -> object:
-            with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                return model(listed)
-
-        model.eval()
-        return detect, None
+        return _detector_step(model, images, case, dtype), None
     error = _check(model, images[:1], dtype) if name.startswith("inline_") else None
     if case.mode == "inference":
         model, images = model.to(dtype).eval(), images.to(dtype)
@@ -164,6 +162,61 @@ def prepare(
     return train, error
 
 
+def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dtype) -> Callable[[], object]:
+    listed, kind = list(images), images.device.type
+    if case.mode == "inference":
+        model.eval()
+
+        def detect() -> object:
+            with torch.inference_mode(), torch.autocast(kind, dtype, enabled=dtype != torch.float32):
+                return model(listed)
+
+        return detect
+    model.train()
+    targets = [_objects(case, images.device) for _ in listed]
+
+    def train() -> object:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
+            losses: dict[str, Tensor] = model(listed, targets)
+        loss = torch.stack([loss.float() for loss in losses.values()]).sum()
+        loss.backward()
+        return loss
+
+    return train
+
+
+def _objects(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Boxes of random places and sizes, each with a mask that fills it."""
+    bounds = torch.tensor([case.width, case.height], device=device)
+    corners = torch.rand(OBJECTS, 2, device=device) * 0.7 * bounds
+    boxes = torch.cat([corners, corners + (0.05 + 0.25 * torch.rand(OBJECTS, 2, device=device)) * bounds], dim=1)
+    masks = torch.zeros(OBJECTS, case.height, case.width, dtype=torch.uint8, device=device)
+    for mask, box in zip(masks, boxes.int().tolist(), strict=True):
+        left, top, right, bottom = box
+        mask[top:bottom, left:right] = 1
+    return {"boxes": boxes, "labels": torch.randint(1, NUM_CLASSES + 1, (OBJECTS,), device=device), "masks": masks}
+
+
+class _ResNetDetector(nn.Module):
+    """torchvision's parts of a Mask R-CNN between normalised images and what our detectors return.
+
+    Its own `forward` also resizes images that have their size already, and pastes every mask into a picture.
+    """
+
+    def __init__(self, parts: Any):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        canvas = self.parts.transform.batch_images(images)
+        listed = ImageList(canvas, [(image.shape[-2], image.shape[-1]) for image in images])
+        features = self.parts.backbone(canvas)
+        proposals, proposal_losses = self.parts.rpn(listed, features, targets)
+        detections, losses = self.parts.roi_heads(features, proposals, listed.image_sizes, targets)
+        return losses | proposal_losses if self.training else detections
+
+
 class _Levels(nn.Module):
     """torchvision's body of a backbone, which gives its features by name, as a list."""
 
@@ -175,27 +228,26 @@ class _Levels(nn.Module):
         return list(self.body(images).values())
 
 
-def _backbone(name: str, case: Case) -> nn.Module:
+def _backbone(name: str) -> nn.Module:
     if name == RESNET:
-        return _Levels(_resnet_detector(case).backbone.body)
+        return _Levels(_resnet_parts().backbone.body)
     # Stochastic depth is a training recipe's choice.
     return create_model(name, features_only=True, drop_path_rate=0.0)
 
 
-def _detector(name: str, case: Case) -> nn.Module:
+def _detector(name: str) -> nn.Module:
     if name == RESNET:
-        model = _resnet_detector(case)
-        model.roi_heads.score_thresh = 0.0
-        return model
+        parts = _resnet_parts()
+        parts.roi_heads.score_thresh = 0.0
+        return _ResNetDetector(parts)
     model = build_detector(DetectorDescription("mask_rcnn", name, {}, NUM_CLASSES))
     roi_heads: Any = cast(Any, model).heads.roi_heads
     roi_heads.score_thresh = 0.0
     return model
 
 
-def _resnet_detector(case: Case) -> Any:
-    sides = {"min_size": min(case.height, case.width), "max_size": max(case.height, case.width)}  # as they are
-    return maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=NUM_CLASSES + 1, **sides)
+def _resnet_parts() -> Any:
+    return maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=NUM_CLASSES + 1)
 
 
 @torch.no_grad()

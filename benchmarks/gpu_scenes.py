@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.benchmark.environment import combined_environment, describe_environment
 from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.analysis.benchmark.side_by_side import Command, run_side_by_side
 from inline_attention.data.scenes import ScenesPlan, write_scenes
@@ -44,15 +44,13 @@ LABELS = {"box_ap50": "box AP50", "mask_ap50": "mask AP50", "box_ap": "box AP", 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that results depend on, besides task, attention and seed.
+    """All that results depend on, besides what differs between jobs.
 
     Attributes:
         backbone: Name of the InLine model.
         images: Scenes to train on.
         validation_images: Scenes to measure on.
         pixels: Of the longer side of a scene.
-        detection_updates: Of a detector's weights; an update of them takes longer than one of a segmenter's.
-        segmentation_updates: Of a segmenter's weights.
         batch_size: Images of an update.
         lr: Learning rate at its highest.
     """
@@ -61,42 +59,39 @@ class Plan:
     images: int = 3000
     validation_images: int = 300
     pixels: int = 256
-    detection_updates: int = 800
-    segmentation_updates: int = 1200
     batch_size: int = 16
     lr: float = 1e-3
-
-    def updates(self, task: str) -> int:
-        """Of the weights, in a run of a task."""
-        return self.detection_updates if task == "detection" else self.segmentation_updates
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to make."""
+    """A run to make, of so many updates of the weights."""
 
     task: str
+    updates: int
     attention: str
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.task}-{self.attention}-{self.seed}"
+        return f"{self.task}-{self.updates}-{self.attention}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was made, and what came of it; figures in percent."""
+    """A run that was made, where, and what came of it; figures in percent."""
 
     task: str
+    updates: int
     attention: str
     seed: int
     figures: dict[str, float]
     seconds: float
+    environment: dict[str, str]
 
     @property
     def job(self) -> Job:
         """What it was."""
-        return Job(self.task, self.attention, self.seed)
+        return Job(self.task, self.updates, self.attention, self.seed)
 
 
 def scenes_folder(plan: Plan, work: Path) -> Path:
@@ -106,7 +101,7 @@ def scenes_folder(plan: Plan, work: Path) -> Path:
 
 def config_of(plan: Plan, job: Job, work: Path, device: str, workers: int) -> TrainConfig:
     """The settings of a run, with so many processes for its data."""
-    side, updates = plan.pixels * 4 // 5 // 32 * 32, plan.updates(job.task)
+    side, updates = plan.pixels * 4 // 5 // 32 * 32, job.updates
     of_task = {
         "detection": [
             "data.dataset=coco", f"detection.shorter_side={side}", f"detection.longest_side={plan.pixels}",
@@ -157,8 +152,9 @@ def earlier_runs(path: Path, plan: Plan) -> list[Run]:
     return [Run(**run) for run in content["runs"]] if content["plan"] == asdict(plan) else []
 
 
-def write(path: Path, plan: Plan, runs: Sequence[Run], environment: dict[str, str]) -> None:
+def write(path: Path, plan: Plan, runs: Sequence[Run]) -> None:
     """Both files, as far as there are runs."""
+    environment = combined_environment(run.environment for run in runs)
     write_json(
         path.with_suffix(".json"),
         {"environment": environment, "plan": asdict(plan), "runs": [asdict(run) for run in runs]},
@@ -167,10 +163,9 @@ def write(path: Path, plan: Plan, runs: Sequence[Run], environment: dict[str, st
         f"{plan.images:,} scenes of {plan.pixels} pixels to train on, {plan.validation_images} to measure on; updates "
         f"of {plan.batch_size} images from random weights; backbone {plan.backbone} and its softmax twin."
     ]
-    for task, names in FIGURES.items():
-        of_task = [run for run in runs if run.task == task]
-        if not of_task:
-            continue
+    for task, updates in sorted({(run.task, run.updates) for run in runs}):
+        names = FIGURES[task]
+        of_task = [run for run in runs if (run.task, run.updates) == (task, updates)]
         rows = [
             [run.attention, str(run.seed), *(f"{run.figures[name]:.2f}" for name in names)]
             for run in sorted(of_task, key=lambda run: (run.attention, run.seed))
@@ -181,7 +176,7 @@ def write(path: Path, plan: Plan, runs: Sequence[Run], environment: dict[str, st
                 means = (statistics.mean(run.figures[name] for run in same) for name in names)
                 rows.append([attention, "mean", *(f"{mean:.2f}" for mean in means)])
         header = ["attention", "seed", *(f"{LABELS[name]} %" for name in names)]
-        parts += [f"## {task.capitalize()}, {plan.updates(task):,} updates", markdown_table(header, rows)]
+        parts += [f"## {task.capitalize()}, {updates:,} updates", markdown_table(header, rows)]
     parts.append("Runs share the machine, several at a time: how long each took says nothing of its attention.")
     write_markdown(path.with_suffix(".md"), "InLine and softmax trained on scenes", environment, "\n\n".join(parts))
 
@@ -191,20 +186,19 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     tasks: Annotated[str, typer.Option(help="detection, segmentation or both.")] = "detection,segmentation",
     seeds: Annotated[str, typer.Option(help="Of weights and order, such as 0,1.")] = "0,1",
-    detection_updates: Annotated[int, typer.Option(min=1, help="Of a detector.")] = Plan.detection_updates,
-    segmentation_updates: Annotated[int, typer.Option(min=1, help="Of a segmenter.")] = Plan.segmentation_updates,
+    detection_updates: Annotated[int, typer.Option(min=1, help="Of a detector.")] = 1200,
+    segmentation_updates: Annotated[int, typer.Option(min=1, help="Of a segmenter.")] = 1200,
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 4,
     time_limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds after which runs are stopped; what has ended stays.")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="A few updates on a CPU: does it run?")] = False,
 ) -> None:
-    plan, device = Plan(detection_updates=detection_updates, segmentation_updates=segmentation_updates), "cuda"
+    plan, device = Plan(), "cuda"
+    updates = {"detection": detection_updates, "segmentation": segmentation_updates}
     if smoke:
-        plan = Plan(
-            images=32, validation_images=4, pixels=96, detection_updates=2, segmentation_updates=2, batch_size=2
-        )
-        device = "cpu"
+        plan, device = Plan(images=32, validation_images=4, pixels=96, batch_size=2), "cpu"
+        updates = dict.fromkeys(FIGURES, 2)
     elif not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch finds no GPU here; --smoke tries the script on a CPU")
     if unknown := set(tasks.split(",")) - set(FIGURES):
@@ -223,7 +217,7 @@ def main(
         for task in tasks.split(",")
         for seed in map(int, seeds.split(","))
         for attention in ATTENTIONS
-        if (job := Job(task, attention, seed)) not in {run.job for run in runs}
+        if (job := Job(task, updates[task], attention, seed)) not in {run.job for run in runs}
     ]
     workers = max(1, cores // at_once - 1)  # a core of each run's share is for the run itself
     commands = {command_of(config_of(plan, job, work, device, workers), job, work): job for job in jobs}
@@ -236,9 +230,9 @@ def main(
     ):
         job, seconds = commands[ended.command], ended.seconds
         if ended.outcome == "done":
-            runs.append(Run(job.task, job.attention, job.seed, figures_of(job, work), seconds))
+            runs.append(Run(**asdict(job), figures=figures_of(job, work), seconds=seconds, environment=environment))
             print(f"{job}: {seconds:.0f} s, {runs[-1].figures}", flush=True)
-            write(output / NAME, plan, runs, environment)
+            write(output / NAME, plan, runs)
             continue
         complete = False
         print(f"{job}: {ended.outcome} after {seconds:.0f} s", flush=True)

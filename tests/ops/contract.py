@@ -132,10 +132,10 @@ def check_call(
             sensitivity = _largest(moved[name] - exact[name]) / PERTURBATION
             budgets[name] = max(budgets[name], ROUNDINGS * compute_roundoff * sensitivity)
 
-    # A tensor that is exactly zero in theory (a gradient through one key, say) has no scale of its own; and the
-    # reference, which subtracts a mean score from scores, is itself no more exact than float64 rounds those.
+    # The reference, which subtracts a mean score from scores, is itself no more exact than float64 rounds those.
     scores = _largest_score(exact_inputs, keywords) if oracle == "reference" else 0.0
     floor = ROUNDINGS * math.sqrt(shape.tokens[1]) * max(compute_roundoff, torch.finfo(torch.float64).eps * scores)
+    terms = _largest_terms(exact_inputs, grad.double(), keywords)
     for name, expected in exact.items():
         got = actual[name]
         assert got.dtype == dtype, f"{name}: dtype {got.dtype}, expected {dtype}"
@@ -144,7 +144,10 @@ def check_call(
         # Half a unit in the last place of the result; below the smallest normal number the spacing is constant.
         rounding = expected.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
         excess = (got.double() - expected).abs() - rounding - budgets[name]
-        assert _largest(excess.clamp(min=0)) <= floor, (
+        # What is zero in theory (the gradient of a single key, say) has no scale of its own: it is a difference of
+        # equal terms, and as exact as those.
+        is_zero = _largest(expected) <= torch.finfo(torch.float64).eps * terms.get(name, 0.0)
+        assert _largest(excess.clamp(min=0)) <= floor * (max(1.0, terms[name]) if is_zero else 1.0), (
             f"{name}: error {_largest(got.double() - expected):.2e}, budget {budgets[name]:.2e}"
         )
 
@@ -177,6 +180,17 @@ def _largest_score(tensors: dict[str, torch.Tensor], keywords: dict[str, Any]) -
         apply_feature_map(keywords.get("feature_map", "identity"), tensors[name], torch.float64) for name in ("q", "k")
     )
     return keywords.get("scale", tensors["q"].shape[-1] ** -0.5) * _largest(torch.einsum("bnhd,bmhd->bhnm", q, k))
+
+
+def _largest_terms(tensors: dict[str, torch.Tensor], grad: torch.Tensor, keywords: dict[str, Any]) -> dict[str, float]:
+    """Bounds of the terms whose sum over tokens is the gradient of a query or a key, by its name."""
+    q, k = (
+        apply_feature_map(keywords.get("feature_map", "identity"), tensors[name], torch.float64) for name in ("q", "k")
+    )
+    # |g · v|, by Cauchy and Schwarz
+    of_weights = _largest(grad.norm(dim=-1)) * _largest(tensors["v"].norm(dim=-1))
+    factor = keywords.get("scale", tensors["q"].shape[-1] ** -0.5) * of_weights
+    return {"grad_q": factor * _largest(k), "grad_k": factor * _largest(q)}
 
 
 def _draw(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> dict[str, torch.Tensor]:

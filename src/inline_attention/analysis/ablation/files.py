@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.analysis.ablation.tables import CellResult, as_markdown, rows
-from inline_attention.analysis.benchmark.environment import describe_environment
+from inline_attention.analysis.benchmark.environment import combined_environment, describe_environment
 from inline_attention.analysis.benchmark.results import write_json, write_markdown
 from inline_attention.analysis.result_files import write_csv
 
@@ -39,13 +39,7 @@ def write_ablation(
 def latest_environment(results: Sequence[CellResult]) -> dict[str, str]:
     """Where the last of the runs was made; all of them are named where they differ in device, versions or commit."""
     found = [outcome.environment for result in results for outcome in result.outcomes.values()]
-    if not found:
-        return describe_environment()
-    in_order = sorted(found, key=lambda environment: environment["date"])
-    latest = dict(in_order[-1])
-    for key in ("gpu", "torch", "commit"):
-        latest[key] = ", then ".join(dict.fromkeys(environment[key] for environment in in_order))
-    return latest
+    return combined_environment(found) if found else describe_environment()
 
 
 def plain_results(results: Sequence[CellResult]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,15 @@ def describe_environment() -> dict[str, str]:
         "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def combined_environment(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Of several runs the last one's; all are named where they differ in device, versions or commit."""
+    in_order = sorted(environments, key=lambda environment: environment["date"])
+    latest = dict(in_order[-1])
+    for key in ("gpu", "torch", "commit"):
+        latest[key] = ", then ".join(dict.fromkeys(environment[key] for environment in in_order))
+    return latest
 
 
 def _installed_version(package: str) -> str:
