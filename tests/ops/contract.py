@@ -146,8 +146,9 @@ def check_call(
         excess = (got.double() - expected).abs() - rounding - budgets[name]
         # What is zero in theory (the gradient of a single key, say) has no scale of its own: it is a difference of
         # equal terms, and as exact as those.
-        is_zero = _largest(expected) <= torch.finfo(torch.float64).eps * terms.get(name, 0.0)
-        assert _largest(excess.clamp(min=0)) <= floor * (max(1.0, terms[name]) if is_zero else 1.0), (
+        cancelled = terms.get(name, 0.0)
+        is_zero = _largest(expected) <= torch.finfo(torch.float64).eps * cancelled
+        assert _largest(excess.clamp(min=0)) <= floor * (max(1.0, cancelled) if is_zero else 1.0), (
             f"{name}: error {_largest(got.double() - expected):.2e}, budget {budgets[name]:.2e}"
         )
 
