@@ -6,9 +6,11 @@
 Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1344 and
 1600 × 2688 pixels, which is what images of 800 × 1333 and 1600 × 2666 are padded to; inference with bf16 weights,
 training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast, from
-normalised images to boxes and masks of 28 × 28 cells, which none of them pastes into pictures: all keep their 100 best
-objects an image, whatever random weights make of them, and learn from the same ten objects. No InLine backbone is timed
-before its features agree with those of the same weights on plain PyTorch in float32.
+normalised images to boxes and masks of 28 × 28 cells, which none of them pastes into pictures. All learn from the same
+ten objects an image, and all sort through the same boxes: what the layers for scores and boxes give is computed, then
+replaced by numbers that are the same for all, since the time that non-maximum suppression takes depends on what random
+weights happen to find. No InLine backbone is timed before its features agree with those of the same weights on plain
+PyTorch in float32.
 
 Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
 """
@@ -198,6 +200,27 @@ def _objects(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {"boxes": boxes, "labels": torch.randint(1, NUM_CLASSES + 1, (OBJECTS,), device=device), "masks": masks}
 
 
+class _SameAnswers:
+    """A hook on the layers of a detector that score and shift boxes: random numbers, the same for every detector.
+
+    Of each shape they are drawn once, with a share of objects as after training: a few hundred that are worth a look.
+    """
+
+    def __init__(self, spread: float, background: float = 0.0):
+        self.spread, self.background = spread, background
+        self._drawn: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        del layer, inputs
+        shape = tuple(output.shape)
+        if shape not in self._drawn:
+            drawn = self.spread * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            drawn[:, 0] += self.background
+            self._drawn[shape] = drawn.to(output.device, torch.float32)
+        # Still a function of the output: the backward pass goes through the layer.
+        return self._drawn[shape] + 0 * output
+
+
 class _ResNetDetector(nn.Module):
     """torchvision's parts of a Mask R-CNN between normalised images and what our detectors return.
 
@@ -238,11 +261,14 @@ def _backbone(name: str) -> nn.Module:
 def _detector(name: str) -> nn.Module:
     if name == RESNET:
         parts = _resnet_parts()
-        parts.roi_heads.score_thresh = 0.0
-        return _ResNetDetector(parts)
-    model = build_detector(DetectorDescription("mask_rcnn", name, {}, NUM_CLASSES))
-    roi_heads: Any = cast(Any, model).heads.roi_heads
-    roi_heads.score_thresh = 0.0
+        model = _ResNetDetector(parts)
+    else:
+        model = build_detector(DetectorDescription("mask_rcnn", name, {}, NUM_CLASSES))
+        parts = cast(Any, model).heads
+    parts.rpn.head.cls_logits.register_forward_hook(_SameAnswers(1.0))
+    parts.rpn.head.bbox_pred.register_forward_hook(_SameAnswers(0.2))
+    parts.roi_heads.box_predictor.cls_score.register_forward_hook(_SameAnswers(1.0, background=4.0))
+    parts.roi_heads.box_predictor.bbox_pred.register_forward_hook(_SameAnswers(0.5))
     return model
 
 

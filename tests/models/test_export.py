@@ -34,6 +34,16 @@ def test_compiled_without_graph_breaks(name):
         assert_same(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_padded_batch_compiled_without_graph_breaks(name):
+    torch.compiler.reset()
+    model = create(name)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, sizes = torch.randn(2, 3, 97, 161), [(97, 100), (64, 161)]
+    with torch.no_grad():
+        assert_same(compiled(x, image_sizes=sizes), model(x, image_sizes=sizes))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_for_several_sizes(name):

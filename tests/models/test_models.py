@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import inline_attention
 from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention
@@ -214,6 +215,27 @@ def test_an_image_in_a_padded_batch_is_what_it_is_alone(name):
         torch.testing.assert_close(single, together[:1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_padding_that_fills_whole_tokens_only_where_they_are_fine(name):
+    model = create(name)
+    image = torch.randn(2, 3, 97, 161)
+    canvas = torch.zeros(2, 3, 128, 192)  # has the tokens of the image at stride 32, more at 4
+    canvas[:, :, :97, :161] = image
+    with torch.no_grad():
+        expected = model(image)
+        got = model(canvas, image_sizes=[(97, 161)] * 2)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sizes_of_images_are_not_read_back_from_a_device(name):
+    # Fake tensors have no values: to ask for one is an error. On a GPU it would be a wait for all that was launched.
+    model = create(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        images = torch.randn(2, 3, 96, 160)
+        assert model(images, image_sizes=[(90, 160), (96, 133)]).shape == (2, 7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -223,6 +245,11 @@ def test_an_image_in_a_padded_batch_is_what_it_is_alone(name):
         ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(16, 64)]}, r"down to 16"),
         ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(65, 64)]}, r"fit into the canvas 64×64"),
         ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(64, 64)] * 2}, r"1 pairs"),
+        ({"x": torch.randn(1, 3, 64, 64), "image_sizes": [(64.0, 64.0)]}, r"of integers, got \[\(64.0"),
+        (
+            {"x": torch.randn(1, 3, 64, 64), "image_sizes": torch.tensor([64, 64])},
+            r"of integers, got tensor",
+        ),
         ({"x": torch.randn(1, 3, 64, 64), "pixel_mask": torch.eye(64)[None]}, r"one rectangle at the top left"),
         ({"x": torch.randn(1, 3, 64, 64), "pixel_mask": torch.ones(1, 8, 8)}, r"\[B, H, W\]"),
     ],

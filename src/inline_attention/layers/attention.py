@@ -20,6 +20,7 @@ from torch import nn
 
 from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
+from inline_attention.ops.autocast import as_autocast
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
@@ -304,6 +305,7 @@ class TokenAttention(ProjectedAttention):
         else:
             assert self.q is not None
             assert self.kv is not None
+            x = as_autocast(x)  # once, not for each of the two
             q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
             k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
         if self.q_norm is not None:

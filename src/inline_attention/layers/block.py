@@ -13,7 +13,9 @@ from timm.layers.mlp import Mlp
 from torch import nn
 
 from inline_attention.layers.attention import ProjectedAttention
+from inline_attention.layers.grids import Extents
 from inline_attention.layers.watching import must_be_called
+from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
 from inline_attention.ops.tracing import is_exporting
 
@@ -76,6 +78,7 @@ class Block(nn.Module):
         grid_size: tuple[int, int],
         key_padding_mask: torch.Tensor | None = None,
         wanted: int | None = None,
+        extents: Extents | None = None,
     ) -> torch.Tensor:
         """Run the block.
 
@@ -84,11 +87,14 @@ class Block(nn.Module):
             grid_size: `(h, w)` of the tokens.
             key_padding_mask: `[B, N]` bool, True for a real token.
             wanted: Of how many tokens, from the first, the output is wanted; None for all.
+            extents: What the mask says of each image, for attention that would read it from there.
 
         Returns:
             `[B, N, C]`, or `[B, wanted, C]`.
         """
         options: dict[str, Any] = {"local_input": x} if self.local_from_input else {}
+        if isinstance(self.attn, WindowAttention):
+            options["extents"] = extents
         attention, parameters = self.attn, self._fusable_parameters()
         if parameters is not None and unsupported_reason(x, parameters) is None:
             attended = cast(ProjectedAttention, attention).attend(self.norm1(x), grid_size, key_padding_mask, **options)

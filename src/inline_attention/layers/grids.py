@@ -5,12 +5,40 @@ Shapes: `B` batch, `h`×`w` grid, `C` channels, `L` tokens of a window.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
 from inline_attention.ops.tracing import is_exporting, plain_sizes
+
+
+class Extents:
+    """Rows and columns of a grid that belong to each image of a batch, from the top left.
+
+    They are numbers of the host's: to read them back from a device would make it wait for all that was launched before.
+
+    Attributes:
+        grid: (height, width).
+        pairs: (rows, columns) of each image.
+        device: Where the mask is made.
+    """
+
+    def __init__(self, grid: tuple[int, int], pairs: Iterable[tuple[int, int]], device: torch.device):
+        self.grid = grid
+        self.pairs = tuple(pairs)
+        self.device = device
+        self._mask: torch.Tensor | None = None  # no cached_property: Dynamo cannot follow its lock
+
+    def mask(self) -> torch.Tensor:
+        """`[B, h·w]` bool, True for a token of the image."""
+        if self._mask is None:
+            extents = torch.tensor(self.pairs).to(self.device, non_blocking=True)  # a blocking copy would wait as well
+            rows, columns = (torch.arange(side, device=self.device) for side in self.grid)
+            inside = (rows < extents[:, :1])[:, :, None] & (columns < extents[:, 1:])[:, None, :]
+            self._mask = inside.flatten(1)
+        return self._mask
 
 
 class Grid(NamedTuple):
@@ -19,12 +47,19 @@ class Grid(NamedTuple):
     Attributes:
         height: Rows.
         width: Columns.
-        extents: `[B, 2]` rows and columns that belong to each image, from the top left; None when all do.
+        extents: What belongs to each image; None when all does.
     """
 
     height: int
     width: int
-    extents: torch.Tensor | None = None
+    extents: Extents | None = None
+
+    @classmethod
+    def of_images(cls, height: int, width: int, pairs: Iterable[tuple[int, int]], device: torch.device) -> Grid:
+        """A grid of which each image of a batch has so many rows and columns."""
+        pairs = tuple(pairs)
+        is_full = all(pair == (height, width) for pair in pairs)
+        return cls(height, width, None if is_full else Extents((height, width), pairs, device))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -33,23 +68,24 @@ class Grid(NamedTuple):
 
     def mask(self) -> torch.Tensor | None:
         """`[B, h·w]` bool, True for a token of the image; None when all are."""
-        if self.extents is None:
-            return None
-        rows = torch.arange(self.height, device=self.extents.device)
-        columns = torch.arange(self.width, device=self.extents.device)
-        inside = (rows < self.extents[:, :1])[:, :, None] & (columns < self.extents[:, 1:])[:, None, :]
-        return inside.flatten(1)
+        return None if self.extents is None else self.extents.mask()
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
         # Not -(-size // stride): ONNX rounds quotients towards zero.
-        extents = None if self.extents is None else (self.extents + stride - 1) // stride
-        return Grid((self.height + stride - 1) // stride, (self.width + stride - 1) // stride, extents)
+        height, width = (self.height + stride - 1) // stride, (self.width + stride - 1) // stride
+        if self.extents is None:
+            return Grid(height, width)
+        pairs = (
+            ((rows + stride - 1) // stride, (columns + stride - 1) // stride) for rows, columns in self.extents.pairs
+        )
+        return Grid.of_images(height, width, pairs, self.extents.device)
 
 
-def extent_pairs(extents: torch.Tensor) -> list[tuple[int, int]]:
-    """`[B, 2]` as Python pairs."""
-    return [(int(height), int(width)) for height, width in extents.cpu()]
+def as_pairs(extents: torch.Tensor) -> list[tuple[int, int]]:
+    """`[B, 2]` as Python pairs; a tensor on a GPU is waited for."""
+    pairs = cast(list[list[int]], extents.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return [(height, width) for height, width in pairs]
 
 
 def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -263,8 +299,11 @@ def positions_for(positions: torch.Tensor, native: tuple[int, int], grid: Grid) 
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
-    canvas = positions.new_zeros(grid.extents.shape[0], grid.height, grid.width, positions.shape[2])
-    for index, (height, width) in enumerate(extent_pairs(grid.extents)):
-        resampled = resample_positions(positions, native, (height, width))
-        canvas[index, :height, :width] = torch.unflatten(resampled[0], 0, (height, width))
-    return canvas.flatten(1, 2)
+    distinct = list(dict.fromkeys(grid.extents.pairs))
+    canvases: list[torch.Tensor] = []
+    for height, width in distinct:
+        resampled = torch.unflatten(resample_positions(positions, native, (height, width)), 1, (height, width))
+        canvases.append(F.pad(resampled, (0, 0, 0, grid.width - width, 0, grid.height - height)).flatten(1, 2))
+    if len(distinct) == 1:
+        return canvases[0]
+    return torch.cat([canvases[distinct.index(pair)] for pair in grid.extents.pairs])

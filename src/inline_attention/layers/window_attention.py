@@ -9,6 +9,7 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inline_attention.layers.attention import ProjectedAttention, heads_last
-from inline_attention.layers.grids import Windows, extent_pairs
+from inline_attention.layers.grids import Extents, Windows, as_pairs
 from inline_attention.ops.tracing import is_exporting
 from inline_attention.ops.validation import FLOATING_DTYPES
 
@@ -58,24 +59,41 @@ class WindowAttention(ProjectedAttention):
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def forward(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        grid_size: tuple[int, int],
+        key_padding_mask: torch.Tensor | None = None,
+        *,
+        extents: Extents | None = None,
     ) -> torch.Tensor:
-        """Mix `[B, N, C]` within windows; `key_padding_mask` `[B, N]` is True inside each image's rectangle."""
-        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask)))
+        """Mix within windows.
+
+        Args:
+            x: `[B, N, C]`.
+            grid_size: `(h, w)` of the tokens.
+            key_padding_mask: `[B, N]` bool, True inside each image's rectangle.
+            extents: Those rectangles, where the caller knows them; otherwise they are read from the mask.
+        """
+        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, extents=extents)))
 
     def attend(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        grid_size: tuple[int, int],
+        key_padding_mask: torch.Tensor | None = None,
+        *,
+        extents: Extents | None = None,
     ) -> torch.Tensor:
         """`forward` without the output projection."""
         qkv = self.qkv(x)
         if key_padding_mask is None:
             return self._mix(qkv, grid_size, None, self._shift(*grid_size))
         # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
-        inside = torch.unflatten(key_padding_mask, 1, grid_size)
-        extents = torch.stack([inside.any(2).sum(1), inside.any(1).sum(1)], dim=1)
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, (height, width) in enumerate(extent_pairs(extents)):
+        for index, (height, width) in enumerate(_rectangles(key_padding_mask, grid_size, extents)):
             groups.setdefault(self._shift(height, width), []).append(index)
+        if len(groups) == 1:
+            return self._mix(qkv, grid_size, key_padding_mask, *groups)
         out = torch.empty_like(x)
         for shift, members in groups.items():
             out[members] = self._mix(qkv[members], grid_size, key_padding_mask[members], shift).to(out.dtype)
@@ -234,6 +252,16 @@ class StripeAttention(ProjectedAttention):
         out = heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)).flatten(2)
         out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
         return out + _depthwise(tokens[:, :, :, 2], convolution)
+
+
+def _rectangles(
+    key_padding_mask: torch.Tensor, grid_size: tuple[int, int], extents: Extents | None
+) -> Sequence[tuple[int, int]]:
+    """Rows and columns of each image."""
+    if extents is not None:
+        return extents.pairs
+    inside = torch.unflatten(key_padding_mask, 1, grid_size)
+    return as_pairs(torch.stack([inside.any(2).sum(1), inside.any(1).sum(1)], dim=1))
 
 
 def _depthwise(x: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:

@@ -7,6 +7,7 @@ occupies the top left corner of its canvas; `image_sizes` or `pixel_mask` say ho
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import Grid, resample_after_prefix, tokens_to_map
+from inline_attention.layers.grids import Extents, Grid, as_pairs, resample_after_prefix, tokens_to_map
 from inline_attention.layers.local_weights import BlockDiagonalLinear, mean_token
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
@@ -248,7 +249,7 @@ class VisionModel(nn.Module):
         """Run blocks on tokens `[B, N, C]`, checkpointed if that is on; of the last, `wanted` tokens, or all."""
         mask = self._token_mask(tokens, grid)
         for index, block in enumerate(blocks):
-            arguments = grid.size, mask, wanted if index == len(blocks) - 1 else None
+            arguments = grid.size, mask, wanted if index == len(blocks) - 1 else None, grid.extents
             tokens = checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
         return tokens
 
@@ -298,15 +299,15 @@ class VisionModel(nn.Module):
         if image_sizes is None and pixel_mask is None:
             return None
         number = math.prod(features.shape[1:-1]) - self.num_prefix_tokens
-        extents = _extents_of(features.shape[0], features.device, image_sizes, pixel_mask)
-        rows, columns = ((extents + self.largest_stride - 1) // self.largest_stride).unbind(1)
-        counts = rows * columns
-        if ((counts < 1) | (counts > number)).any():
+        pairs = _image_extents(features.shape[0], features.device, image_sizes, pixel_mask)
+        stride = self.largest_stride
+        counts = [((rows + stride - 1) // stride) * ((columns + stride - 1) // stride) for rows, columns in pairs]
+        if min(counts, default=1) < 1 or max(counts, default=1) > number:
             raise ValueError(
-                f"images of {extents.tolist()} pixels do not have from 1 to {number} tokens, as many as the features; "
+                f"images of {pairs} pixels do not have from 1 to {number} tokens, as many as the features; "
                 "pass what forward_features was given"
             )
-        return counts
+        return torch.tensor(counts, device=features.device)
 
     def _checked_pool(self, global_pool: str) -> str:
         if global_pool not in self.global_pools:
@@ -325,15 +326,14 @@ class VisionModel(nn.Module):
                 "add a batch dimension with x[None], or create the model with in_chans=..."
             )
         _, _, height, width = sizes
-        extents = _extents(x, image_sizes, pixel_mask)
-        shortest = min(height, width) if extents is None else int(extents.min())
+        grid = _pixel_grid(x, image_sizes, pixel_mask)
+        shortest = min(height, width) if grid.extents is None else min(map(min, grid.extents.pairs))
         if not is_exporting() and shortest < self.largest_stride:
             raise ValueError(
                 f"images must be at least {self.largest_stride} pixels high and wide, got "
-                f"{height}×{width if extents is None else f'{width} with image sizes down to {shortest}'}; "
+                f"{height}×{width if grid.extents is None else f'{width} with image sizes down to {shortest}'}; "
                 "enlarge them, or pad them and pass image_sizes"
             )
-        grid = Grid(height, width, extents)
         mask = grid.mask()
         if mask is not None:
             x = x.masked_fill(~mask.unflatten(1, grid.size)[:, None], 0)
@@ -396,39 +396,41 @@ def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix
         state_dict[prefix + key] = value
 
 
-def _extents(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Height and width of each image `[B, 2]`, or None where every image fills its canvas."""
+def _pixel_grid(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None) -> Grid:
+    """The pixels of a batch `[B, C, H, W]`, and which of them belong to each image."""
+    batch, _, height, width = plain_sizes(x.shape)
     if image_sizes is None and pixel_mask is None:
-        return None
-    batch, _, height, width = x.shape
+        return Grid(height, width)
     if pixel_mask is not None and pixel_mask.shape != (batch, height, width):
         raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, height, width)}, got {tuple(pixel_mask.shape)}")
-    extents = _extents_of(batch, x.device, image_sizes, pixel_mask)
-    canvas = extents.new_tensor([height, width])
-    if (extents > canvas).any():
-        raise ValueError(f"image_sizes must fit into the canvas {height}×{width}, got {extents.tolist()}")
-    return None if (extents == canvas).all() else extents
+    pairs = _image_extents(batch, x.device, image_sizes, pixel_mask)
+    if any(rows > height or columns > width for rows, columns in pairs):
+        raise ValueError(f"image_sizes must fit into the canvas {height}×{width}, got {pairs}")
+    return Grid.of_images(height, width, pairs, x.device)
 
 
-def _extents_of(
+def _image_extents(
     batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
-) -> torch.Tensor:
-    """Height and width of each image `[B, 2]`, from whichever of the two is given."""
+) -> list[tuple[int, int]]:
+    """Height and width of each image, from whichever of the two is given."""
     if image_sizes is not None and pixel_mask is not None:
         raise ValueError("give image_sizes or pixel_mask, not both")
     if pixel_mask is not None:
         if pixel_mask.dim() != 3 or pixel_mask.shape[0] != batch:
             raise ValueError(f"pixel_mask must be [B, H, W] with B = {batch}, got {tuple(pixel_mask.shape)}")
         pixel_mask = pixel_mask.to(device, torch.bool)
-        extents = torch.stack([pixel_mask.any(2).sum(1), pixel_mask.any(1).sum(1)], dim=1)
-        mask = Grid(pixel_mask.shape[1], pixel_mask.shape[2], extents).mask()
-        if mask is None or not torch.equal(mask, pixel_mask.flatten(1)):
+        pairs = as_pairs(torch.stack([pixel_mask.any(2).sum(1), pixel_mask.any(1).sum(1)], dim=1))
+        rectangles = Extents((pixel_mask.shape[1], pixel_mask.shape[2]), pairs, device).mask()
+        if not torch.equal(rectangles, pixel_mask.flatten(1)):
             raise ValueError("pixel_mask must be true in one rectangle at the top left of each image, and only there")
-        return extents
-    extents = torch.as_tensor(image_sizes, device=device)
-    if extents.shape != (batch, 2) or extents.is_floating_point():
-        raise ValueError(
-            f"image_sizes must be {batch} pairs (height, width) of integers, got shape {tuple(extents.shape)} "
-            f"{extents.dtype}"
-        )
-    return extents
+        return pairs
+    assert image_sizes is not None
+    expected = f"image_sizes must be {batch} pairs (height, width) of integers"
+    try:
+        listed = as_pairs(image_sizes) if isinstance(image_sizes, torch.Tensor) else image_sizes
+        pairs = [(operator.index(height), operator.index(width)) for height, width in listed]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{expected}, got {image_sizes!r:.200}") from error
+    if len(pairs) != batch:
+        raise ValueError(f"{expected}, got {len(pairs)}")
+    return pairs

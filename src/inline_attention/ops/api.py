@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from inline_attention.ops import dispatch, reference, validation
+from inline_attention.ops.autocast import as_autocast, autocast_enabled
 from inline_attention.ops.backends import eager
 from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
 from inline_attention.ops.feature_maps import FeatureMap
@@ -66,7 +67,8 @@ def inline_attention(
     Raises:
         ValueError: Arguments that do not fit together; the message says what to do.
     """
-    q, k, v, local_weight = _autocast(q, k, v, local_weight)
+    if autocast_enabled(q):
+        q, k, v, local_weight = map(as_autocast, (q, k, v, local_weight))
     return _attend(
         q, k, v, None, scale, feature_map, normalization,
         key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
@@ -101,7 +103,8 @@ def inline_attention_qkvpacked(
     Returns:
         `[B, N, H, D]`.
     """
-    qkv, local_weight = _autocast(qkv, local_weight)
+    if autocast_enabled(qkv):
+        qkv, local_weight = as_autocast(qkv), as_autocast(local_weight)
     validation.check_packed(qkv)
     q, k, v = qkv.unbind(2)
     return _attend(
@@ -132,7 +135,8 @@ def local_residual(
     Returns:
         `[B, N, H, Dv]`.
     """
-    v, local_weight = _autocast(v, local_weight)
+    if autocast_enabled(v):
+        v, local_weight = as_autocast(v), as_autocast(local_weight)
     grid_size = plain_sizes(grid_size)
     with unrecorded():
         validation.check_value_tensor(v)
@@ -203,7 +207,7 @@ def _attend(
     num_prefix_tokens: int,
     backend: str,
 ) -> torch.Tensor:
-    if _autocast_enabled(q):
+    if autocast_enabled(q):
         # Inputs are cast already; left on, autocast would also round the float32 sums inside.
         with torch.autocast(q.device.type, enabled=False):
             return _attend(
@@ -281,25 +285,3 @@ def _signature(
     except (AttributeError, TypeError, RuntimeError):
         return None
     return signature
-
-
-def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Cast to the autocast dtype where autocast is on; float64 and what is no tensor (validated later) stay."""
-    if not _autocast_enabled(tensors[0]):
-        return tensors  # type: ignore[return-value]
-
-    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in validation.FLOATING_DTYPES:
-            return tensor
-        if tensor.dtype == torch.float64 or not _autocast_enabled(tensor):
-            return tensor
-        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-    return tuple(cast(tensor) for tensor in tensors)  # type: ignore[return-value]
-
-
-def _autocast_enabled(tensor: Any) -> bool:
-    if not isinstance(tensor, torch.Tensor):  # validated later
-        return False
-    device_type = tensor.device.type
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # asking about meta tensors raises

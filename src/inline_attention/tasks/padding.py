@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from inline_attention.layers.grids import Grid
@@ -59,9 +58,7 @@ class PaddedImages:
     @cached_property
     def _pixels(self) -> Grid:
         height, width = self.canvas.shape[-2:]
-        if all(size == (height, width) for size in self.backbone_sizes):
-            return Grid(height, width)
-        return Grid(height, width, torch.tensor(self.backbone_sizes, device=self.canvas.device))
+        return Grid.of_images(height, width, self.backbone_sizes, self.canvas.device)
 
     def _compute_outside(self, stride: int) -> Tensor | None:
         grid = self._pixels.coarser(stride)

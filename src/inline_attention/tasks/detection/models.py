@@ -89,7 +89,9 @@ class Detector(nn.Module, ABC):
 
     def features(self, images: PaddedImages) -> list[Tensor]:
         """The levels that the heads look at, the finest first."""
-        return self.pyramid(self.backbone(images), images)
+        # In the layout that pooling of boxes takes: it would copy each level of the pyramid, which are wider, twice.
+        stages = [stage.contiguous() for stage in self.backbone(images)]
+        return self.pyramid(stages, images)
 
     @abstractmethod
     def _detect(
@@ -280,6 +282,8 @@ class _Pool(MultiScaleRoIAlign):
 
     def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
         """`[n, C, side, side]`, of the dtype of the features."""
+        if torch.is_autocast_enabled(boxes[0].device.type):
+            return super().forward(x, boxes, image_shapes)  # in float32, as autocast has it
         levels = {name: _precise(x[name]) for name in self.featmap_names}
         dtype = levels[self.featmap_names[0]].dtype
         pooled = super().forward(levels, [of_image.to(dtype) for of_image in boxes], image_shapes)
