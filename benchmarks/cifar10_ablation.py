@@ -66,9 +66,10 @@ def write_results(output: Path, collected: Sequence[CellResult], seeds: int, ove
         return
     config = results[0].cell.config
     training = config.training
+    of_all = "" if all(len(result.outcomes) == seeds for result in results) else "up to "
     about = (
         f"InLine-DeiT-T with patches of 2×2 pixels, {training.epochs} epochs, batch {training.batch_size}, "
-        f"{training.amp}, {config.optimizer.name}, up to {seeds} seeds; top-1 of the test pictures after the last "
+        f"{training.amp}, {config.optimizer.name}, {of_all}{seeds} seeds; top-1 of the test pictures after the last "
         "epoch."
     )
     if not any(result.images_per_second for result in results):

@@ -180,6 +180,17 @@ def test_dtypes_and_autocast(layer, dtype):
         assert all(parameter.grad.isfinite().all() for parameter in attention.parameters())
 
 
+def test_separate_projections_share_one_cast_under_autocast():
+    attention = InLineAttention(8, 2, fused_qkv=False, local_residual=False)
+    seen: list[torch.Tensor] = []
+    for projection in (attention.q, attention.kv):
+        projection.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attention(torch.randn(2, 9, 8))
+    assert seen[0] is seen[1]
+    assert seen[0].dtype == torch.bfloat16
+
+
 def test_one_compiled_graph_serves_every_size():
     attention = InLineAttention(8, 2, num_prefix_tokens=1, static_local=True)
     counter = CompileCounter()
