@@ -169,6 +169,8 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
     listed, kind = list(images), images.device.type
     if case.mode == "inference":
         model.eval()
+        # As `inline eval --amp bf16` does it.
+        (model.parts.backbone if isinstance(model, _ResNetDetector) else cast(Any, model).backbone).to(dtype)
 
         def detect() -> object:
             with torch.inference_mode(), torch.autocast(kind, dtype, enabled=dtype != torch.float32):
@@ -233,7 +235,7 @@ class _ResNetDetector(nn.Module):
         self.parts = parts
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
-        canvas = self.parts.transform.batch_images(images)
+        canvas = self.parts.transform.batch_images(images).to(next(self.parts.backbone.parameters()).dtype)
         listed = ImageList(canvas, [(image.shape[-2], image.shape[-1]) for image in images])
         features = self.parts.backbone(canvas)
         proposals, proposal_losses = self.parts.rpn(listed, features, targets)

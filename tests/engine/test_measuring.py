@@ -115,13 +115,37 @@ def test_a_classifier_asks_for_data_of_either_kind(checkpoint):
         evaluate_checkpoint(checkpoint[0], workers=0)
 
 
-def test_a_detector_looks_at_another_size_as_it_does_to_predict(tmp_path, monkeypatch):
+@pytest.fixture
+def detector(tmp_path):
+    """Scenes, and the weights of a detector for them."""
     scenes = write_scenes(tmp_path / "scenes", ScenesPlan(8, 3, size=96, seed=3))
     options = DetectionOptions(head="retinanet", shorter_side=64, longest_side=80, width=16)
     data = DataChoice("coco", str(scenes), repair=True)
     task = DetectionTask(data, ModelChoice("inline_swin_tiny", SWIN), options)
     names, path = task.open().class_names, tmp_path / "model.safetensors"
     save_weights(task.build_model(names), path, metadata=task.metadata(names))
+    return scenes, path
+
+
+@pytest.mark.parametrize(
+    ("amp", "of_backbone"), [("off", torch.float32), ("fp16", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_a_detector_is_measured_with_its_backbone_in_bfloat16(detector, monkeypatch, amp, of_backbone):
+    scenes, path = detector
+    forward, seen = Detector.forward, []
+
+    def noted(self, images, *rest):
+        seen.append((self.backbone.norms[0].weight.dtype, self.pyramid.levels.inner_blocks[0][0].weight.dtype))
+        return forward(self, images, *rest)
+
+    monkeypatch.setattr(Detector, "forward", noted)
+    metrics = evaluate_checkpoint(path, data_dir=scenes, amp=amp, workers=0, repair=True, device="cpu")
+    assert set(seen) == {(of_backbone, torch.float32)}
+    assert metrics is not None
+
+
+def test_a_detector_looks_at_another_size_as_it_does_to_predict(detector, monkeypatch):
+    scenes, path = detector
     forward, seen = Detector.forward, []
 
     def noted(self, images, *rest):

@@ -10,7 +10,7 @@ from inline_attention.models.checkpoints import CheckpointMismatchError, save_we
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.tasks.detection.models import DetectorDescription, build_detector
 from inline_attention.tasks.padding import pad_images
-from inline_attention.tasks.pyramid import PyramidBackbone
+from inline_attention.tasks.pyramid import PyramidBackbone, cast_backbones
 from inline_attention.tasks.segmentation.models import SegmenterDescription, build_segmenter
 from inline_attention.tasks.weights import initialize_from
 from tasks.small_backbones import BACKBONES, PVT, SWIN
@@ -49,6 +49,23 @@ def test_padding_does_not_reach_the_features_of_a_detector(head, name):
             assert not found[place, :, height:].any()
             assert not found[place, :, :, width:].any()
         assert all(expected.any() for expected, _ in pairs)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+@torch.no_grad()
+def test_a_backbone_in_half_precision_leaves_nothing_to_autocast(name):
+    exact = randomized(PyramidBackbone(name, BACKBONES[name]))
+    half = PyramidBackbone(name, BACKBONES[name]).eval()
+    half.load_state_dict(exact.state_dict())
+    cast_backbones(torch.nn.Sequential(half), torch.bfloat16)
+    padded = pad_images(images())
+    expected, plain = exact(padded), half(padded)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = half(padded)
+    for reference, feature, without_autocast in zip(expected, found, plain, strict=True):
+        assert feature.dtype == torch.bfloat16
+        assert torch.equal(feature, without_autocast)
+        assert (feature - reference).norm() < 0.03 * reference.norm()
 
 
 @pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])

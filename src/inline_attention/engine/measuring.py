@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.broken_report import BrokenReport
@@ -20,6 +22,7 @@ from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask, Preparation
 from inline_attention.tasks.detection.task import DetectionTask
+from inline_attention.tasks.pyramid import cast_backbones
 from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import DataChoice, Metrics, ModelChoice, Reading, Task
 from inline_attention.tasks.weights import TASK
@@ -85,7 +88,11 @@ def evaluate_checkpoint(
             task, source, class_names = _dense(file, data, size)
         model = task.build_model(class_names)
         load_checkpoint(model, file)
-        model = model.to(processes.device)
+        model, precision = model.to(processes.device), Precision(amp, processes.device)
+        if (
+            precision.dtype == torch.bfloat16
+        ):  # nothing is learnt here; float16 has too small a range for sums of blocks
+            cast_backbones(model, precision.dtype)
         broken = BrokenImages(len(source), BrokenImageLimit())
         reading = Reading(
             batch_size,
@@ -98,7 +105,7 @@ def evaluate_checkpoint(
         lockstep = Lockstep(processes, Interruption(), BrokenReport([broken], processes))
         try:
             evaluator = task.evaluator(source, processes.device)
-            metrics = evaluate(model, loader, evaluator, Precision(amp, processes.device), lockstep)
+            metrics = evaluate(model, loader, evaluator, precision, lockstep)
         finally:
             loader.close()
         return metrics if processes.is_main else None

@@ -11,7 +11,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
 
 
 class Precision:
-    """Autocast to bfloat16 or float16, or none; gradients scaled for float16 on GPUs."""
+    """Autocast to bfloat16 or float16, or none; gradients scaled for float16 on GPUs.
+
+    Attributes:
+        dtype: Of products; None where that is the weights' own.
+        scaler: Of losses.
+    """
 
     def __init__(self, amp: str, device: torch.device):
         """Choose.
@@ -27,15 +32,15 @@ class Precision:
             amp = "bf16" if _has_bfloat16(device) else "fp16"
         if amp not in _DTYPES:
             raise ValueError(f"amp must be bf16, fp16, auto or off, got {amp!r}")
-        self._dtype = _DTYPES[amp]
+        self.dtype = _DTYPES[amp]
         self._device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16" and device.type == "cuda")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes."""
-        if self._dtype is None:
+        if self.dtype is None:
             return nullcontext()
-        return torch.autocast(self._device.type, self._dtype)
+        return torch.autocast(self._device.type, self.dtype)
 
 
 def _has_bfloat16(device: torch.device) -> bool:

@@ -6,9 +6,11 @@ Shapes: `B` batch, `C` channels, `h`×`w` token grid of a level.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import timm
+import torch
 import torch.nn.functional as F
 from timm.layers.norm import LayerNorm2d
 from torch import Tensor, nn
@@ -28,6 +30,9 @@ class PyramidBackbone(nn.Module):
 
     The norms are not the classifier's: stages end in sums over their blocks, whose scale grows with depth, and what
     follows wants one scale. They are what Swin's authors add for detection and segmentation, too.
+
+    One whose weights are in half precision computes in it throughout, also under autocast: so the kernels that fuse a
+    block at inference apply, which leave nothing for autocast to choose.
 
     Attributes:
         channels: Of each stage that is wanted.
@@ -61,11 +66,15 @@ class PyramidBackbone(nn.Module):
 
     def forward(self, images: PaddedImages) -> list[Tensor]:
         """`[B, C, h, w]` of each stage, zero where there is no image."""
-        features = self.body(images.canvas, image_sizes=images.backbone_sizes)
-        return [
-            masked(norm(feature), images, stride)
-            for norm, feature, stride in zip(self.norms, features, self.strides, strict=True)
-        ]
+        dtype, device = next(self.norms.parameters()).dtype, images.canvas.device.type
+        is_half = dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(device, enabled=False) if is_half else nullcontext():
+            canvas = images.canvas.to(dtype) if is_half else images.canvas
+            features = self.body(canvas, image_sizes=images.backbone_sizes)
+            return [
+                masked(norm(feature), images, stride)
+                for norm, feature, stride in zip(self.norms, features, self.strides, strict=True)
+            ]
 
 
 class FeaturePyramid(nn.Module):
@@ -119,6 +128,13 @@ def _halving(width: int) -> nn.Conv2d:
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def cast_backbones(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put the weights of all backbones in a model into a dtype; those of heads stay."""
+    for module in model.modules():
+        if isinstance(module, PyramidBackbone):
+            module.to(dtype)
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
