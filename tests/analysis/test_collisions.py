@@ -54,6 +54,15 @@ def test_a_layers_own_rule_is_tried_whatever_it_is(feature_map):
     assert rules_to_try(RULES[3]) == RULES
 
 
+@pytest.mark.parametrize("rule", [*RULES, MixingRule("divide", square, 0.5)], ids=rule_id)
+def test_derivatives_of_weights_are_those_of_autograd(rule):
+    q, k = random_queries_and_keys()
+    rounding = 1e-9 if isinstance(rule.feature_map, str) else 1e-4  # callables compute in float32
+    for query, found in zip(q, rule.weight_gradients(q, k), strict=True):
+        expected = torch.autograd.functional.jacobian(lambda x: rule.weights(x[None], k)[0], query)
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
 def test_collisions_on_ordinary_keys_are_those_of_the_propositions(rule):
     q, k = random_queries_and_keys()

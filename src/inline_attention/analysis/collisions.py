@@ -16,7 +16,6 @@ Shapes: `Q` queries, `M` keys, `D` head dim.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -102,10 +101,13 @@ def measure_collisions(
     generator = torch.Generator().manual_seed(derived_seed("queries", seed, layer.index, head))
     chosen = members[torch.randperm(len(members), generator=generator)[:queries].to(members.device)]
     q, k = layer.q[image, chosen, head].double(), layer.k[image, members, head].double()
-    return [
-        replace(collision_rate(rule, q, k), layer=layer.index, head=head, is_own=rule == layer.rule)
-        for rule in rules_to_try(layer.rule)
-    ]
+    rates: list[CollisionRate] = []
+    for rule in rules_to_try(layer.rule):
+        # Many small steps, one after the other: a GPU takes longer. A callable's parameters are where the layer is.
+        device = "cpu" if isinstance(rule.feature_map, str) else q.device
+        rate = collision_rate(rule, q.to(device), k.to(device))
+        rates.append(replace(rate, layer=layer.index, head=head, is_own=rule == layer.rule))
+    return rates
 
 
 def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
@@ -162,10 +164,7 @@ def constructed_partners(rule: MixingRule, q: Tensor, k: Tensor) -> list[Tensor]
 
 def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
     """For each query `[Q, D]` the best partner found at `SEARCH_DISTANCE` of its length, `[Q, D]`."""
-    jacobian = torch.func.vmap(torch.func.jacfwd(lambda x: rule.weights(x[None], k)[0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch about itself, at the first use of this
-        at_query = jacobian(q)
+    at_query = rule.weight_gradients(q, k)
     _, directions = torch.linalg.eigh(at_query.mT @ at_query)
     # Both ways at once: a level set may be open to one side only, as that of ReLU is.
     start = torch.cat([directions[..., 0], -directions[..., 0]])
@@ -177,7 +176,9 @@ def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
     for _ in range(SEARCH_STEPS):
         if (torch.minimum(*smallest.chunk(2)) <= FOUND * _tolerance(rule)).all():
             break
-        candidate = _gauss_newton_step(candidate, _said_by_rows(rule, candidate, k) - rows, jacobian(candidate))
+        candidate = _gauss_newton_step(
+            candidate, _said_by_rows(rule, candidate, k) - rows, rule.weight_gradients(candidate, k)
+        )
         offset = candidate - centre
         candidate = centre + radius * offset / offset.norm(dim=-1, keepdim=True).clamp(min=1e-300)
         difference = relative_difference(_said_by_rows(rule, candidate, k), rows)

@@ -8,6 +8,7 @@ Shapes: `...` any leading dimensions, `N` queries, `M` keys, `D` head dim.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -101,6 +102,35 @@ class MixingRule:
             mean = scores.masked_fill(~visible, 0).sum(-1, keepdim=True) / count
         weights = (1 + _slope(self.normalization, mean) * (scores - mean)) / count
         return weights if visible is None else weights.masked_fill(~visible, 0)
+
+    def weight_gradients(self, q: Tensor, k: Tensor) -> Tensor:
+        """Derivatives `[Q, M, D]` of the weights of queries `[Q, D]` for keys `[M, D]` by those queries, in float64.
+
+        By hand where phi is built in: forward-mode differentiation of so little takes a few times as long.
+        """
+        if self.normalization is not None and not isinstance(self.feature_map, str):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of torch about itself, at the first use of this
+                return torch.func.vmap(torch.func.jacfwd(lambda x: self.weights(x[None], k)[0]))(q)
+        with torch.enable_grad():
+            point = q.detach().double().requires_grad_()
+            features = self.features(point)
+            (slopes,) = torch.autograd.grad(features.sum(), point)  # phi works on each coordinate by itself
+        keys = self.features(k)
+        scores = self.scale * features.detach() @ keys.mT
+        by_query = self.scale * slopes[:, None] * keys  # of the scores
+        if self.normalization is None:
+            weights = scores.softmax(-1)[..., None]
+            return weights * (by_query - (weights * by_query).sum(1, keepdim=True))
+        mean, mean_by_query = scores.mean(-1, keepdim=True), by_query.mean(1, keepdim=True)
+        slope = _slope(self.normalization, mean)
+        centred = (scores - mean)[..., None]
+        result = slope[..., None] * (by_query - mean_by_query)
+        if self.normalization != "subtract":  # there the slope is one whatever the mean; else it goes with 1 / mean
+            divisible = mean.abs() > SMALLEST_MEAN_SCORE
+            bend = torch.where(divisible, -1 / torch.where(divisible, mean, 1).square(), 0)
+            result = result + bend[..., None] * mean_by_query * centred
+        return result / len(k)
 
 
 def beyond_uniform(rows: Tensor, uniform: Tensor | float) -> Tensor:
