@@ -5,12 +5,13 @@
 
 Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1344 and
 1600 × 2688 pixels, which is what images of 800 × 1333 and 1600 × 2666 are padded to; inference with bf16 weights,
-training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast, from
-normalised images to boxes and masks of 28 × 28 cells, which none of them pastes into pictures. All learn from the same
-ten objects an image, and all sort through the same boxes: what the layers for scores and boxes give is computed, then
-replaced by numbers that are the same for all, since the time that non-maximum suppression takes depends on what random
-weights happen to find. No InLine backbone is timed before its features agree with those of the same weights on plain
-PyTorch in float32.
+training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast (at
+inference with backbones of bf16 weights, as `inline eval --amp bf16` has them), from normalised images to boxes and
+masks of 28 × 28 cells, which none of them pastes into pictures. All learn from the same ten objects an image, and all
+sort through the same boxes, but that torchvision rounds its anchors to the features' dtype: what the layers for scores
+and boxes give is computed, then replaced by numbers that are the same for all, since the time that non-maximum
+suppression takes depends on what random weights happen to find. No InLine backbone is timed before its features agree
+with those of the same weights on plain PyTorch in float32.
 
 Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
 """
@@ -169,7 +170,6 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
     listed, kind = list(images), images.device.type
     if case.mode == "inference":
         model.eval()
-        # As `inline eval --amp bf16` does it.
         (model.parts.backbone if isinstance(model, _ResNetDetector) else cast(Any, model).backbone).to(dtype)
 
         def detect() -> object:

@@ -260,6 +260,20 @@ def test_errors(arguments, message):
         model(**arguments)
 
 
+def test_no_images_are_as_good_as_some():
+    model = create("inline_pvt_tiny")
+    assert model(torch.randn(0, 3, 64, 64), pixel_mask=torch.ones(0, 64, 64)).shape == (0, 7)
+    assert model(torch.randn(0, 3, 64, 64), image_sizes=[]).shape == (0, 7)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_has_a_gradient_of_its_own(name):
+    model = create(name)
+    model(torch.randn(1, 3, 64, 96)).square().sum().backward()  # one image: sums over the batch are not copies
+    places = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+    assert len(set(places)) == len(places)
+
+
 def test_both_image_sizes_and_pixel_mask_is_an_error():
     with pytest.raises(ValueError, match="not both"):
         create("inline_deit_tiny")(torch.randn(1, 3, 32, 32), image_sizes=[(32, 32)], pixel_mask=torch.ones(1, 32, 32))

@@ -323,6 +323,9 @@ class TokenAttention(ProjectedAttention):
             static = self.static_local.weight.view(1, self.num_heads, self.head_dim, 3, 3)
             if weight is None:
                 return static.expand(tokens.shape[0], -1, -1, -1, -1).to(tokens.dtype)
+            if static.requires_grad:
+                # With one sample both summands would get one tensor as their gradient, and add to it twice.
+                static.register_hook(torch.clone)  # pyright: ignore[reportUnknownMemberType]
             weight = weight + static.to(weight.dtype)
         return weight
 

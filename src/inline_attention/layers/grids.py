@@ -34,7 +34,8 @@ class Extents:
     def mask(self) -> torch.Tensor:
         """`[B, h·w]` bool, True for a token of the image."""
         if self._mask is None:
-            extents = torch.tensor(self.pairs).to(self.device, non_blocking=True)  # a blocking copy would wait as well
+            extents = torch.tensor(self.pairs, dtype=torch.int64).reshape(-1, 2)
+            extents = extents.to(self.device, non_blocking=True)  # a blocking copy would wait as well
             rows, columns = (torch.arange(side, device=self.device) for side in self.grid)
             inside = (rows < extents[:, :1])[:, :, None] & (columns < extents[:, 1:])[:, None, :]
             self._mask = inside.flatten(1)
@@ -299,11 +300,13 @@ def positions_for(positions: torch.Tensor, native: tuple[int, int], grid: Grid) 
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
-    distinct = list(dict.fromkeys(grid.extents.pairs))
     canvases: list[torch.Tensor] = []
-    for height, width in distinct:
+    distinct = 0
+    for index, (height, width) in enumerate(grid.extents.pairs):
+        if index > 0 and (height, width) == grid.extents.pairs[index - 1]:
+            canvases.append(canvases[-1])
+            continue
         resampled = torch.unflatten(resample_positions(positions, native, (height, width)), 1, (height, width))
         canvases.append(F.pad(resampled, (0, 0, 0, grid.width - width, 0, grid.height - height)).flatten(1, 2))
-    if len(distinct) == 1:
-        return canvases[0]
-    return torch.cat([canvases[distinct.index(pair)] for pair in grid.extents.pairs])
+        distinct += 1
+    return canvases[0] if distinct == 1 else torch.cat(canvases)

@@ -302,7 +302,7 @@ class VisionModel(nn.Module):
         pairs = _image_extents(features.shape[0], features.device, image_sizes, pixel_mask)
         stride = self.largest_stride
         counts = [((rows + stride - 1) // stride) * ((columns + stride - 1) // stride) for rows, columns in pairs]
-        if min(counts, default=1) < 1 or max(counts, default=1) > number:
+        if any(min(pair) < 1 for pair in pairs) or any(count > number for count in counts):
             raise ValueError(
                 f"images of {pairs} pixels do not have from 1 to {number} tokens, as many as the features; "
                 "pass what forward_features was given"
@@ -409,6 +409,11 @@ def _pixel_grid(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: tor
     return Grid.of_images(height, width, pairs, x.device)
 
 
+def _as_int(number: Any) -> int:
+    # A compiler takes operator.index for a reason to compile again for every number.
+    return number if isinstance(number, int) else operator.index(number)
+
+
 def _image_extents(
     batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
 ) -> list[tuple[int, int]]:
@@ -428,7 +433,7 @@ def _image_extents(
     expected = f"image_sizes must be {batch} pairs (height, width) of integers"
     try:
         listed = as_pairs(image_sizes) if isinstance(image_sizes, torch.Tensor) else image_sizes
-        pairs = [(operator.index(height), operator.index(width)) for height, width in listed]
+        pairs = [(_as_int(height), _as_int(width)) for height, width in listed]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{expected}, got {image_sizes!r:.200}") from error
     if len(pairs) != batch:

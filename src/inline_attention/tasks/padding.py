@@ -73,7 +73,13 @@ def canvas_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def pad_images(images: Sequence[Tensor]) -> PaddedImages:
-    """Put normalised images `[C, H, W]` of one device and dtype on a common canvas."""
+    """Put normalised images `[C, H, W]` of one device and dtype on a common canvas.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if not images:
+        raise ValueError("there must be an image at least, got an empty list")
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
     height, width = canvas_size(sizes)
     canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)

@@ -18,6 +18,7 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
 from inline_attention.models.base import VisionModel
 from inline_attention.models.registry import FAMILIES, TWINS, create_model, list_models
+from inline_attention.ops.autocast import autocast_enabled
 from inline_attention.tasks.padding import PaddedImages
 
 STRIDES = (4, 8, 16, 32)
@@ -66,10 +67,11 @@ class PyramidBackbone(nn.Module):
 
     def forward(self, images: PaddedImages) -> list[Tensor]:
         """`[B, C, h, w]` of each stage, zero where there is no image."""
-        dtype, device = next(self.norms.parameters()).dtype, images.canvas.device.type
+        canvas, dtype = images.canvas, next(self.norms.parameters()).dtype
         is_half = dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(device, enabled=False) if is_half else nullcontext():
-            canvas = images.canvas.to(dtype) if is_half else images.canvas
+        has_to_stop = is_half and autocast_enabled(canvas)
+        with torch.autocast(canvas.device.type, enabled=False) if has_to_stop else nullcontext():
+            canvas = canvas.to(dtype) if is_half else canvas
             features = self.body(canvas, image_sizes=images.backbone_sizes)
             return [
                 masked(norm(feature), images, stride)

@@ -26,6 +26,7 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
+from inline_attention.ops.autocast import autocast_enabled
 from inline_attention.tasks.padding import PaddedImages, pad_images
 from inline_attention.tasks.pyramid import STRIDES, FeaturePyramid, PyramidBackbone, names_without_decay
 
@@ -282,7 +283,7 @@ class _Pool(MultiScaleRoIAlign):
 
     def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
         """`[n, C, side, side]`, of the dtype of the features."""
-        if torch.is_autocast_enabled(boxes[0].device.type):
+        if autocast_enabled(boxes[0]):
             return super().forward(x, boxes, image_shapes)  # in float32, as autocast has it
         levels = {name: _precise(x[name]) for name in self.featmap_names}
         dtype = levels[self.featmap_names[0]].dtype
