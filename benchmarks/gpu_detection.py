@@ -178,7 +178,7 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
 
         return detect
     model.train()
-    targets = [_objects(case, images.device) for _ in listed]
+    targets = [_objects(case, seed, images.device) for seed in range(len(listed))]
 
     def train() -> object:
         model.zero_grad(set_to_none=True)
@@ -191,22 +191,24 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
     return train
 
 
-def _objects(case: Case, device: torch.device) -> dict[str, Tensor]:
+def _objects(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Boxes of random places and sizes, each with a mask that fills it."""
-    bounds = torch.tensor([case.width, case.height], device=device)
-    corners = torch.rand(OBJECTS, 2, device=device) * 0.7 * bounds
-    boxes = torch.cat([corners, corners + (0.05 + 0.25 * torch.rand(OBJECTS, 2, device=device)) * bounds], dim=1)
-    masks = torch.zeros(OBJECTS, case.height, case.width, dtype=torch.uint8, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.tensor([case.width, case.height])
+    corners = torch.rand(OBJECTS, 2, generator=generator) * 0.7 * bounds
+    boxes = torch.cat([corners, corners + (0.05 + 0.25 * torch.rand(OBJECTS, 2, generator=generator)) * bounds], dim=1)
+    masks = torch.zeros(OBJECTS, case.height, case.width, dtype=torch.uint8)
     for mask, box in zip(masks, boxes.int().tolist(), strict=True):
         left, top, right, bottom = box
         mask[top:bottom, left:right] = 1
-    return {"boxes": boxes, "labels": torch.randint(1, NUM_CLASSES + 1, (OBJECTS,), device=device), "masks": masks}
+    labels = torch.randint(1, NUM_CLASSES + 1, (OBJECTS,), generator=generator)
+    return {"boxes": boxes.to(device), "labels": labels.to(device), "masks": masks.to(device)}
 
 
 class _SameAnswers:
     """A hook on the layers of a detector that score and shift boxes: random numbers, the same for every detector.
 
-    Of each shape they are drawn once, with a share of objects as after training: a few hundred that are worth a look.
+    Of each shape they are drawn once. Of all boxes and classes a thousand or so pass for an object.
     """
 
     def __init__(self, spread: float, background: float = 0.0):

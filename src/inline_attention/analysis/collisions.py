@@ -176,9 +176,8 @@ def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
     for _ in range(SEARCH_STEPS):
         if (torch.minimum(*smallest.chunk(2)) <= FOUND * _tolerance(rule)).all():
             break
-        candidate = _gauss_newton_step(
-            candidate, _said_by_rows(rule, candidate, k) - rows, rule.weight_gradients(candidate, k)
-        )
+        residual = _said_by_rows(rule, candidate, k) - rows
+        candidate = _gauss_newton_step(candidate, residual, rule.weight_gradients(candidate, k))
         offset = candidate - centre
         candidate = centre + radius * offset / offset.norm(dim=-1, keepdim=True).clamp(min=1e-300)
         difference = relative_difference(_said_by_rows(rule, candidate, k), rows)

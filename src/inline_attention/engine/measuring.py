@@ -89,9 +89,8 @@ def evaluate_checkpoint(
         model = task.build_model(class_names)
         load_checkpoint(model, file)
         model, precision = model.to(processes.device), Precision(amp, processes.device)
-        if (
-            precision.dtype == torch.bfloat16
-        ):  # nothing is learnt here; float16 has too small a range for sums of blocks
+        # Nothing is learnt here. float16 has too small a range for what blocks add up to.
+        if precision.dtype == torch.bfloat16:
             cast_backbones(model, precision.dtype)
         broken = BrokenImages(len(source), BrokenImageLimit())
         reading = Reading(
