@@ -23,7 +23,12 @@ from inline_attention.engine.trainer import DivergedError, Trainer
 
 __all__ = ["pictures"]
 
-RESNET = ["model.name=resnet10t", "model.arguments={}", "model.img_size=null", "model.drop_path=null"]
+RESNET = [
+    "model.name=resnet10t",
+    "model.arguments={pretrained_cfg_overlay: {input_size: [3, 32, 32]}}",  # else 176 pixels
+    "model.img_size=null",
+    "model.drop_path=null",
+]
 
 
 def rows(folder):
