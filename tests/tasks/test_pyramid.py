@@ -80,6 +80,11 @@ def test_padding_does_not_reach_the_scores_of_a_segmenter(name, head):
         assert expected.std() > 1e-3
 
 
+def test_no_images_are_refused_with_advice():
+    with pytest.raises(ValueError, match="no images; pass a list of at least one"):
+        pad_images([])
+
+
 def test_models_without_a_pyramid_are_refused_with_advice():
     with pytest.raises(ValueError, match=r"one resolution throughout.*inline_pvt_tiny"):
         PyramidBackbone("inline_deit_tiny")

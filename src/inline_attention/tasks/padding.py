@@ -79,7 +79,7 @@ def pad_images(images: Sequence[Tensor]) -> PaddedImages:
         ValueError: If there are none.
     """
     if not images:
-        raise ValueError("there must be an image at least, got an empty list")
+        raise ValueError("there are no images; pass a list of at least one [C, H, W]")
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
     height, width = canvas_size(sizes)
     canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)
