@@ -80,6 +80,18 @@ def test_padding_does_not_reach_the_scores_of_a_segmenter(name, head):
         assert expected.std() > 1e-3
 
 
+@pytest.mark.parametrize("sizes", [[(70, 101)], [(70, 101), (70, 101)], [(3, 90), (20, 90)]])
+def test_images_of_one_size_need_no_masks(sizes):
+    padded = pad_images([torch.ones(3, *size) for size in sizes])
+    assert padded.are_alike
+    assert all(padded.outside(stride) is None for stride in (4, 8, 16, 32, 64, 128))
+
+
+def test_the_canvas_is_as_large_as_the_largest_sides_and_a_token_at_least():
+    assert pad_images([torch.ones(3, 70, 40), torch.ones(3, 50, 101)]).canvas.shape[-2:] == (70, 101)
+    assert pad_images([torch.ones(3, 5, 40)]).canvas.shape[-2:] == (32, 40)
+
+
 def test_no_images_are_refused_with_advice():
     with pytest.raises(ValueError, match="no images; pass a list of at least one"):
         pad_images([])

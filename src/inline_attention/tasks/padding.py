@@ -13,17 +13,19 @@ from torch import Tensor
 
 from inline_attention.layers.grids import Grid
 
-# The coarsest stride of the backbones. On a canvas of such multiples every stage has twice the tokens of the next one,
-# whatever the other images of the batch: only then is an image's pyramid the same alone and among others.
-MULTIPLE = 32
+# The coarsest stride of the backbones, which take no image that is thinner.
+SHORTEST_SIDE = 32
 
 
 @dataclass(frozen=True)
 class PaddedImages:
     """A batch in which each image occupies the top left corner of its canvas, and the rest is zero.
 
+    The canvas is no larger than it must be: images of one size, or one alone, fill it, and then nothing has to be
+    masked. A stage of a pyramid has half of the finer one's tokens along each axis, rounded up.
+
     Attributes:
-        canvas: `[B, C, H, W]`, both sides multiples of `MULTIPLE`.
+        canvas: `[B, C, H, W]`, both sides at least `SHORTEST_SIDE`.
         sizes: (height, width) of each image in pixels.
     """
 
@@ -33,7 +35,7 @@ class PaddedImages:
     @cached_property
     def backbone_sizes(self) -> list[tuple[int, int]]:
         """What a backbone takes for the image: thinner ones than its coarsest token count as filled up to one."""
-        return [(max(height, MULTIPLE), max(width, MULTIPLE)) for height, width in self.sizes]
+        return [(max(height, SHORTEST_SIDE), max(width, SHORTEST_SIDE)) for height, width in self.sizes]
 
     @property
     def are_alike(self) -> bool:
@@ -68,7 +70,7 @@ class PaddedImages:
 
 def canvas_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Height and width of the smallest canvas for images of such sizes."""
-    height, width = (-(-max(sides) // MULTIPLE) * MULTIPLE for sides in zip(*sizes, strict=True))
+    height, width = (max(SHORTEST_SIDE, *sides) for sides in zip(*sizes, strict=True))
     return height, width
 
 

@@ -105,7 +105,9 @@ class FeaturePyramid(nn.Module):
             stride = self._strides[place]
             merged = self.levels.inner_blocks[place](features[place])
             if coarser is not None:
-                merged = merged + F.interpolate(coarser, size=merged.shape[-2:], mode="nearest")
+                # Not to a size: of an odd one, nearest neighbours are a matter of rounding.
+                doubled = F.interpolate(coarser, scale_factor=2.0, mode="nearest")
+                merged = merged + doubled[:, :, : merged.shape[-2], : merged.shape[-1]]
             coarser = masked(merged, images, stride)
             results.insert(0, masked(self.levels.layer_blocks[place](coarser), images, stride))
         if self._extra == "pooled":

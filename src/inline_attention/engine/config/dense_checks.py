@@ -12,7 +12,7 @@ from inline_attention.engine.config.resolving import resolve
 from inline_attention.engine.config.schema import DetectionSection, TrainConfig
 from inline_attention.engine.config.timm_arguments import model_arguments
 from inline_attention.models.registry import create_model
-from inline_attention.tasks.padding import MULTIPLE
+from inline_attention.tasks.padding import SHORTEST_SIDE
 from inline_attention.tasks.pyramid import unfit_reason
 
 DATASETS = {"detection": "coco", "segmentation": "pairs"}
@@ -74,7 +74,7 @@ def _check_backbone(config: TrainConfig) -> Iterator[Problem]:
     arguments = {key: value for key, value in model_arguments(config).items() if key != "num_classes"}
     try:
         with torch.no_grad(), torch.device("meta"):
-            create_model(name, features_only=True, **arguments)(torch.empty(1, 3, 2 * MULTIPLE, 2 * MULTIPLE))
+            create_model(name, features_only=True, **arguments)(torch.empty(1, 3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE))
     except ValueError as error:
         yield Problem("model.name", str(error))
     except Exception as error:

@@ -58,11 +58,13 @@ class Segmenter(nn.Module):
             return [self._scores(features, padded, place) for place in range(len(images))]
         if targets is None:
             raise ValueError("training needs targets: labels of the pixels of each image; or call eval() first")
-        labels, size = _padded_labels(targets, padded), padded.canvas.shape[-2:]
-        losses = {"loss": _cross_entropy(_enlarged(self.decoder(features), size), labels)}
+        labels, strides = _padded_labels(targets, padded), self.backbone.strides
+        size = padded.canvas.shape[-2:]
+        scores = _enlarged(self.decoder(features), strides[0], size)
+        losses = {"loss": _cross_entropy(scores, labels)}
         if self.auxiliary is not None:
-            others = self.auxiliary(features[AUXILIARY_STAGE])
-            losses["auxiliary_loss"] = AUXILIARY_WEIGHT * _cross_entropy(_enlarged(others, size), labels)
+            others = _enlarged(self.auxiliary(features[AUXILIARY_STAGE]), strides[AUXILIARY_STAGE], size)
+            losses["auxiliary_loss"] = AUXILIARY_WEIGHT * _cross_entropy(others, labels)
         return losses
 
     def _scores(self, features: Sequence[Tensor], images: PaddedImages, place: int) -> Tensor:
@@ -72,10 +74,7 @@ class Segmenter(nn.Module):
             feature[place : place + 1, :, : -(-height // stride), : -(-width // stride)]
             for feature, stride in zip(features, self.backbone.strides, strict=True)
         ]
-        scores = self.decoder(alone)
-        finest = self.backbone.strides[0]
-        enlarged = _enlarged(scores, (finest * scores.shape[-2], finest * scores.shape[-1]))
-        return enlarged[0, :, : images.sizes[place][0], : images.sizes[place][1]]
+        return _enlarged(self.decoder(alone), self.backbone.strides[0], images.sizes[place])[0]
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that an optimiser should not decay: those of the backbone."""
@@ -122,9 +121,10 @@ def build_segmenter(description: SegmenterDescription) -> Segmenter:
     return Segmenter(backbone, UPerNetDecoder(channels, classes, width), auxiliary)
 
 
-def _enlarged(scores: Tensor, size: Sequence[int]) -> Tensor:
-    """Scores for every pixel, in float32."""
-    return F.interpolate(scores.float(), size=tuple(size), mode="bilinear", align_corners=False)
+def _enlarged(scores: Tensor, stride: int, size: Sequence[int]) -> Tensor:
+    """Scores `[B, K, h, w]` of tokens for every pixel, in float32; the last row and column may be incomplete."""
+    pixels = F.interpolate(scores.float(), scale_factor=float(stride), mode="bilinear", align_corners=False)
+    return pixels[:, :, : size[0], : size[1]]
 
 
 def _padded_labels(targets: Sequence[Tensor], images: PaddedImages) -> Tensor:
