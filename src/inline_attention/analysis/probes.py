@@ -212,7 +212,7 @@ def _read_window_attention(
     place = torch.arange(side * side, device=x.device).view(1, side, side).expand_as(regions)
     groups = _per_token(windows, window * (1 + regions.max()) + regions, shift)
     table = attention.relative_position_bias_table.detach()
-    bias = table[relative_position_index(side, x.device)]  # [L, L, H]
+    bias = table[relative_position_index(x.device, side)]  # [L, L, H]
     return LayerAttention(
         name,
         index,

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
+from inline_attention.layers.remembering import remembered
 from inline_attention.ops.tracing import is_exporting, plain_sizes
 
 
@@ -154,7 +155,9 @@ class Windows(NamedTuple):
             # By index: that a dimension of any length divides into windows is more than an exporter can prove.
             sample = torch.arange(x.shape[0], device=x.device)[:, None] * (self.grid[0] * self.grid[1])
             sample = (sample + torch.zeros_like(self._window_numbers(x.device))).flatten()
-            return x.flatten(0, 1)[sample[:, None, None] + self.repeat(self._tokens(shift, x.device)[None], x.shape[0])]
+            return x.flatten(0, 1)[
+                sample[:, None, None] + self.repeat(_tokens(x.device, self, shift)[None], x.shape[0])
+            ]
         (rows, columns), (height, width) = self.counts, self.window
         rest = x.shape[2:]
         x = torch.unflatten(x, 1, self.grid)
@@ -215,21 +218,30 @@ class Windows(NamedTuple):
         self, key_padding_mask: torch.Tensor | None, shift: tuple[int, int], device: torch.device
     ) -> torch.Tensor:
         """`[1 or B, W, height, width]` bool: which places of the windows hold a token, and a real one."""
-        row, column = self._coordinates(shift, device)
-        inside = ((row < self.grid[0]) & (column < self.grid[1]))[None]
+        inside = _inside(device, self, shift)[None]
         if key_padding_mask is None:
             return inside
-        return inside & key_padding_mask[:, self._tokens(shift, device)]
+        return inside & key_padding_mask[:, _tokens(device, self, shift)]
+
+    def visible(
+        self, key_padding_mask: torch.Tensor | None, shift: tuple[int, int], device: torch.device
+    ) -> torch.Tensor:
+        """`[1 or B, W, L, L]` bool: which token of a window may look at which. Padding may at itself.
+
+        A softmax needs something to look at.
+        """
+        visible = _visible(device, self, shift)
+        if key_padding_mask is None:
+            return visible[None]
+        real = key_padding_mask[:, _tokens(device, self, shift)].flatten(2)
+        return (real[:, :, None, :] & visible) | _itself(device, visible.shape[-1])
 
     def regions(self, shift: tuple[int, int], device: torch.device) -> torch.Tensor:
         """`[W, height, width]` integers that differ where the roll brought together what are no neighbours."""
-        row, column = self._coordinates(shift, device)
+        row, column = self.coordinates(shift, device)
         return 2 * (row < shift[0]).long() + (column < shift[1]).long()
 
-    def _window_numbers(self, device: torch.device) -> torch.Tensor:
-        return torch.arange(self.counts[0] * self.counts[1], device=device)
-
-    def _coordinates(self, shift: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def coordinates(self, shift: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and column in the padded grid of every place of the windows, `[W, height, width]` each."""
         (rows, columns), (height, width) = self.counts, self.window
         row = torch.arange(rows, device=device)[:, None, None, None] * height
@@ -244,10 +256,35 @@ class Windows(NamedTuple):
             return row[:, 0], column[:, 0]
         return row.flatten(0, 1), column.flatten(0, 1)
 
-    def _tokens(self, shift: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """Index of the token at every place, `[W, height, width]`; some token where there is none."""
-        row, column = self._coordinates(shift, device)
-        return row.clamp(max=self.grid[0] - 1) * self.grid[1] + column.clamp(max=self.grid[1] - 1)
+    def _window_numbers(self, device: torch.device) -> torch.Tensor:
+        return torch.arange(self.counts[0] * self.counts[1], device=device)
+
+
+@remembered
+def _inside(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
+    """`[W, height, width]` bool: which places hold a token."""
+    row, column = windows.coordinates(shift, device)
+    return (row < windows.grid[0]) & (column < windows.grid[1])
+
+
+@remembered
+def _tokens(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
+    """Index of the token at every place, `[W, height, width]`; some token where there is none."""
+    row, column = windows.coordinates(shift, device)
+    return row.clamp(max=windows.grid[0] - 1) * windows.grid[1] + column.clamp(max=windows.grid[1] - 1)
+
+
+@remembered
+def _visible(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
+    """`[W, L, L]` bool: which token of a window may look at which, as far as the grid says."""
+    inside, region = _inside(device, windows, shift).flatten(1), windows.regions(shift, device).flatten(1)
+    visible = inside[:, None, :] & (region[:, :, None] == region[:, None, :])
+    return visible | _itself(device, visible.shape[-1])
+
+
+@remembered
+def _itself(device: torch.device, length: int) -> torch.Tensor:
+    return torch.eye(length, dtype=torch.bool, device=device)
 
 
 def _is_constant(size: int | torch.SymInt) -> bool:

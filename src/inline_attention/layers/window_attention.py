@@ -18,6 +18,7 @@ from torch import nn
 
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.grids import Extents, Windows, as_pairs
+from inline_attention.layers.remembering import remembered
 from inline_attention.ops.tracing import is_exporting
 from inline_attention.ops.validation import FLOATING_DTYPES
 
@@ -135,12 +136,8 @@ class WindowAttention(ProjectedAttention):
         if key_padding_mask is None and windows.is_exact() and shift == (0, 0):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
         else:
-            inside = windows.inside(key_padding_mask, shift, qkv.device).flatten(2)
-            region = windows.regions(shift, qkv.device).flatten(1)
-            allowed = inside[:, :, None, :] & (region[:, :, None] == region[:, None, :])
-            itself = torch.eye(allowed.shape[-1], dtype=torch.bool, device=qkv.device)
-            allowed = allowed | itself  # padding too: a softmax needs something to look at
-            bias = torch.where(allowed[:, :, None], bias, -torch.inf)  # [1 or B, W, H, L, L]
+            visible = windows.visible(key_padding_mask, shift, qkv.device)
+            bias = torch.where(visible[:, :, None], bias, -torch.inf)  # [1 or B, W, H, L, L]
             if is_exporting():
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=windows.repeat(bias, batch), dropout_p=drop)
             else:
@@ -151,7 +148,7 @@ class WindowAttention(ProjectedAttention):
         """Relative position bias `[H, L, L]`."""
         side = self.window_size
         # Computed, not stored: a buffer would be rubbish after building on the meta device.
-        index = relative_position_index(side, self.relative_position_bias_table.device)
+        index = relative_position_index(self.relative_position_bias_table.device, side)
         rows = self.relative_position_bias_table[index.flatten()]
         bias = torch.unflatten(rows, 0, (side * side, side * side))
         return bias.permute(2, 0, 1).to(dtype)
@@ -293,7 +290,8 @@ def _attend_with_bias_per_window(
     return torch.unflatten(out, 1, tuple(bias.shape[1:3])).flatten(0, 1)
 
 
-def relative_position_index(side: int, device: torch.device) -> torch.Tensor:
+@remembered
+def relative_position_index(device: torch.device, side: int) -> torch.Tensor:
     """Row of the bias table for every pair of tokens of a window, `[L, L]`."""
     steps = torch.arange(side, device=device)
     rows, columns = (axis.flatten() for axis in torch.meshgrid(steps, steps, indexing="ij"))
