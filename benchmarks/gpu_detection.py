@@ -3,15 +3,15 @@
     python benchmarks/gpu_detection.py [--output DIR] [--compiled] [--time-limit 300]
     python benchmarks/gpu_detection.py --smoke --output DIR        # small images on a CPU: does it run?
 
-Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1344 and
-1600 × 2688 pixels, which is what images of 800 × 1333 and 1600 × 2666 are padded to; inference with bf16 weights,
-training (forward and backward) with bf16 autocast. Then whole Mask R-CNNs on images of 800 × 1333, bf16 autocast (at
-inference with backbones of bf16 weights, as `inline eval --amp bf16` has them), from normalised images to boxes and
-masks of 28 × 28 cells, which none of them pastes into pictures. All learn from the same ten objects an image, and all
-sort through the same boxes, but that torchvision rounds its anchors to the features' dtype: what the layers for scores
-and boxes give is computed, then replaced by numbers that are the same for all, since the time that non-maximum
-suppression takes depends on what random weights happen to find. No InLine backbone is timed before its features agree
-with those of the same weights on plain PyTorch in float32.
+Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1333 and
+1600 × 2666 pixels; inference with bf16 weights, training (forward and backward) with bf16 autocast. Then whole Mask
+R-CNNs on images of 800 × 1333 and on batches of unequal ones, bf16 autocast (at inference with backbones of bf16
+weights, as `inline eval --amp bf16` has them), from normalised images to boxes and masks of 28 × 28 cells, which none
+of them pastes into pictures. All learn from the same ten objects an image, and all sort through the same boxes, but
+that torchvision rounds its anchors to the features' dtype and has some in the padding: what the layers for scores and
+boxes give is computed, then replaced by numbers that are the same for all, since the time that non-maximum suppression
+takes depends on what random weights happen to find. No InLine backbone is timed before its features agree with those
+of the same weights on plain PyTorch in float32.
 
 Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
 """
@@ -76,6 +76,7 @@ class Case:
         width: Of images, in pixels.
         batch: Images of a step.
         contestants: Names of backbones.
+        narrowest: Width of the first image of a batch; the others' grow from it to `width`. None for all of one size.
     """
 
     kind: Kind
@@ -84,24 +85,32 @@ class Case:
     width: int
     batch: int
     contestants: tuple[str, ...]
+    narrowest: int | None = None
+
+    @property
+    def widths(self) -> list[int]:
+        """Of each image."""
+        return torch.linspace(self.narrowest or self.width, self.width, self.batch).int().tolist()  # pyright: ignore[reportUnknownMemberType]
 
 
 PVT, SWIN = ("inline_pvt_tiny", "softmax_pvt_tiny"), ("inline_swin_tiny", "softmax_swin_tiny")
 CASES = (
     *(
         Case("backbone", mode, height, width, batch, (*family, RESNET))
-        for height, width, batch in ((800, 1344, 8), (1600, 2688, 2))
+        for height, width, batch in ((800, 1333, 8), (1600, 2666, 2))
         for mode in ("inference", "training")
         for family in (PVT, SWIN)
     ),
     *(Case("detector", "inference", 800, 1333, batch, (*PVT, *SWIN, RESNET)) for batch in (1, 8)),
     Case("detector", "training", 800, 1333, 4, (*PVT, *SWIN, RESNET)),
+    Case("detector", "inference", 800, 1333, 8, (*PVT, *SWIN, RESNET), narrowest=1066),
+    Case("detector", "training", 800, 1333, 4, (*PVT, *SWIN, RESNET), narrowest=1066),
 )
 SMOKE_CASES = (
     Case("backbone", "inference", 64, 96, 1, (*PVT, RESNET)),
     Case("backbone", "training", 64, 96, 1, SWIN),
     Case("detector", "inference", 64, 90, 1, (PVT[0], RESNET)),
-    Case("detector", "training", 64, 90, 1, (PVT[0], RESNET)),
+    Case("detector", "training", 64, 90, 2, (PVT[0], RESNET), narrowest=70),
 )
 
 
@@ -167,7 +176,8 @@ def prepare(
 
 
 def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dtype) -> Callable[[], object]:
-    listed, kind = list(images), images.device.type
+    listed = [image[:, :, :width] for image, width in zip(images, case.widths, strict=True)]
+    kind = images.device.type
     if case.mode == "inference":
         model.eval()
         (model.parts.backbone if isinstance(model, _ResNetDetector) else cast(Any, model).backbone).to(dtype)
@@ -178,7 +188,7 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
 
         return detect
     model.train()
-    targets = [_objects(case, seed, images.device) for seed in range(len(listed))]
+    targets = [_objects(case.height, width, seed, images.device) for seed, width in enumerate(case.widths)]
 
     def train() -> object:
         model.zero_grad(set_to_none=True)
@@ -191,13 +201,13 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
     return train
 
 
-def _objects(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
+def _objects(height: int, width: int, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Boxes of random places and sizes, each with a mask that fills it."""
     generator = torch.Generator().manual_seed(seed)
-    bounds = torch.tensor([case.width, case.height])
+    bounds = torch.tensor([width, height])
     corners = torch.rand(OBJECTS, 2, generator=generator) * 0.7 * bounds
     boxes = torch.cat([corners, corners + (0.05 + 0.25 * torch.rand(OBJECTS, 2, generator=generator)) * bounds], dim=1)
-    masks = torch.zeros(OBJECTS, case.height, case.width, dtype=torch.uint8)
+    masks = torch.zeros(OBJECTS, height, width, dtype=torch.uint8)
     for mask, box in zip(masks, boxes.int().tolist(), strict=True):
         left, top, right, bottom = box
         mask[top:bottom, left:right] = 1
@@ -305,7 +315,7 @@ def write(
             rows.append(
                 [
                     f"{case.kind}, {case.mode}",
-                    f"{case.height} × {case.width}",
+                    f"{case.height} × {'' if case.narrowest is None else f'{case.narrowest}–'}{case.width}",
                     str(case.batch),
                     item.contestant,
                     item.status if speed is None else f"{speed:,.1f}",
@@ -350,7 +360,8 @@ def main(
             f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.2f} ms'}"
             for item in results[-1][1]
         ]
-        print(f"{case.kind}, {case.mode}, {case.height}×{case.width}, B={case.batch}: {', '.join(parts)}", flush=True)
+        sizes = f"{case.height}×{case.widths[0]}–{case.width}"
+        print(f"{case.kind}, {case.mode}, {sizes}, B={case.batch}: {', '.join(parts)}", flush=True)
         execution = "Backbones compiled." if compiled else "Eager execution."
         write(output / NAME, results, environment, f"{execution} Whole detectors are always eager.")
 
