@@ -37,16 +37,6 @@ class PaddedImages:
         """What a backbone takes for the image: thinner ones than its coarsest token count as filled up to one."""
         return [(max(height, SHORTEST_SIDE), max(width, SHORTEST_SIDE)) for height, width in self.sizes]
 
-    @property
-    def are_alike(self) -> bool:
-        """Whether each image would have the same canvas alone."""
-        return all(canvas_size([size]) == tuple(self.canvas.shape[-2:]) for size in self.sizes)
-
-    def alone(self, place: int) -> PaddedImages:
-        """One of the images, on the canvas that it would have alone."""
-        height, width = canvas_size([self.sizes[place]])
-        return PaddedImages(self.canvas[place : place + 1, :, :height, :width], [self.sizes[place]])
-
     def outside(self, stride: int) -> Tensor | None:
         """`[B, 1, h, w]` bool, true where a token of a stride belongs to no image; None if all do."""
         if stride not in self._outside:

@@ -126,6 +126,23 @@ def masked(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
     return features if outside is None else features.masked_fill(outside, 0)
 
 
+def edges_extended(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
+    """`[B, C, h, w]` in which the last row and column of each image come once more after it.
+
+    So what interpolates between tokens finds there what it would assume at the edge of a map.
+    """
+    if images.outside(stride) is None:
+        return features
+    features = features.clone()
+    for feature, (height, width) in zip(features, images.backbone_sizes, strict=True):
+        rows, columns = -(-height // stride), -(-width // stride)
+        if columns < feature.shape[2]:
+            feature[:, :, columns] = feature[:, :, columns - 1]
+        if rows < feature.shape[1]:
+            feature[:, rows] = feature[:, rows - 1]
+    return features
+
+
 def _halving(width: int) -> nn.Conv2d:
     layer = nn.Conv2d(width, width, 3, 2, 1)
     nn.init.kaiming_uniform_(layer.weight, a=1)  # as the levels below have it

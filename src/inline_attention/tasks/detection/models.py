@@ -3,7 +3,8 @@
 torchvision's own `forward` hands a backbone nothing but padded tensors. Ours also hands it the sizes of the images, so
 that attention over the whole map stops at their edges; what is left to do for torchvision is everything after it. What
 it would guess from the first images it sees, or round, is said: strides are those of the pyramid, and whatever becomes
-a coordinate is float32, also where convolutions are not.
+a coordinate is float32, also where convolutions are not. What is found in an image does not depend on others beside it
+in the batch: no anchor in its padding counts, no convolution reads it, and no box at its edge is blended with it.
 
 Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,19 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.models.detection.rpn import RPNHead
+from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_layers
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
 from inline_attention.ops.autocast import autocast_enabled
 from inline_attention.tasks.padding import PaddedImages, pad_images
-from inline_attention.tasks.pyramid import STRIDES, FeaturePyramid, PyramidBackbone, names_without_decay
+from inline_attention.tasks.pyramid import (
+    STRIDES,
+    FeaturePyramid,
+    PyramidBackbone,
+    edges_extended,
+    names_without_decay,
+)
 
 Head = Literal["mask_rcnn", "retinanet"]
 HEADS: tuple[Head, ...] = ("mask_rcnn", "retinanet")
@@ -38,6 +45,7 @@ MASK_SIDE, MASK_LAYERS = 14, 4
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 LEVELS = 5
 DEFAULT_SMALLEST_ANCHOR = 32
+IMPOSSIBLE = torch.finfo(torch.float32).tiny  # a proposal of a lower probability is in the padding
 Losses = dict[str, Tensor]
 Detections = list[dict[str, Tensor]]
 
@@ -74,19 +82,7 @@ class Detector(nn.Module, ABC):
             raise ValueError("training needs targets: boxes, labels and masks of each image; or call eval() first")
         padded = pad_images(images)
         features = self.features(padded)
-        if self.training or padded.are_alike:
-            return self._detect(padded, features, None if targets is None else [dict(t) for t in targets])
-        # Each image on the canvas that it would have alone: proposals in the padding would compete with its own.
-        found: Detections = []
-        for place in range(len(images)):
-            alone = padded.alone(place)
-            height, width = alone.canvas.shape[-2:]
-            own = [
-                feature[place : place + 1, :, : -(-height // stride), : -(-width // stride)]
-                for feature, stride in zip(features, self.level_strides, strict=True)
-            ]
-            found += cast(Detections, self._detect(alone, own, None))
-        return found
+        return self._detect(padded, features, None if targets is None else [dict(target) for target in targets])
 
     def features(self, images: PaddedImages) -> list[Tensor]:
         """The levels that the heads look at, the finest first."""
@@ -99,6 +95,10 @@ class Detector(nn.Module, ABC):
         self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
     ) -> Losses | Detections:
         """What `forward` returns, from the features."""
+
+    def _outside(self, images: PaddedImages) -> list[Tensor | None]:
+        """Of each level, where a token belongs to no image; in training, as everywhere, heads see a little of that."""
+        return [None if self.training else images.outside(stride) for stride in self.level_strides]
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that an optimiser should not decay: those of the backbone."""
@@ -140,6 +140,7 @@ class MaskRCNNDetector(Detector):
             _Channels(width),
             rpn_anchor_generator=anchors,
             rpn_head=_ProposalHead(width, anchors.num_anchors_per_location()[0]),
+            rpn_score_thresh=IMPOSSIBLE,
             box_roi_pool=_Pool(BOX_SIDE),
             box_batch_size_per_image=sampled_boxes,
             box_head=TwoMLPHead(width * BOX_SIDE**2, described),
@@ -152,10 +153,29 @@ class MaskRCNNDetector(Detector):
     def _detect(
         self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
     ) -> Losses | Detections:
-        named = {str(level): feature for level, feature in enumerate(features)}
-        proposals, proposal_losses = self.heads.rpn(ImageList(images.canvas, images.sizes), named, targets)
-        detections, losses = self.heads.roi_heads(named, proposals, images.sizes, targets)
-        return losses | proposal_losses if self.training else detections
+        if self.training:
+            listed, named = ImageList(images.canvas, images.sizes), _named(features)
+            proposals, proposal_losses = self.heads.rpn(listed, named, targets)
+            _, losses = self.heads.roi_heads(named, proposals, images.sizes, targets)
+            return losses | proposal_losses
+        proposals = self._propose(images, features)
+        levels = [edges_extended(level, images, stride) for level, stride in zip(features, STRIDES, strict=False)]
+        detections, _ = self.heads.roi_heads(_named(levels), proposals, images.sizes)
+        return detections
+
+    def _propose(self, images: PaddedImages, features: list[Tensor]) -> list[Tensor]:
+        """Boxes `[n, 4]` of each image that may hold an object."""
+        network: Any = self.heads.rpn
+        scores, shifts = network.head(features)
+        scores = [
+            level if outside is None else level.masked_fill(outside, -torch.inf)
+            for level, outside in zip(scores, self._outside(images), strict=True)
+        ]
+        anchors = network.anchor_generator(ImageList(images.canvas, images.sizes), features)
+        counts = [level[0].numel() for level in scores]
+        scores, shifts = concat_box_prediction_layers(scores, shifts)
+        boxes = network.box_coder.decode(shifts, anchors).view(len(anchors), -1, 4)
+        return network.filter_proposals(boxes, scores, images.sizes, counts)[0]
 
 
 class RetinaNetDetector(Detector):
@@ -184,8 +204,7 @@ class RetinaNetDetector(Detector):
     def _detect(
         self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
     ) -> Losses | Detections:
-        # In float32: the focal loss is a sum over a hundred thousand small terms.
-        outputs = {name: _precise(output) for name, output in self.heads.head(features).items()}
+        outputs = self._score(images, features)
         anchors = self.heads.anchor_generator(ImageList(images.canvas, images.sizes), features)
         if self.training:
             assert targets is not None
@@ -199,6 +218,19 @@ class RetinaNetDetector(Detector):
             images.sizes,
         )
         return [found | {"labels": found["labels"] + 1} for found in detections]
+
+    def _score(self, images: PaddedImages, features: list[Tensor]) -> dict[str, Tensor]:
+        """For each anchor, level by level, scores of the classes and shifts of the box."""
+        scoring, shifting = self.heads.head.classification_head, self.heads.head.regression_head
+        scores, shifts = [], []
+        for level, outside in zip(features, self._outside(images), strict=True):
+            of_classes = scoring.cls_logits(_convolved(level, scoring.conv, outside))
+            if outside is not None:
+                of_classes = of_classes.masked_fill(outside, -torch.inf)
+            scores.append(_per_anchor(of_classes, scoring.num_classes))
+            shifts.append(_per_anchor(shifting.bbox_reg(_convolved(level, shifting.conv, outside)), 4))
+        # In float32: the focal loss is a sum over a hundred thousand small terms.
+        return {"cls_logits": _precise(torch.cat(scores, 1)), "bbox_regression": _precise(torch.cat(shifts, 1))}
 
 
 @dataclass(frozen=True)
@@ -306,6 +338,24 @@ class _BoxPredictor(FastRCNNPredictor):
 class _MaskPredictor(MaskRCNNPredictor):
     def forward(self, input: Tensor) -> Tensor:
         return _precise(super().forward(input))
+
+
+def _named(levels: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {str(place): level for place, level in enumerate(levels)}
+
+
+def _convolved(level: Tensor, layers: nn.Module, outside: Tensor | None) -> Tensor:
+    """`[B, C, h, w]` after several layers, none of which reads what the one before made outside of the images."""
+    for layer in layers.children():
+        level = layer(level)
+        if outside is not None:
+            level = level.masked_fill(outside, 0)
+    return level
+
+
+def _per_anchor(level: Tensor, numbers: int) -> Tensor:
+    """`[B, A · numbers, h, w]` → `[B, h · w · A, numbers]` for A anchors at each place."""
+    return torch.unflatten(level, 1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3)
 
 
 def _precise(tensor: Tensor) -> Tensor:
