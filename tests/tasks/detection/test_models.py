@@ -52,7 +52,8 @@ def finder(head):
 def test_what_is_found_in_an_image_depends_on_no_other(head):
     """Neither on those of its batch nor on the first that a process sees, here one of a few rows."""
     model = finder(head).double()
-    images = [torch.randn(3, *size, dtype=torch.float64) for size in ((40, 128), (96, 70), (40, 41), (64, 96), (130, 60))]
+    sizes = [(40, 128), (96, 70), (40, 41), (64, 96), (130, 60)]
+    images = [torch.randn(3, *size, dtype=torch.float64) for size in sizes]
     alone = [copy.deepcopy(model)([image])[0] for image in images]
     for wanted, found in zip(alone, model(images), strict=True):
         assert len(wanted["boxes"]) > 0

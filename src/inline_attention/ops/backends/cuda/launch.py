@@ -136,11 +136,11 @@ def forward(
     device = q.device.index
     plan = plan_forward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
     stream = current_stream(device)
-    out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)
     weight = 0 if local_weight is None else local_weight.data_ptr()
     factor = problem.scale / M
     state = None
     if plan.one_block:
+        out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)
         state = empty_state(q, v) if keep_state else None
         merged = (0, 0, 0) if state is None else _sections(state.data_ptr(), B * H, D)
         plan.kernels["inline_sample"].launch(
@@ -152,6 +152,7 @@ def forward(
         )  # fmt: skip
         return out, state
     state = _accumulate(q, v, key, value, M, problem, plan, stream)
+    out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)  # not before: it may have the workspace's memory
     merged = _sections(state.data_ptr(), B * H, D)
     plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
         (plan.blocks, 1), plan.shared_bytes, stream,

@@ -273,7 +273,6 @@ def forward(
     del keep_state  # the output kernel reads it from memory in any case
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
     device = q.device
-    out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
     state = empty_state(q, v)
     covariance, key_mean, value_mean = split_state(state, q, v)
     heads = tuning.head_group(H, D, DV)
@@ -304,6 +303,8 @@ def forward(
                 partial, key_mean, value_mean, covariance, problem.scale, B * H, plan.chunks, partial_stride,
                 D, DV, heads.block_dv, rows, chunks, enable_fp_fusion=True,
             )  # fmt: skip
+            del partial  # the output may have its memory
+        out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
         plan = tuning.output_plan(B, N, heads, device)
         _forward_output_kernel[(B * plan.chunks, heads.groups)](
             q, v, key_padding_mask, taps, key_mean, value_mean, covariance, out,
