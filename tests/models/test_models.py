@@ -1,5 +1,7 @@
 """timm's contract, over every registered model; and what ours promise beyond it: any size, unequal batches."""
 
+import weakref
+
 import pytest
 import timm
 import torch
@@ -272,6 +274,18 @@ def test_every_parameter_has_a_gradient_of_its_own(name):
     model(torch.randn(1, 3, 64, 96)).square().sum().backward()  # one image: sums over the batch are not copies
     places = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
     assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
+@torch.no_grad()
+def test_what_a_stage_began_with_is_let_go(name):
+    """At inference nobody needs those tokens once the first block has others, and at high resolution they are many."""
+    model = inline_attention.create_model(name).eval()
+    began, alive = [], []
+    model.embeddings[2].register_forward_hook(lambda module, inputs, output: began.append(weakref.ref(output[0])))
+    model.stages[2][1].register_forward_pre_hook(lambda module, inputs: alive.append(began[0]() is not None))
+    model(torch.randn(1, 3, 64, 64))
+    assert alive == [False]
 
 
 def test_both_image_sizes_and_pixel_mask_is_an_error():

@@ -243,15 +243,10 @@ class VisionModel(nn.Module):
         """Names of parameters that an optimiser should not decay."""
         return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
 
-    def run_blocks(
-        self, blocks: Sequence[nn.Module] | nn.ModuleList, tokens: torch.Tensor, grid: Grid, wanted: int | None = None
-    ) -> torch.Tensor:
-        """Run blocks on tokens `[B, N, C]`, checkpointed if that is on; of the last, `wanted` tokens, or all."""
-        mask = self._token_mask(tokens, grid)
-        for index, block in enumerate(blocks):
-            arguments = grid.size, mask, wanted if index == len(blocks) - 1 else None, grid.extents
-            tokens = checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
-        return tokens
+    def run_block(self, block: nn.Module, tokens: torch.Tensor, grid: Grid, wanted: int | None = None) -> torch.Tensor:
+        """Run a block on tokens `[B, N, C]`, checkpointed if that is on; it gives `wanted` of them, or all."""
+        arguments = grid.size, self._token_mask(tokens, grid), wanted, grid.extents
+        return checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
 
     def _encode(
         self,

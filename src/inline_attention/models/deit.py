@@ -112,7 +112,7 @@ class InLineDeiT(VisionModel):
         class_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
         tokens = torch.cat([class_token, tokens], dim=1)
         for index, block in enumerate(self.blocks[: last + 1]):
-            tokens = self.run_blocks([block], tokens, grid, wanted if index == last else None)
+            tokens = self.run_block(block, tokens, grid, wanted if index == last else None)
             yield tokens, grid
 
     @property

@@ -61,11 +61,14 @@ class PyramidModel(VisionModel):
         self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
     ) -> Iterator[tuple[torch.Tensor, Grid]]:
         """Tokens and grid after each stage; of the last, `wanted` tokens, or all."""
-        for index, (embedding, blocks) in enumerate(zip(self.embeddings, self.stages, strict=True)):
+        for index, (embedding, stage) in enumerate(zip(self.embeddings, self.stages, strict=True)):
             if index > last:
                 return
             tokens, grid = embedding(x, grid)
-            tokens = self.run_blocks(blocks, tokens, grid, wanted if index == last else None)  # pyright: ignore[reportArgumentType]
+            blocks = list(stage.children())
+            for block in blocks:
+                is_last = index == last and block is blocks[-1]
+                tokens = self.run_block(block, tokens, grid, wanted if is_last else None)
             yield tokens, grid
             x = tokens_to_map(tokens, grid)
 
