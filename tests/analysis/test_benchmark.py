@@ -346,3 +346,18 @@ def test_a_graph_is_captured_on_a_gpu_and_what_cannot_be_is_timed_by_events():
     assert (captured.method, uncapturable.method) == ("graph", "events")
     timings = timing.interleaved_timings({"captured": captured, "uncapturable": uncapturable}, seconds=0.1)
     assert all(item.milliseconds > 0 for item in timings.values())
+    assert torch.randn(3, device=gpu).isfinite().all()  # after a capture that failed there are no random numbers
+
+
+def test_a_call_that_waits_for_the_gpu_is_known_before_it_is_captured(monkeypatch):
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def wait():
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    assert timing._waits_for_device(wait)
+    assert not timing._waits_for_device(lambda: None)
+    assert modes == [0, "error", 0, "error", 0]

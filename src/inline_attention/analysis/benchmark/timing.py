@@ -11,6 +11,7 @@ import itertools
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -102,10 +103,13 @@ def prepare_work(calls: Sequence[Callable[[], object]], device: torch.device, po
         for call in itertools.islice(itertools.cycle(calls), WARM_UP_CALLS):
             call()
         estimate = _milliseconds_between_events(calls[0])
+        can_be_captured = not any(_waits_for_device(call) for call in calls)
     torch.cuda.current_stream(device).wait_stream(side_stream)
     torch.cuda.synchronize(device)
     wanted = min(MOST_CALLS_PER_GRAPH, math.ceil(GRAPH_MILLISECONDS / max(estimate, 1e-3)))
     repeated = list(calls) * max(1, math.ceil(wanted / len(calls)))
+    if not can_be_captured:
+        return Work(lambda: _run(repeated), len(repeated), device, "events")
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream(device)
     try:
@@ -217,6 +221,25 @@ def _milliseconds_between_events(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
+
+
+def _waits_for_device(call: Callable[[], object]) -> bool:
+    """Whether a call waits for the GPU, which no graph can hold, or fails.
+
+    Better asked than tried: after a capture that failed, PyTorch can draw no random numbers on the GPU
+    (its issue 171263).
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def _quickest(works: Mapping[str, Work]) -> Work:
