@@ -8,10 +8,10 @@ Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (Res
 R-CNNs on images of 800 × 1333 and on batches of unequal ones, bf16 autocast (at inference with backbones of bf16
 weights, as `inline eval --amp bf16` has them), from normalised images to boxes and masks of 28 × 28 cells, which none
 of them pastes into pictures. All learn from the same ten objects an image, and all sort through the same boxes, but
-that torchvision rounds its anchors to the features' dtype and has some in the padding: what the layers for scores and
-boxes give is computed, then replaced by numbers that are the same for all, since the time that non-maximum suppression
-takes depends on what random weights happen to find. No InLine backbone is timed before its features agree with those
-of the same weights on plain PyTorch in float32.
+that torchvision rounds its anchors to the features' dtype and has some in the padding, also of what it adds to make
+sides multiples of 32: what the layers for scores and boxes give is computed, then replaced by random numbers that are
+the same for all, since the time that non-maximum suppression takes depends on what random weights happen to find. No
+InLine backbone is timed before its features agree with those of the same weights on plain PyTorch in float32.
 
 Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
 """
@@ -61,6 +61,7 @@ NUM_CLASSES = 8
 OBJECTS = 10  # of an image, in training
 LARGEST_ERROR = 2e-2  # relative, of the coarsest features in bf16
 LEAST_ROUNDS = 5
+GRID_MULTIPLE = 8
 Kind = Literal["backbone", "detector"]
 Mode = Literal["inference", "training"]
 
@@ -218,7 +219,8 @@ def _objects(height: int, width: int, seed: int, device: torch.device) -> dict[s
 class _SameAnswers:
     """A hook on the layers of a detector that score and shift boxes: random numbers, the same for every detector.
 
-    Of each shape they are drawn once. Of all boxes and classes a thousand or so pass for an object.
+    They are drawn once, for grids somewhat larger than those of the images, so that one a little wider gets the same at
+    the same places. Of all boxes and classes a thousand or so pass for an object.
     """
 
     def __init__(self, spread: float, background: float = 0.0):
@@ -227,13 +229,14 @@ class _SameAnswers:
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         del layer, inputs
-        shape = tuple(output.shape)
+        first, channels, *grid = output.shape
+        shape = (first, channels, *(-(-side // GRID_MULTIPLE) * GRID_MULTIPLE for side in grid))
         if shape not in self._drawn:
             drawn = self.spread * torch.randn(shape, generator=torch.Generator().manual_seed(0))
             drawn[:, 0] += self.background
             self._drawn[shape] = drawn.to(output.device, torch.float32)
         # Still a function of the output: the backward pass goes through the layer.
-        return self._drawn[shape] + 0 * output
+        return self._drawn[shape][(..., *(slice(side) for side in grid))] + 0 * output
 
 
 class _ResNetDetector(nn.Module):
@@ -368,7 +371,7 @@ def main(
             f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.2f} ms'}"
             for item in results[-1][1]
         ]
-        sizes = f"{case.height}×{case.widths[0]}–{case.width}"
+        sizes = f"{case.height}×{'' if case.narrowest is None else f'{case.narrowest}–'}{case.width}"
         print(f"{case.kind}, {case.mode}, {sizes}, B={case.batch}: {', '.join(parts)}", flush=True)
         execution = "Backbones compiled." if compiled else "Eager execution."
         write(output / NAME, results, environment, f"{execution} Whole detectors are always eager.")

@@ -128,6 +128,7 @@ class Windows(NamedTuple):
     @classmethod
     def cover(cls, grid: tuple[int, int], window: tuple[int | None, int | None]) -> Windows:
         """Divide a grid; None in `window` stands for the whole height or width."""
+        grid = (grid[0], grid[1])  # a list, too, divides a grid, but nothing can be kept by it
         # In an exported graph that must serve every size, one window or several are different cases: always several.
         extra = 1 if is_exporting() else 0
         sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]

@@ -14,8 +14,8 @@ import torch
 
 from inline_attention.ops.tracing import is_exporting, is_plain_execution
 
-MOST_KEPT = 256  # of one function
-LARGEST_KEPT = 2**22  # bytes
+MOST_KEPT = 2**25  # bytes, of one function
+LARGEST_KEPT = 2**22  # bytes, of one tensor
 
 P = ParamSpec("P")
 
@@ -29,9 +29,11 @@ def remembered(
     is forgotten here, so one that is being recorded gets tensors of its own.
     """
     kept: dict[Hashable, torch.Tensor] = {}
+    total = 0  # bytes
 
     @functools.wraps(make)
     def look_up(device: torch.device, *arguments: P.args, **options: P.kwargs) -> torch.Tensor:
+        nonlocal total
         if is_exporting() or not is_plain_execution():
             return make(device, *arguments, **options)
         stream = None
@@ -46,9 +48,11 @@ def remembered(
             with torch.inference_mode(False):  # what is made in inference mode could not be used in training
                 found = make(device, *arguments, **options)
             if found.nbytes <= LARGEST_KEPT:
-                if len(kept) >= MOST_KEPT:
+                if total + found.nbytes > MOST_KEPT:
                     kept.clear()
+                    total = 0
                 kept[key] = found
+                total += found.nbytes
         return found
 
     return look_up

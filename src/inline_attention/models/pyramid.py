@@ -65,9 +65,9 @@ class PyramidModel(VisionModel):
             if index > last:
                 return
             tokens, grid = embedding(x, grid)
-            blocks = list(stage.children())
-            for block in blocks:
-                is_last = index == last and block is blocks[-1]
+            blocks: list[nn.Module] = list(stage)  # pyright: ignore[reportArgumentType] - not children(), each only once
+            for number, block in enumerate(blocks, start=1):
+                is_last = index == last and number == len(blocks)
                 tokens = self.run_block(block, tokens, grid, wanted if is_last else None)
             yield tokens, grid
             x = tokens_to_map(tokens, grid)

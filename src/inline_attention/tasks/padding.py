@@ -21,8 +21,9 @@ SHORTEST_SIDE = 32
 class PaddedImages:
     """A batch in which each image occupies the top left corner of its canvas, and the rest is zero.
 
-    The canvas is no larger than it must be: images of one size, or one alone, fill it, and then nothing has to be
-    masked. A stage of a pyramid has half of the finer one's tokens along each axis, rounded up.
+    The canvas is no larger than it must be: images of one size, or one alone, fill it as far as a backbone can tell,
+    and then nothing has to be masked. A stage of a pyramid has half of the finer one's tokens along each axis, rounded
+    up.
 
     Attributes:
         canvas: `[B, C, H, W]`, both sides at least `SHORTEST_SIDE`.
@@ -75,6 +76,6 @@ def pad_images(images: Sequence[Tensor]) -> PaddedImages:
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
     height, width = canvas_size(sizes)
     canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)
-    for place, image in zip(canvas, images, strict=True):
-        place[:, : image.shape[1], : image.shape[2]] = image
+    for place, image in enumerate(images):
+        canvas[place, :, : image.shape[1], : image.shape[2]] = image
     return PaddedImages(canvas, sizes)

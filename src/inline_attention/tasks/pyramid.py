@@ -129,17 +129,17 @@ def masked(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
 def edges_extended(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
     """`[B, C, h, w]` in which the last row and column of each image come once more after it.
 
-    So what interpolates between tokens finds there what it would assume at the edge of a map.
+    So what interpolates between tokens, up to the edge of the image, finds there what it assumes at the edge of a map.
     """
     if images.outside(stride) is None:
         return features
     features = features.clone()
-    for feature, (height, width) in zip(features, images.backbone_sizes, strict=True):
+    for place, (height, width) in enumerate(images.backbone_sizes):
         rows, columns = -(-height // stride), -(-width // stride)
-        if columns < feature.shape[2]:
-            feature[:, :, columns] = feature[:, :, columns - 1]
-        if rows < feature.shape[1]:
-            feature[:, rows] = feature[:, rows - 1]
+        if columns < features.shape[3]:
+            features[place, :, :, columns] = features[place, :, :, columns - 1]
+        if rows < features.shape[2]:
+            features[place, :, rows] = features[place, :, rows - 1]
     return features
 
 

@@ -7,6 +7,8 @@ import torch
 
 from inline_attention.tasks.detection.models import DetectorDescription, build_detector
 from inline_attention.tasks.detection.postprocessing import at_original_size, whole_mask, whole_masks
+from inline_attention.tasks.padding import pad_images
+from inline_attention.tasks.pyramid import STRIDES, edges_extended, masked
 from tasks.small_backbones import SWIN
 
 
@@ -60,6 +62,40 @@ def test_what_is_found_in_an_image_depends_on_no_other(head):
         assert wanted.keys() == found.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(64, 60), (31, 90), (9, 97)])
+def test_thin_boxes_at_the_edge_are_pooled_the_same_in_a_batch(size):
+    """Of a box thinner than a token torchvision takes a whole one, also where the image has ended."""
+    height, width = size
+    pool = detector("mask_rcnn").heads.roi_heads.box_roi_pool
+    edges = [[10, height - 1, 50, height], [10, height - 3, 50, height], [width - 1, 1, width, height]]
+    boxes = torch.tensor([*edges, [width - 0.5, height - 0.5, width, height], [0, 0, width, height]])
+    pooled = []
+    for others in ([], [(64, 60)], [(70, 101), (200, 300)]):
+        images = pad_images([torch.zeros(3, *each) for each in (size, *others)])
+        levels = {}
+        for name, stride in enumerate(STRIDES):
+            rows, columns = (-(-side // stride) for side in images.canvas.shape[-2:])
+            ramp = 1 + torch.arange(rows)[:, None] + 0.1 * torch.arange(columns)
+            features = masked(ramp.expand(len(images.sizes), 2, rows, columns), images, stride)
+            levels[str(name)] = edges_extended(features, images, stride)
+        no_others = [torch.zeros(0, 4) for _ in others]
+        pooled.append(pool(levels, [boxes, *no_others], images.sizes))
+    assert (pooled[0] >= 1).all()  # nothing of what lies beyond
+    for found in pooled[1:]:
+        torch.testing.assert_close(found, pooled[0])
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+def test_gradients_reach_unequal_images_at_inference(head):
+    """For whoever asks which pixels an object was found by."""
+    images = [image.requires_grad_() for image in batch()[0]]
+    found = finder(head)(images)
+    for image, objects in zip(images, found, strict=True):
+        (gradient,) = torch.autograd.grad(objects["scores"].sum(), image, retain_graph=True)
+        assert gradient.isfinite().all()
+        assert gradient.any()
 
 
 @pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])

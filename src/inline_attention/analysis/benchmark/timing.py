@@ -109,6 +109,7 @@ def prepare_work(calls: Sequence[Callable[[], object]], device: torch.device, po
     wanted = min(MOST_CALLS_PER_GRAPH, math.ceil(GRAPH_MILLISECONDS / max(estimate, 1e-3)))
     repeated = list(calls) * max(1, math.ceil(wanted / len(calls)))
     if not can_be_captured:
+        _run(repeated)  # if a call is at fault, it fails here and is reported
         return Work(lambda: _run(repeated), len(repeated), device, "events")
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream(device)

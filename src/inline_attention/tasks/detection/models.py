@@ -28,7 +28,7 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
 from inline_attention.ops.autocast import autocast_enabled
-from inline_attention.tasks.padding import PaddedImages, pad_images
+from inline_attention.tasks.padding import SHORTEST_SIDE, PaddedImages, pad_images
 from inline_attention.tasks.pyramid import (
     STRIDES,
     FeaturePyramid,
@@ -45,7 +45,7 @@ MASK_SIDE, MASK_LAYERS = 14, 4
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 LEVELS = 5
 DEFAULT_SMALLEST_ANCHOR = 32
-IMPOSSIBLE = torch.finfo(torch.float32).tiny  # a proposal of a lower probability is in the padding
+IMPOSSIBLE = torch.finfo(torch.float32).tiny  # no proposal is of a lower probability; those in the padding have none
 Losses = dict[str, Tensor]
 Detections = list[dict[str, Tensor]]
 
@@ -174,7 +174,7 @@ class MaskRCNNDetector(Detector):
         anchors = network.anchor_generator(ImageList(images.canvas, images.sizes), features)
         counts = [level[0].numel() for level in scores]
         scores, shifts = concat_box_prediction_layers(scores, shifts)
-        boxes = network.box_coder.decode(shifts, anchors).view(len(anchors), -1, 4)
+        boxes = network.box_coder.decode(shifts.detach(), anchors).view(len(anchors), -1, 4)
         return network.filter_proposals(boxes, scores, images.sizes, counts)[0]
 
 
@@ -305,7 +305,11 @@ class _Anchors(AnchorGenerator):
 
 
 class _Pool(MultiScaleRoIAlign):
-    """Boxes cut out of the levels of `STRIDES`, which torchvision would conclude on from the first image it sees."""
+    """Boxes cut out of the levels of `STRIDES`, which torchvision would conclude on from the first image it sees.
+
+    Boxes thinner than a token, of which torchvision takes a whole one, are moved away from the lower and right edge, so
+    that it lies in the image: what comes after depends on the batch.
+    """
 
     def __init__(self, side: int):
         super().__init__([str(level) for level in range(len(STRIDES))], output_size=side, sampling_ratio=2)
@@ -315,12 +319,26 @@ class _Pool(MultiScaleRoIAlign):
 
     def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
         """`[n, C, side, side]`, of the dtype of the features."""
+        boxes = self._whole_tokens_inside(boxes, image_shapes)
         if autocast_enabled(boxes[0]):
             return super().forward(x, boxes, image_shapes)  # in float32, as autocast has it
         levels = {name: _precise(x[name]) for name in self.featmap_names}
         dtype = levels[self.featmap_names[0]].dtype
         pooled = super().forward(levels, [of_image.to(dtype) for of_image in boxes], image_shapes)
         return pooled.to(x[self.featmap_names[0]].dtype)
+
+    def _whole_tokens_inside(self, boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> list[Tensor]:
+        counts, flat = [len(of_image) for of_image in boxes], torch.cat(boxes)
+        extents = torch.cat(
+            [
+                torch.tensor([[width, height]], dtype=flat.dtype).clamp(min=SHORTEST_SIDE).expand(count, 2)
+                for (height, width), count in zip(image_shapes, counts, strict=True)
+            ]
+        ).to(flat.device, non_blocking=True)
+        starts, ends = flat[:, :2], flat[:, 2:]
+        token = STRIDES[0] * torch.exp2(self.map_levels(boxes).to(flat.dtype))[:, None]
+        beyond = (starts + torch.maximum(ends - starts, token) - extents).clamp(min=0)
+        return list(torch.cat([starts - beyond, ends - beyond], dim=1).split(counts))
 
 
 class _ProposalHead(RPNHead):
