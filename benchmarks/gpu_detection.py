@@ -89,6 +89,11 @@ class Case:
     narrowest: int | None = None
 
     @property
+    def size(self) -> str:
+        """Height and width of the images, in words."""
+        return f"{self.height} × {'' if self.narrowest is None else f'{self.narrowest}–'}{self.width}"
+
+    @property
     def widths(self) -> list[int]:
         """Of each image."""
         return torch.linspace(self.narrowest or self.width, self.width, self.batch).int().tolist()  # pyright: ignore[reportUnknownMemberType]
@@ -325,7 +330,7 @@ def write(
             rows.append(
                 [
                     f"{case.kind}, {case.mode}",
-                    f"{case.height} × {'' if case.narrowest is None else f'{case.narrowest}–'}{case.width}",
+                    case.size,
                     str(case.batch),
                     item.contestant,
                     item.status if speed is None else f"{speed:,.1f}",
@@ -371,8 +376,7 @@ def main(
             f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.2f} ms'}"
             for item in results[-1][1]
         ]
-        sizes = f"{case.height}×{'' if case.narrowest is None else f'{case.narrowest}–'}{case.width}"
-        print(f"{case.kind}, {case.mode}, {sizes}, B={case.batch}: {', '.join(parts)}", flush=True)
+        print(f"{case.kind}, {case.mode}, {case.size}, B={case.batch}: {', '.join(parts)}", flush=True)
         execution = "Backbones compiled." if compiled else "Eager execution."
         write(output / NAME, results, environment, f"{execution} Whole detectors are always eager.")
 

@@ -38,6 +38,10 @@ class PaddedImages:
         """What a backbone takes for the image: thinner ones than its coarsest token count as filled up to one."""
         return [(max(height, SHORTEST_SIDE), max(width, SHORTEST_SIDE)) for height, width in self.sizes]
 
+    def extents(self, stride: int) -> list[tuple[int, int]]:
+        """Rows and columns of tokens of a stride that belong to each image, incomplete ones included."""
+        return [(-(-height // stride), -(-width // stride)) for height, width in self.backbone_sizes]
+
     def outside(self, stride: int) -> Tensor | None:
         """`[B, 1, h, w]` bool, true where a token of a stride belongs to no image; None if all do."""
         if stride not in self._outside:
@@ -59,12 +63,6 @@ class PaddedImages:
         return None if mask is None else ~mask.unflatten(1, grid.size)[:, None]
 
 
-def canvas_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Height and width of the smallest canvas for images of such sizes."""
-    height, width = (max(SHORTEST_SIDE, *sides) for sides in zip(*sizes, strict=True))
-    return height, width
-
-
 def pad_images(images: Sequence[Tensor]) -> PaddedImages:
     """Put normalised images `[C, H, W]` of one device and dtype on a common canvas.
 
@@ -74,7 +72,7 @@ def pad_images(images: Sequence[Tensor]) -> PaddedImages:
     if not images:
         raise ValueError("there are no images; pass a list of at least one [C, H, W]")
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-    height, width = canvas_size(sizes)
+    height, width = (max(SHORTEST_SIDE, *sides) for sides in zip(*sizes, strict=True))
     canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)
     for place, image in enumerate(images):
         canvas[place, :, : image.shape[1], : image.shape[2]] = image

@@ -122,8 +122,12 @@ class FeaturePyramid(nn.Module):
 
 def masked(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
     """`[B, C, h, w]` with zeros where a token belongs to no image."""
-    outside = images.outside(stride)
-    return features if outside is None else features.masked_fill(outside, 0)
+    return filled(features, images.outside(stride), 0)
+
+
+def filled(features: Tensor, outside: Tensor | None, value: float) -> Tensor:
+    """`[B, C, h, w]` with a value where a token belongs to no image, which `PaddedImages.outside` says."""
+    return features if outside is None else features.masked_fill(outside, value)
 
 
 def edges_extended(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
@@ -134,8 +138,7 @@ def edges_extended(features: Tensor, images: PaddedImages, stride: int) -> Tenso
     if images.outside(stride) is None:
         return features
     features = features.clone()
-    for place, (height, width) in enumerate(images.backbone_sizes):
-        rows, columns = -(-height // stride), -(-width // stride)
+    for place, (rows, columns) in enumerate(images.extents(stride)):
         if columns < features.shape[3]:
             features[place, :, :, columns] = features[place, :, :, columns - 1]
         if rows < features.shape[2]:

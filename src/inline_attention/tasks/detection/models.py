@@ -34,6 +34,7 @@ from inline_attention.tasks.pyramid import (
     FeaturePyramid,
     PyramidBackbone,
     edges_extended,
+    filled,
     names_without_decay,
 )
 
@@ -168,8 +169,7 @@ class MaskRCNNDetector(Detector):
         network: Any = self.heads.rpn
         scores, shifts = network.head(features)
         scores = [
-            level if outside is None else level.masked_fill(outside, -torch.inf)
-            for level, outside in zip(scores, self._outside(images), strict=True)
+            filled(level, outside, -torch.inf) for level, outside in zip(scores, self._outside(images), strict=True)
         ]
         anchors = network.anchor_generator(ImageList(images.canvas, images.sizes), features)
         counts = [level[0].numel() for level in scores]
@@ -225,9 +225,7 @@ class RetinaNetDetector(Detector):
         scores, shifts = [], []
         for level, outside in zip(features, self._outside(images), strict=True):
             of_classes = scoring.cls_logits(_convolved(level, scoring.conv, outside))
-            if outside is not None:
-                of_classes = of_classes.masked_fill(outside, -torch.inf)
-            scores.append(_per_anchor(of_classes, scoring.num_classes))
+            scores.append(_per_anchor(filled(of_classes, outside, -torch.inf), scoring.num_classes))
             shifts.append(_per_anchor(shifting.bbox_reg(_convolved(level, shifting.conv, outside)), 4))
         # In float32: the focal loss is a sum over a hundred thousand small terms.
         return {"cls_logits": _precise(torch.cat(scores, 1)), "bbox_regression": _precise(torch.cat(shifts, 1))}
@@ -365,9 +363,7 @@ def _named(levels: Sequence[Tensor]) -> dict[str, Tensor]:
 def _convolved(level: Tensor, layers: nn.Module, outside: Tensor | None) -> Tensor:
     """`[B, C, h, w]` after several layers, none of which reads what the one before made outside of the images."""
     for layer in layers.children():
-        level = layer(level)
-        if outside is not None:
-            level = level.masked_fill(outside, 0)
+        level = filled(layer(level), outside, 0)
     return level
 
 

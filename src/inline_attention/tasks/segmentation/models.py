@@ -69,11 +69,10 @@ class Segmenter(nn.Module):
 
     def _scores(self, features: Sequence[Tensor], images: PaddedImages, place: int) -> Tensor:
         """`[K, H, W]` of one image, decoded by itself: no interpolation or mean of the decoder sees any padding."""
-        height, width = images.backbone_sizes[place]
-        alone = [
-            feature[place : place + 1, :, : -(-height // stride), : -(-width // stride)]
-            for feature, stride in zip(features, self.backbone.strides, strict=True)
-        ]
+        alone: list[Tensor] = []
+        for feature, stride in zip(features, self.backbone.strides, strict=True):
+            rows, columns = images.extents(stride)[place]
+            alone.append(feature[place : place + 1, :, :rows, :columns])
         return _enlarged(self.decoder(alone), self.backbone.strides[0], images.sizes[place])[0]
 
     def no_weight_decay(self) -> set[str]:
