@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, attention_weights, inline_attention
+from inline_attention.layers import attention as attention_module
 
 LAYERS = [InLineAttention, LinearAttention, SoftmaxAttention]
 
@@ -189,6 +190,34 @@ def test_separate_projections_share_one_cast_under_autocast():
         attention(torch.randn(2, 9, 8))
     assert seen[0] is seen[1]
     assert seen[0].dtype == torch.bfloat16
+
+
+def test_gives_up_queries_that_nobody_else_has_seen(monkeypatch):
+    given_up = []
+
+    def record(*tensors, overwrite_q, **options):
+        given_up.append(overwrite_q)
+        return inline_attention(*tensors, **options)
+
+    monkeypatch.setattr(attention_module, "inline_attention", record)
+    x = torch.randn(2, 9, 8)
+    attention = InLineAttention(8, 2, fused_qkv=False)
+    attention(x)
+    assert given_up.pop()
+    with attention.q.register_forward_hook(lambda *_: None):
+        attention(x)
+    assert not given_up.pop()
+    attention.q_norm = nn.Identity()  # of somebody else's making, and may keep what it was given
+    attention(x)
+    assert not given_up.pop()
+    attention.q_norm = None
+    attention.q = nn.Sequential(attention.q)
+    attention(x)
+    assert not given_up.pop()
+    packed = InLineAttention(8, 2)
+    packed.q_norm = packed.k_norm = nn.LayerNorm(4)
+    packed(x)
+    assert not given_up.pop()
 
 
 def test_one_compiled_graph_serves_every_size():

@@ -477,3 +477,28 @@ def test_the_head_of_the_features_of_a_padded_batch(name, pool):
         model.forward_head(features, image_sizes=sizes[:1])
     with pytest.raises(ValueError, match=r"pass what forward_features was given"):
         model.forward_head(features, image_sizes=[(96, 70), (960, 1280)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("family", ["pvt_tiny", "swin_tiny"])
+def test_a_backbone_takes_less_memory_than_its_softmax_twin(family, is_training):
+    def step(model, images):
+        with torch.set_grad_enabled(is_training), torch.autocast("cuda", torch.bfloat16, enabled=is_training):
+            features = model(images)
+        if is_training:
+            sum(feature.float().mean() for feature in features).backward()
+            model.zero_grad()
+
+    def peak(name):
+        model = timm.create_model(f"{name}_{family}", features_only=True).cuda().train(is_training)
+        images = torch.randn(2, 3, 800, 1333, device="cuda")
+        if not is_training:
+            model, images = model.bfloat16(), images.bfloat16()
+        step(model, images)  # what libraries keep for good is not counted
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, images)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak("inline") < peak("softmax")

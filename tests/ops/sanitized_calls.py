@@ -2,7 +2,7 @@
 
 import torch
 
-from inline_attention import inline_attention_qkvpacked
+from inline_attention import inline_attention, inline_attention_qkvpacked
 from inline_attention.ops.backends.cuda import launch
 
 
@@ -12,6 +12,9 @@ def attend(backend: str, head_dim: int, dtype: torch.dtype) -> None:
     weight = torch.randn(2, 3, head_dim, 3, 3, device="cuda").to(dtype).requires_grad_()
     for local in ({}, {"local_weight": weight, "grid_size": (9, 19), "num_prefix_tokens": 3}):
         inline_attention_qkvpacked(qkv, backend=backend, **local).sum().backward()
+        with torch.no_grad():
+            q, k, v = (tensor.clone() for tensor in qkv.unbind(2))
+            inline_attention(q, k, v, overwrite_q=True, backend=backend, **local)
 
 
 for head_dim in (32, 64):

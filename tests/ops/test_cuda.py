@@ -145,6 +145,36 @@ def test_runs_cover_the_tokens_where_there_is_no_grid():
         assert (layout.tiles - 1) * layout.run < tokens <= layout.tiles * layout.run
 
 
+def test_the_output_takes_the_memory_of_queries_that_are_given_up():
+    q, k, v = (torch.randn(2, 5, 3, 32) for _ in range(3))
+    version = q._version
+    assert launch._output(q, k, v, overwrite_q=True) is q
+    assert q._version > version  # autograd would notice that somebody saved it
+    with torch.inference_mode():
+        inference_q = torch.randn(2, 5, 3, 32)
+        assert launch._output(inference_q, k, v, overwrite_q=True) is inference_q
+
+
+@pytest.mark.parametrize(
+    ("make", "overwrite_q"),
+    [
+        (lambda: torch.randn(3, 2, 5, 3, 32), True),  # one memory: a value may be read after its query was written over
+        (lambda: [torch.randn(2, 5, 3, 64) for _ in range(3)], True),  # two warps read what each of them writes half of
+        (lambda: [torch.randn(2, 3, 5, 32).transpose(1, 2) for _ in range(3)], True),
+        (lambda: [torch.randn(2 * 5 * 3 * 32 + 1)[1:].view(2, 5, 3, 32) for _ in range(3)], True),
+        (lambda: [torch.randn(2, 5, 3, 32, requires_grad=True) for _ in range(3)], True),
+        (lambda: [torch.randn(2, 5, 3, 32) for _ in range(3)], False),
+    ],
+    ids=["shared", "wide", "strided", "misaligned", "with a gradient", "not allowed"],
+)
+def test_the_output_has_memory_of_its_own_otherwise(make, overwrite_q):
+    q, k, v = make()
+    out = launch._output(q, k, v, overwrite_q)
+    assert out.data_ptr() != q.data_ptr()
+    assert out.shape == q.shape
+    assert out.is_contiguous()
+
+
 def test_refuses_by_name_on_a_cpu():
     qkv = torch.randn(1, 9, 3, 2, 32).bfloat16()
     with pytest.raises(ValueError, match="needs an NVIDIA GPU, got cpu"):
@@ -186,6 +216,27 @@ def test_grids(grid, head_dim, dtype):
     for prefix, heads, packed in ((0, 1, True), (1, 3, True), (5, 2, False), (19, 3, True)):
         shape = Shape("grid", batch=2, heads=heads, head_dim=head_dim, grid=grid, prefix=prefix)
         check_call(shape, Option("grid"), dtype, backend="cuda", packed=packed, device="cuda", oracle="eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+@pytest.mark.parametrize("grid", [*GRIDS, (200, 333), None], ids=str)
+def test_output_in_the_memory_of_the_queries(grid, head_dim, dtype):
+    for prefix, heads in ((0, 1), (1, 3), (19, 2)):
+        tokens = prefix + (5000 if grid is None else grid[0] * grid[1])
+        q, k, v = (torch.randn(3, tokens, heads, head_dim, device="cuda").to(dtype) for _ in range(3))
+        local = {}
+        if grid is not None:
+            weight = torch.randn(3, heads, head_dim, 3, 3, device="cuda").to(dtype)
+            local = {"local_weight": weight, "grid_size": grid, "num_prefix_tokens": prefix}
+        expected = inline_attention(q, k, v, backend="cuda", **local)
+        for _ in range(3):
+            queries = q.clone()
+            out = inline_attention(queries, k, v, overwrite_q=True, backend="cuda", **local)
+            assert torch.equal(out, expected)
+            assert (out.data_ptr() == queries.data_ptr()) == (head_dim == 32)
 
 
 @pytest.mark.gpu

@@ -203,7 +203,7 @@ def test_checkpointing_recomputes():
 def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
     seen = {}
 
-    def forward(q, k, v, mask, local_weight, problem, keep_state):
+    def forward(q, k, v, mask, local_weight, problem, keep_state, overwrite_q):
         assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
         return fused_op._empty_results((q, k, v))
 
@@ -223,7 +223,7 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
 def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
     kept, given = [], []
 
-    def forward(q, k, v, mask, local_weight, problem, keep_state):
+    def forward(q, k, v, mask, local_weight, problem, keep_state, overwrite_q):
         kept.append(keep_state)
         out, state = fused_op._empty_results((q, k, v))
         return out.zero_(), state.fill_(3.0) if keep_state else None
@@ -245,6 +245,33 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
             function(qkv).sum().backward()
         assert kept[-2:] == [is_saved, True]  # a plain call keeps its state whatever its size
         assert given[-2:] == [3.0 if is_saved else None, 3.0]
+
+
+def test_queries_may_be_overwritten_only_where_nobody_needs_them():
+    allowed = []
+
+    def forward(q, k, v, mask, local_weight, problem, keep_state, overwrite_q):
+        allowed.append(overwrite_q)
+        return fused_op._empty_results((q, k, v))
+
+    def backward(*arguments):
+        raise AssertionError("nobody asked for gradients")
+
+    backend = fused_op.register("test_overwriting", forward, backward, largest_head_dim=8, can_make_state_again=True)
+    q, k, v = torch.randn(3, 2, 6, 1, 8)
+    call = AttentionCall(q, k, v, None, 0.5, "identity", "subtract", None, None, None, 0, overwrite_q=True)
+    calls = (backend.run, lambda call: backend.prepare(call)(call.q, call.k, call.v, None, None))
+    for run in calls:
+        for wanted in (True, False):
+            run(call._replace(overwrite_q=wanted))
+            assert allowed.pop() == wanted
+        run(call._replace(v=v.clone().requires_grad_()))
+        assert not allowed.pop()
+        with Recorder():  # may keep what it sees
+            run(call)
+        assert not allowed.pop()
+    backend.run(call._replace(feature_map=torch.nn.Identity()))  # q may be what the map was given
+    assert not allowed.pop()
 
 
 def unusual_layout(*shape):

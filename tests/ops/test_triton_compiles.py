@@ -115,7 +115,7 @@ def recorded_launches(case: dict) -> list[tuple]:
     problem = Problem(
         D**-0.5, case.get("feature_map", "identity"), case.get("normalization", "subtract"), *grid, num_prefix_tokens=0
     )
-    out, state = forward.forward(q, k, v, mask, local_weight, problem, keep_state=True)
+    out, state = forward.forward(q, k, v, mask, local_weight, problem, keep_state=True, overwrite_q=False)
     backward.backward(torch.empty_like(out), q, k, v, mask, local_weight, state, problem, *grads)
     return launches
 

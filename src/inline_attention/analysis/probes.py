@@ -135,7 +135,10 @@ def _observe_token_attention(
         key_padding_mask: Tensor | None,
         local_weight: Tensor | None,
         local_grid: tuple[int, int] | None,
+        *,
+        overwrite_q: bool = False,
     ) -> Tensor:
+        del overwrite_q  # whoever looks on may keep the queries
         _refuse_padding(key_padding_mask)
         assert grid_size is not None
         normalization = None if isinstance(attention, SoftmaxAttention) else attention.normalization

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inline_attention.layers.local_weights import LocalWeightPredictor
+from inline_attention.layers.watching import must_be_called
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.autocast import as_autocast
 from inline_attention.ops.call import Normalization
@@ -259,7 +260,9 @@ class TokenAttention(ProjectedAttention):
             qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
             out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
         else:
-            out = self.mix(*self._project(x), key_padding_mask, local_weight, grid_size)
+            q, k, v = self._project(x)
+            overwrite_q = self._owns_queries()
+            out = self.mix(q, k, v, key_padding_mask, local_weight, grid_size, overwrite_q=overwrite_q)
         out = out.flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
@@ -281,8 +284,10 @@ class TokenAttention(ProjectedAttention):
         key_padding_mask: torch.Tensor | None,
         local_weight: torch.Tensor | None,
         grid_size: tuple[int, int] | None,
+        *,
+        overwrite_q: bool = False,
     ) -> torch.Tensor:
-        """Mix values `[B, N, H, D]`, local term included."""
+        """Mix values `[B, N, H, D]`, local term included; `overwrite_q` as in `inline_attention`."""
 
     def mix_packed(
         self,
@@ -313,6 +318,10 @@ class TokenAttention(ProjectedAttention):
         if self.k_norm is not None:
             k = self.k_norm(k).to(v.dtype)
         return q, k, v
+
+    def _owns_queries(self) -> bool:
+        """Whether nobody but this layer has seen the queries of `_project`: they are a linear layer's fresh output."""
+        return type(self.q) is nn.Linear and self.q_norm is None and not must_be_called(self.q)
 
     def _local_weight(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
@@ -356,9 +365,12 @@ class KernelAttention(TokenAttention):
         key_padding_mask: torch.Tensor | None,
         local_weight: torch.Tensor | None,
         grid_size: tuple[int, int] | None,
+        *,
+        overwrite_q: bool = False,
     ) -> torch.Tensor:
         """Mix values `[B, N, H, D]` by `inline_attention`."""
-        return self.attn_drop(inline_attention(q, k, v, **self._op_options(key_padding_mask, local_weight, grid_size)))
+        options = self._op_options(key_padding_mask, local_weight, grid_size)
+        return self.attn_drop(inline_attention(q, k, v, overwrite_q=overwrite_q, **options))
 
     def mix_packed(
         self,
@@ -438,8 +450,11 @@ class SoftmaxAttention(TokenAttention):
         key_padding_mask: torch.Tensor | None,
         local_weight: torch.Tensor | None,
         grid_size: tuple[int, int] | None,
+        *,
+        overwrite_q: bool = False,
     ) -> torch.Tensor:
         """Mix values `[B, N, H, D]` by scaled dot-product attention."""
+        del overwrite_q  # PyTorch's kernels cannot
         if key_padding_mask is not None:
             with unrecorded():
                 check_mask(key_padding_mask, k)

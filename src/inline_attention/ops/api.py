@@ -38,6 +38,7 @@ def inline_attention(
     local_weight: torch.Tensor | None = None,
     grid_size: tuple[int, int] | None = None,
     num_prefix_tokens: int = 0,
+    overwrite_q: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Injective linear attention, in time and memory linear in the number of tokens.
@@ -59,6 +60,8 @@ def inline_attention(
         local_weight: `[B, H, Dv, 3, 3]`, a 3×3 kernel per sample and channel (cross-correlation, zero padding).
         grid_size: `(h, w)` of the token grid; needed with `local_weight`, where N = M = num_prefix_tokens + h·w.
         num_prefix_tokens: Class or register tokens before the grid; the local term neither reads nor changes them.
+        overwrite_q: Allow the result to be written over q where no gradients are asked for, which saves the memory of
+            another tensor of that size. Only some kernels do; do not read q afterwards.
         backend: "auto", or by name "cuda", "triton", "eager", or "reference" (explicit weights, quadratic memory).
 
     Returns:
@@ -71,7 +74,7 @@ def inline_attention(
         q, k, v, local_weight = map(as_autocast, (q, k, v, local_weight))
     return _attend(
         q, k, v, None, scale, feature_map, normalization,
-        key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q, backend,
     )  # fmt: skip
 
 
@@ -109,7 +112,7 @@ def inline_attention_qkvpacked(
     q, k, v = qkv.unbind(2)
     return _attend(
         q, k, v, qkv, scale, feature_map, normalization,
-        key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens, False, backend,
     )  # fmt: skip
 
 
@@ -205,6 +208,7 @@ def _attend(
     local_weight: torch.Tensor | None,
     grid_size: tuple[int, int] | None,
     num_prefix_tokens: int,
+    overwrite_q: bool,
     backend: str,
 ) -> torch.Tensor:
     if autocast_enabled(q):
@@ -212,12 +216,12 @@ def _attend(
         with torch.autocast(q.device.type, enabled=False):
             return _attend(
                 q, k, v, qkv, scale, feature_map, normalization,
-                key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend,
+                key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q, backend,
             )  # fmt: skip
     signature = None
     if key_padding_mask is None and isinstance(feature_map, str) and not is_transformed():
         tensors = (q, k, v, local_weight) if qkv is None else (qkv, local_weight)
-        options = (feature_map, normalization, backend, dispatch.AUTO_BACKENDS)
+        options = (feature_map, normalization, overwrite_q, backend, dispatch.AUTO_BACKENDS)
         signature = _signature(tensors, scale, grid_size, num_prefix_tokens, options)
         prepared = None if signature is None else _PREPARED.get(signature)
         if prepared is not None:
@@ -226,7 +230,7 @@ def _attend(
     with unrecorded():
         call = _validated_call(
             q, k, v, qkv, scale, feature_map, normalization,
-            key_padding_mask, local_weight, grid_size, num_prefix_tokens,
+            key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q,
         )  # fmt: skip
     selected = dispatch.select(backend, call)
     if signature is not None:
@@ -248,6 +252,7 @@ def _validated_call(
     local_weight: torch.Tensor | None,
     grid_size: tuple[int, int] | None,
     num_prefix_tokens: int,
+    overwrite_q: bool,
 ) -> AttentionCall:
     validation.check_queries_and_keys(q, k)
     validation.check_values(q, k, v)
@@ -260,8 +265,9 @@ def _validated_call(
         validation.check_self_attention(q, k)
         grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
     return AttentionCall(
-        q, k, v, qkv, scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens
-    )
+        q, k, v, qkv, scale, feature_map, normalization,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q,
+    )  # fmt: skip
 
 
 def _signature(

@@ -35,6 +35,7 @@ class AttentionCall(NamedTuple):
         local_weight: `[B, H, Dv, 3, 3]`, or None without the local term.
         grid_size: `(height, width)` of the tokens after the prefix; given whenever `local_weight` is.
         num_prefix_tokens: Tokens before the grid (class or register tokens), outside the local term.
+        overwrite_q: Whether the output may take the memory of q, which nobody reads any more. No backend has to.
     """
 
     q: torch.Tensor
@@ -48,6 +49,7 @@ class AttentionCall(NamedTuple):
     local_weight: torch.Tensor | None
     grid_size: tuple[int, int] | None
     num_prefix_tokens: int
+    overwrite_q: bool = False
 
 
 # (q, k, v, qkv, local_weight) to the output, for calls that differ in the data alone from one that was validated.

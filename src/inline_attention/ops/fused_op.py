@@ -37,11 +37,11 @@ class Problem(NamedTuple):
     num_prefix_tokens: int
 
 
-# (q, k, v, key_padding_mask, local_weight, problem, keep_state) to (out, state): out `[B, N, H, Dv]`, contiguous, in
-# the dtype of v; the state a vector as `split_state` reads it, or None if not to be kept and not needed. The last
-# dimension of q, k and v has unit stride.
+# (q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q) to (out, state): out `[B, N, H, Dv]`,
+# contiguous, in the dtype of v, and q itself if that may be overwritten and the kernels can; the state a vector as
+# `split_state` reads it, or None if not to be kept and not needed. The last dimension of q, k and v has unit stride.
 Forward: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem, bool],
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem, bool, bool],
     tuple[torch.Tensor, torch.Tensor | None],
 ]
 # (grad_out, q, k, v, key_padding_mask, local_weight, state, problem, grad_q, grad_k, grad_v) to the gradient of
@@ -139,6 +139,7 @@ def register(
         key_padding_mask: torch.Tensor | None,
         local_weight: torch.Tensor | None,
         problem: Problem,
+        overwrite_q: bool,
     ) -> torch.Tensor:
         differentiable = torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight)
         if _must_be_traceable(tensors):
@@ -150,19 +151,20 @@ def register(
             return inference_op(*tensors, key_padding_mask, local_weight, *problem)
         if differentiable:
             return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, key_padding_mask, local_weight, *tensors))
-        return _forward(kernels, separate, key_padding_mask, local_weight, problem, keep_state=False)[0]
+        return _forward(kernels, separate, key_padding_mask, local_weight, problem, False, overwrite_q)[0]
 
     def run(call: AttentionCall) -> torch.Tensor:
         if not isinstance(call.feature_map, str):
             return run_mapped(call)
         separate = (call.q, call.k, call.v)
         tensors = separate if call.qkv is None else (call.qkv,)
-        return attend(tensors, separate, call.key_padding_mask, call.local_weight, _problem(call, call.feature_map))
+        problem = _problem(call, call.feature_map)
+        return attend(tensors, separate, call.key_padding_mask, call.local_weight, problem, call.overwrite_q)
 
     def prepare(call: AttentionCall) -> PreparedCall:
         if not isinstance(call.feature_map, str) or call.key_padding_mask is not None:
             raise ValueError("only calls of built-in feature maps and without a mask are prepared")
-        problem = _problem(call, call.feature_map)
+        problem, overwrite_q = _problem(call, call.feature_map), call.overwrite_q
         separate = (call.q, call.k, call.v)
         # No empty batch, and nothing to copy first.
         is_direct = call.q.shape[0] > 0 and are_plain_eager_tensors(*separate)
@@ -181,8 +183,8 @@ def register(
                 and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
                 and not (torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight))
             ):
-                return kernels.forward(q, k, v, None, local_weight, problem, False)[0]
-            return attend(tensors, (q, k, v), None, local_weight, problem)
+                return kernels.forward(q, k, v, None, local_weight, problem, False, overwrite_q)[0]
+            return attend(tensors, (q, k, v), None, local_weight, problem, overwrite_q)
 
         return run_prepared
 
@@ -197,7 +199,8 @@ def register(
                 call.scale, call.normalization, call.grid_size, call.num_prefix_tokens,
             )  # fmt: skip
         else:
-            out = attend((q, k, v), (q, k, v), call.key_padding_mask, local_weight, _problem(call, "identity"))
+            problem = _problem(call, "identity")
+            out = attend((q, k, v), (q, k, v), call.key_padding_mask, local_weight, problem, overwrite_q=False)
         return out.to(call.v.dtype)
 
     return FusedBackend(run, prepare)
@@ -227,11 +230,12 @@ def _forward(
     local_weight: torch.Tensor | None,
     problem: Problem,
     keep_state: bool,
+    overwrite_q: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if tensors[0].shape[0] == 0:
         return _empty_results(tensors)
     q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
-    return kernels.forward(q, k, v, key_padding_mask, local_weight, problem, keep_state)
+    return kernels.forward(q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q)
 
 
 def _backward(

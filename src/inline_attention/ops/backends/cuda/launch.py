@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from inline_attention.ops.backends.cuda import compiler
 from inline_attention.ops.fused_op import Problem, empty_state
@@ -124,6 +125,7 @@ def forward(
     local_weight: torch.Tensor | None,
     problem: Problem,
     keep_state: bool,
+    overwrite_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output `[B, N, H, D]` and the state. See `fused_op.Forward`."""
     del key_padding_mask  # None: refused by `unsupported_reason`
@@ -140,7 +142,7 @@ def forward(
     factor = problem.scale / M
     state = None
     if plan.one_block:
-        out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)
+        out = _output(q, k, v, overwrite_q)
         state = empty_state(q, v) if keep_state else None
         merged = (0, 0, 0) if state is None else _sections(state.data_ptr(), B * H, D)
         plan.kernels["inline_sample"].launch(
@@ -152,13 +154,28 @@ def forward(
         )  # fmt: skip
         return out, state
     state = _accumulate(q, v, key, value, M, problem, plan, stream)
-    out = torch.empty((B, N, H, D), dtype=q.dtype, device=q.device)  # not before: it may have the workspace's memory
+    out = _output(q, k, v, overwrite_q)  # not before: it may have the workspace's memory
     merged = _sections(state.data_ptr(), B * H, D)
     plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
         (plan.blocks, 1), plan.shared_bytes, stream,
         _OUTPUT.pack(*plan.packed_layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
     )  # fmt: skip
     return out, state
+
+
+def _output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overwrite_q: bool) -> torch.Tensor:
+    """Where the output goes: over q where that is allowed and every query is read before its output is written.
+
+    That is so where a warp multiplies whole heads. Heads wider than a slab are read by two warps and written by each
+    in part.
+    """
+    if overwrite_q and q.shape[3] == SLAB and q.is_contiguous() and q.data_ptr() % 16 == 0 and not q.requires_grad:
+        memory = q.untyped_storage().data_ptr()
+        if memory != k.untyped_storage().data_ptr() and memory != v.untyped_storage().data_ptr():
+            if not q.is_inference():
+                increment_version(q)  # as any operation in place, so that autograd notices where somebody saved q
+            return q
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _accumulate(

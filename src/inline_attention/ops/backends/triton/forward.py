@@ -268,9 +268,11 @@ def forward(
     local_weight: torch.Tensor | None,
     problem: Problem,
     keep_state: bool,
+    overwrite_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[B, N, H, Dv]` and state, as `fused_op.Forward` asks."""
     del keep_state  # the output kernel reads it from memory in any case
+    del overwrite_q  # warps of a program may still read what others of it would write over
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
     device = q.device
     state = empty_state(q, v)
