@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.overrides import BaseTorchFunctionMode
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, attention_weights, inline_attention
 from inline_attention.layers import attention as attention_module
@@ -192,32 +193,67 @@ def test_separate_projections_share_one_cast_under_autocast():
     assert seen[0].dtype == torch.bfloat16
 
 
-def test_gives_up_queries_that_nobody_else_has_seen(monkeypatch):
-    given_up = []
+@pytest.fixture
+def given_up(monkeypatch) -> list[bool]:
+    """Whether the layer gave up its queries, for every call of the op."""
+    seen = []
 
     def record(*tensors, overwrite_q, **options):
-        given_up.append(overwrite_q)
+        seen.append(overwrite_q)
         return inline_attention(*tensors, **options)
 
     monkeypatch.setattr(attention_module, "inline_attention", record)
-    x = torch.randn(2, 9, 8)
-    attention = InLineAttention(8, 2, fused_qkv=False)
-    attention(x)
-    assert given_up.pop()
-    with attention.q.register_forward_hook(lambda *_: None):
-        attention(x)
-    assert not given_up.pop()
+    return seen
+
+
+def with_hook(attention):
+    attention.q.register_forward_hook(lambda *_: None)
+
+
+def with_hook_that_removes_itself(attention):
+    handle = attention.q.register_forward_hook(lambda *_: handle.remove())
+
+
+def with_forward_on_the_instance(attention):
+    attention.q.forward = attention.q.forward
+
+
+def with_norm(attention):
     attention.q_norm = nn.Identity()  # of somebody else's making, and may keep what it was given
-    attention(x)
-    assert not given_up.pop()
-    attention.q_norm = None
-    attention.q = nn.Sequential(attention.q)
-    attention(x)
-    assert not given_up.pop()
+
+
+def with_another_linear_layer(attention):
+    attention.q = type("AdaptedLinear", (nn.Linear,), {})(8, 8)
+
+
+def test_gives_up_queries_that_nobody_else_has_seen(given_up):
+    attention = InLineAttention(8, 2, fused_qkv=False)
+    for _ in range(2):
+        attention(torch.randn(2, 9, 8))
+    assert given_up == [True, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_hook, with_hook_that_removes_itself, with_forward_on_the_instance, with_norm, with_another_linear_layer],
+)
+def test_keeps_queries_that_somebody_may_have_seen(change, given_up):
+    attention = InLineAttention(8, 2, fused_qkv=False)
+    change(attention)
+    attention(torch.randn(2, 9, 8))
+    assert given_up == [False]
+
+
+def test_keeps_queries_where_modes_or_hooks_on_all_modules_look_on(given_up):
+    attention = InLineAttention(8, 2, fused_qkv=False)
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        attention(torch.randn(2, 9, 8))
+    with BaseTorchFunctionMode():
+        attention(torch.randn(2, 9, 8))
     packed = InLineAttention(8, 2)
     packed.q_norm = packed.k_norm = nn.LayerNorm(4)
-    packed(x)
-    assert not given_up.pop()
+    packed(torch.randn(2, 9, 8))
+    assert given_up == [False, False, False]
 
 
 def test_one_compiled_graph_serves_every_size():

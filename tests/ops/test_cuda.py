@@ -145,34 +145,54 @@ def test_runs_cover_the_tokens_where_there_is_no_grid():
         assert (layout.tiles - 1) * layout.run < tokens <= layout.tiles * layout.run
 
 
+def queries_keys_values_weight(head_dim=32):
+    return [torch.randn(2, 5, 3, head_dim) for _ in range(3)] + [torch.randn(2, 3, head_dim, 3, 3)]
+
+
 def test_the_output_takes_the_memory_of_queries_that_are_given_up():
-    q, k, v = (torch.randn(2, 5, 3, 32) for _ in range(3))
-    version = q._version
-    assert launch._output(q, k, v, overwrite_q=True) is q
-    assert q._version > version  # autograd would notice that somebody saved it
+    q, *others = queries_keys_values_weight()
+    saved = q * torch.ones(1, requires_grad=True)
+    out = launch._output(q, *others, overwrite_q=True)
+    assert out.data_ptr() == q.data_ptr()
+    assert out.stride() == q.stride()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
     with torch.inference_mode():
-        inference_q = torch.randn(2, 5, 3, 32)
-        assert launch._output(inference_q, k, v, overwrite_q=True) is inference_q
+        q, *others = queries_keys_values_weight()
+        assert launch._output(q, *others, overwrite_q=True).data_ptr() == q.data_ptr()
+
+
+@pytest.mark.parametrize("shared_with", [1, 2, 3])
+def test_the_output_does_not_take_memory_that_others_share(shared_with):
+    """A value may be read after its query was written over."""
+    tensors = queries_keys_values_weight()
+    q, shared = tensors[0], tensors[shared_with]
+    buffer = torch.randn(q.numel() + shared.numel())
+    tensors[0], tensors[shared_with] = buffer[: q.numel()].view_as(q), buffer[q.numel() :].view_as(shared)
+    assert launch._output(*tensors, overwrite_q=True).data_ptr() != tensors[0].data_ptr()
 
 
 @pytest.mark.parametrize(
-    ("make", "overwrite_q"),
+    "q",
     [
-        (lambda: torch.randn(3, 2, 5, 3, 32), True),  # one memory: a value may be read after its query was written over
-        (lambda: [torch.randn(2, 5, 3, 64) for _ in range(3)], True),  # two warps read what each of them writes half of
-        (lambda: [torch.randn(2, 3, 5, 32).transpose(1, 2) for _ in range(3)], True),
-        (lambda: [torch.randn(2 * 5 * 3 * 32 + 1)[1:].view(2, 5, 3, 32) for _ in range(3)], True),
-        (lambda: [torch.randn(2, 5, 3, 32, requires_grad=True) for _ in range(3)], True),
-        (lambda: [torch.randn(2, 5, 3, 32) for _ in range(3)], False),
+        torch.randn(2, 5, 3, 64),  # two warps read what each of them writes half of
+        torch.randn(2, 3, 5, 32).transpose(1, 2),
+        torch.randn(2 * 5 * 3 * 32 + 1)[1:].view(2, 5, 3, 32),
+        torch.randn(2, 5, 3, 32, requires_grad=True),
     ],
-    ids=["shared", "wide", "strided", "misaligned", "with a gradient", "not allowed"],
+    ids=["wide", "strided", "misaligned", "with a gradient"],
 )
-def test_the_output_has_memory_of_its_own_otherwise(make, overwrite_q):
-    q, k, v = make()
-    out = launch._output(q, k, v, overwrite_q)
+def test_the_output_does_not_take_memory_of_other_layouts(q):
+    _, *others = queries_keys_values_weight(q.shape[3])
+    out = launch._output(q, *others, overwrite_q=True)
     assert out.data_ptr() != q.data_ptr()
     assert out.shape == q.shape
     assert out.is_contiguous()
+
+
+def test_the_output_has_memory_of_its_own_unless_allowed_otherwise():
+    q, *others = queries_keys_values_weight()
+    assert launch._output(q, *others, overwrite_q=False).data_ptr() != q.data_ptr()
 
 
 def test_refuses_by_name_on_a_cpu():
@@ -237,6 +257,20 @@ def test_output_in_the_memory_of_the_queries(grid, head_dim, dtype):
             out = inline_attention(queries, k, v, overwrite_q=True, backend="cuda", **local)
             assert torch.equal(out, expected)
             assert (out.data_ptr() == queries.data_ptr()) == (head_dim == 32)
+
+
+@pytest.mark.gpu
+def test_overwriting_saves_one_tensor():
+    q, k, v = torch.randn(3, 2, 65536, 2, 32, device="cuda").bfloat16().unbind(0)
+    q = q.clone()
+    peaks = []
+    for overwrite_q in (False, True, False, True):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        inline_attention(q, k, v, overwrite_q=overwrite_q, backend="cuda")
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    # The splits' sums had their memory before the output had its own.
+    assert peaks[2] - peaks[3] >= 0.9 * q.numel() * q.element_size()
 
 
 @pytest.mark.gpu

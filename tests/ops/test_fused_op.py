@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inline_attention import inline_attention, inline_attention_qkvpacked
-from inline_attention.ops import fused_op
+from inline_attention.ops import dispatch, fused_op
 from inline_attention.ops.call import AttentionCall
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -215,7 +215,7 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
 
     run, _ = fused_op.register("test_double", forward, backward, largest_head_dim=8, can_make_state_again=False)
     qkv = torch.randn(8, 2, 3, 6, 2).permute(4, 3, 2, 1, 0).requires_grad_()
-    call = AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0)
+    call = AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0, False)
     run(call).sum().backward()
     assert len(seen["storages"]) == 1
 
@@ -236,7 +236,7 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
     run, _ = fused_op.register("test_states", forward, backward, largest_head_dim=8, can_make_state_again=True)
 
     def attend(qkv):
-        return run(AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0))
+        return run(AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0, False))
 
     # Of a head, the state is 8 · 8 + 16 numbers, the inputs 24 a token.
     for tokens, is_saved in ((8, False), (600, True)):
@@ -272,6 +272,23 @@ def test_queries_may_be_overwritten_only_where_nobody_needs_them():
         assert not allowed.pop()
     backend.run(call._replace(feature_map=torch.nn.Identity()))  # q may be what the map was given
     assert not allowed.pop()
+
+
+def test_a_call_seen_before_overwrites_only_where_allowed(monkeypatch):
+    seen = []
+
+    def run(call):
+        seen.append(call.overwrite_q)
+        return call.v
+
+    recording = dispatch.Backend("recording", lambda call: None, run)
+    monkeypatch.setattr(dispatch, "AUTO_BACKENDS", (recording,))
+    wanted = [False, True, True, False, False, True]
+    for overwrite_q in wanted:
+        inline_attention(*torch.randn(3, 2, 6, 1, 8), overwrite_q=overwrite_q)
+    assert seen == wanted
+    with pytest.raises(ValueError, match="overwrite_q must be True or False, got 'no'"):
+        inline_attention(*torch.randn(3, 2, 6, 1, 8), overwrite_q="no")
 
 
 def unusual_layout(*shape):

@@ -240,7 +240,7 @@ def test_without_triton_the_reason_says_so(monkeypatch):
 def _call(q, k, v):
     from inline_attention.ops.call import AttentionCall
 
-    return AttentionCall(q, k, v, None, 0.5, "identity", "subtract", None, None, None, 0)
+    return AttentionCall(q, k, v, None, 0.5, "identity", "subtract", None, None, None, 0, False)
 
 
 def test_export_takes_pytorch_operations():

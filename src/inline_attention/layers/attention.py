@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inline_attention.layers.local_weights import LocalWeightPredictor
-from inline_attention.layers.watching import must_be_called
+from inline_attention.layers.watching import is_unseen
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.autocast import as_autocast
 from inline_attention.ops.call import Normalization
@@ -260,8 +260,7 @@ class TokenAttention(ProjectedAttention):
             qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
             out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
         else:
-            q, k, v = self._project(x)
-            overwrite_q = self._owns_queries()
+            q, k, v, overwrite_q = self._project(x)
             out = self.mix(q, k, v, key_padding_mask, local_weight, grid_size, overwrite_q=overwrite_q)
         out = out.flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
@@ -304,24 +303,24 @@ class TokenAttention(ProjectedAttention):
         """Sizes, for `print(model)`."""
         return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """Queries, keys and values `[B, N, H, D]`, and whether the queries are nobody else's."""
+        owns_queries = False
         if self.qkv is not None:
             q, k, v = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
             assert self.q is not None
             assert self.kv is not None
             x = as_autocast(x)  # once, not for each of the two
+            # A linear layer's output is fresh. Asked before the call, since a hook may remove itself.
+            owns_queries = self.q_norm is None and type(self.q) is nn.Linear and is_unseen(self.q)
             q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
             k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
         if self.q_norm is not None:
             q = self.q_norm(q).to(v.dtype)
         if self.k_norm is not None:
             k = self.k_norm(k).to(v.dtype)
-        return q, k, v
-
-    def _owns_queries(self) -> bool:
-        """Whether nobody but this layer has seen the queries of `_project`: they are a linear layer's fresh output."""
-        return type(self.q) is nn.Linear and self.q_norm is None and not must_be_called(self.q)
+        return q, k, v, owns_queries
 
     def _local_weight(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""

@@ -1,7 +1,8 @@
-"""Whether somebody would notice that a module was not called, or was shown fewer tokens."""
+"""Whether somebody would notice that a module was not called, or was shown fewer tokens, or that its output is gone."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -28,3 +29,10 @@ def must_be_called(*modules: nn.Module) -> bool:
         if "forward" in module.__dict__:
             return True
     return has_hooks(*modules)
+
+
+def is_unseen(module: nn.Module) -> bool:
+    """Whether nobody but the caller of a module sees its output; of dispatch modes, the op takes care."""
+    if must_be_called(module):
+        return False
+    return torch._C._len_torch_function_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

@@ -60,8 +60,8 @@ def inline_attention(
         local_weight: `[B, H, Dv, 3, 3]`, a 3×3 kernel per sample and channel (cross-correlation, zero padding).
         grid_size: `(h, w)` of the token grid; needed with `local_weight`, where N = M = num_prefix_tokens + h·w.
         num_prefix_tokens: Class or register tokens before the grid; the local term neither reads nor changes them.
-        overwrite_q: Allow the result to be written over q where no gradients are asked for, which saves the memory of
-            another tensor of that size. Only some kernels do; do not read q afterwards.
+        overwrite_q: Allow the result to take the memory of q where no gradients are asked for, which saves a tensor of
+            that size. Some kernels do, compiled graphs never; do not read q, or what shares its memory, afterwards.
         backend: "auto", or by name "cuda", "triton", "eager", or "reference" (explicit weights, quadratic memory).
 
     Returns:
@@ -70,6 +70,7 @@ def inline_attention(
     Raises:
         ValueError: Arguments that do not fit together; the message says what to do.
     """
+    validation.check_flag("overwrite_q", overwrite_q)
     if autocast_enabled(q):
         q, k, v, local_weight = map(as_autocast, (q, k, v, local_weight))
     return _attend(

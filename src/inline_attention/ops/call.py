@@ -49,7 +49,7 @@ class AttentionCall(NamedTuple):
     local_weight: torch.Tensor | None
     grid_size: tuple[int, int] | None
     num_prefix_tokens: int
-    overwrite_q: bool = False
+    overwrite_q: bool
 
 
 # (q, k, v, qkv, local_weight) to the output, for calls that differ in the data alone from one that was validated.

@@ -41,7 +41,7 @@ class Backend(NamedTuple):
         if self.prepare is not None:
             return self.prepare(call)
         run, scale, feature_map, normalization = self.run, call.scale, call.feature_map, call.normalization
-        grid_size, num_prefix_tokens = call.grid_size, call.num_prefix_tokens
+        options = (call.grid_size, call.num_prefix_tokens, call.overwrite_q)
 
         def run_prepared(
             q: torch.Tensor,
@@ -50,11 +50,7 @@ class Backend(NamedTuple):
             qkv: torch.Tensor | None,
             local_weight: torch.Tensor | None,
         ) -> torch.Tensor:
-            return run(
-                AttentionCall(
-                    q, k, v, qkv, scale, feature_map, normalization, None, local_weight, grid_size, num_prefix_tokens
-                )
-            )
+            return run(AttentionCall(q, k, v, qkv, scale, feature_map, normalization, None, local_weight, *options))
 
         return run_prepared
 

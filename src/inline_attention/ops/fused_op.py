@@ -38,8 +38,9 @@ class Problem(NamedTuple):
 
 
 # (q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q) to (out, state): out `[B, N, H, Dv]`,
-# contiguous, in the dtype of v, and q itself if that may be overwritten and the kernels can; the state a vector as
-# `split_state` reads it, or None if not to be kept and not needed. The last dimension of q, k and v has unit stride.
+# contiguous, in the dtype of v, in the memory of q where that may be overwritten and the kernels can; the state a
+# vector as `split_state` reads it, or None if not to be kept and not needed. The last dimension of q, k and v has unit
+# stride.
 Forward: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem, bool, bool],
     tuple[torch.Tensor, torch.Tensor | None],
@@ -151,7 +152,9 @@ def register(
             return inference_op(*tensors, key_padding_mask, local_weight, *problem)
         if differentiable:
             return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, key_padding_mask, local_weight, *tensors))
-        return _forward(kernels, separate, key_padding_mask, local_weight, problem, False, overwrite_q)[0]
+        return _forward(
+            kernels, separate, key_padding_mask, local_weight, problem, keep_state=False, overwrite_q=overwrite_q
+        )[0]
 
     def run(call: AttentionCall) -> torch.Tensor:
         if not isinstance(call.feature_map, str):
@@ -230,7 +233,7 @@ def _forward(
     local_weight: torch.Tensor | None,
     problem: Problem,
     keep_state: bool,
-    overwrite_q: bool = False,
+    overwrite_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if tensors[0].shape[0] == 0:
         return _empty_results(tensors)
@@ -265,7 +268,7 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: _Kernels, problem: Problem, mask: Any, local_weight: Any, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        out, state = _forward(kernels, tensors, mask, local_weight, problem, keep_state=True)
+        out, state = _forward(kernels, tensors, mask, local_weight, problem, keep_state=True, overwrite_q=False)
         ctx.save_for_backward(mask, local_weight, state, *tensors)
         ctx.kernels, ctx.problem = kernels, problem
         return out
@@ -317,7 +320,9 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
         saves = kernels.should_save_state(tensors)
-        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=saves)
+        out, state = _forward(
+            kernels, tensors, mask, local_weight, Problem(*problem), keep_state=saves, overwrite_q=False
+        )
         return out, state if saves and state is not None else out.new_empty(0, dtype=torch.float32)
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -382,7 +387,7 @@ def _define_inference_op(name: str, kernels: _Kernels, tensor_names: tuple[str, 
 
     def infer(*arguments: Any) -> torch.Tensor:
         tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
-        return _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=False)[0]
+        return _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=False, overwrite_q=False)[0]
 
     def fake_infer(*arguments: Any) -> torch.Tensor:
         return _empty_results(arguments[:count])[0]

@@ -170,6 +170,12 @@ def check_feature_map(feature_map: Any) -> None:
         raise unknown_name("feature_map", feature_map, FEATURE_MAPS)
 
 
+def check_flag(name: str, flag: Any) -> None:
+    """Check that an argument is True or False."""
+    if not isinstance(flag, bool):
+        raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
 def check_normalization(normalization: Any) -> None:
     """Check that `normalization` is a known name."""
     if normalization not in NORMALIZATIONS:

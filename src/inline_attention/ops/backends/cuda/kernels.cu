@@ -844,7 +844,10 @@ struct OutputParams {
   const u16* local_weight;       // [B, channels, 9]
   const float* covariance;       // [B, H, HEAD_DIM, HEAD_DIM]
   const float* value_mean;       // [B, channels]
-  u16* out;                      // [B, tokens, channels]
+  // [B, tokens, channels]. With heads of one slab it may be `query`: a query is read only by the warp that writes its
+  // output, before that, as tiles are of even height (but for the last) and reads are clamped to a warp's own tokens.
+  // Hence no __restrict__ here. Wider heads are read by two warps, each of which writes one part.
+  u16* out;
 };
 static_assert(sizeof(OutputParams) == OUTPUT_BYTES, PACKED_OTHERWISE);
 

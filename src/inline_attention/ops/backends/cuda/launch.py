@@ -142,7 +142,7 @@ def forward(
     factor = problem.scale / M
     state = None
     if plan.one_block:
-        out = _output(q, k, v, overwrite_q)
+        out = _output(q, k, v, local_weight, overwrite_q)
         state = empty_state(q, v) if keep_state else None
         merged = (0, 0, 0) if state is None else _sections(state.data_ptr(), B * H, D)
         plan.kernels["inline_sample"].launch(
@@ -154,7 +154,7 @@ def forward(
         )  # fmt: skip
         return out, state
     state = _accumulate(q, v, key, value, M, problem, plan, stream)
-    out = _output(q, k, v, overwrite_q)  # not before: it may have the workspace's memory
+    out = _output(q, k, v, local_weight, overwrite_q)  # not before: it may have the workspace's memory
     merged = _sections(state.data_ptr(), B * H, D)
     plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
         (plan.blocks, 1), plan.shared_bytes, stream,
@@ -163,18 +163,19 @@ def forward(
     return out, state
 
 
-def _output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overwrite_q: bool) -> torch.Tensor:
+def _output(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_weight: torch.Tensor | None, overwrite_q: bool
+) -> torch.Tensor:
     """Where the output goes: over q where that is allowed and every query is read before its output is written.
 
-    That is so where a warp multiplies whole heads. Heads wider than a slab are read by two warps and written by each
-    in part.
+    That is so where a warp multiplies whole heads: see `OutputParams` of kernels.cu.
     """
     if overwrite_q and q.shape[3] == SLAB and q.is_contiguous() and q.data_ptr() % 16 == 0 and not q.requires_grad:
+        others = (k, v) if local_weight is None else (k, v, local_weight)
         memory = q.untyped_storage().data_ptr()
-        if memory != k.untyped_storage().data_ptr() and memory != v.untyped_storage().data_ptr():
-            if not q.is_inference():
-                increment_version(q)  # as any operation in place, so that autograd notices where somebody saved q
-            return q
+        if memory not in [tensor.untyped_storage().data_ptr() for tensor in others]:
+            increment_version(q)  # as any operation in place, so that autograd notices where somebody saved q
+            return q.detach()
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
