@@ -297,6 +297,34 @@ def test_numbers_of_classes_count(tmp_path, start):
     assert opened.train.class_names == NAMES
 
 
+def test_folders_of_any_name(tmp_path):
+    root = write_pairs(tmp_path / "data")
+    (root / "images").rename(root / "pictures")
+    (root / "annotations" / "training").rename(root / "train_ids")
+    (root / "annotations" / "validation").rename(root / "val_ids")
+    assert "another is named by image_folder, such as images_{split}" in open_and_check_pairs(root).problems[0]
+    named = {"image_folder": "pictures/{split}", "map_folder": "{split}_ids"}
+    opened = open_and_check_pairs(root, **named)
+    assert opened.problems == []
+    assert (len(opened.train), len(opened.validation)) == (3, 3)
+    (problem,) = open_and_check_pairs(root, train_split="other", **named).problems
+    assert "has no folder pictures/{split}" in problem
+
+
+def test_one_folder_for_both_splits_is_refused(root):
+    flat = {"image_folder": "images/training", "map_folder": "annotations/training"}
+    (problem,) = open_and_check_pairs(root, **flat).problems
+    assert "has the pictures of 'train' and of 'validation'" in problem
+    opened = open_and_check_pairs(root, validation_split="train", **flat)  # asked for
+    assert len(opened.train) == len(opened.validation) == 3
+
+
+def test_a_split_that_is_trained_and_evaluated_on_needs_no_class_to_be_evaluated(root):
+    (root / "classes.txt").write_text("\n".join([*NAMES, "unseen"]))
+    opened = open_and_check_pairs(root, validation_split="train")
+    assert [len(report) for report in opened.reports] == [1, 0]
+
+
 def test_folders(tmp_path):
     for folder in ("val/images", "val/masks"):
         (tmp_path / folder).mkdir(parents=True)

@@ -159,9 +159,40 @@ def test_faults_of_the_data_are_reported_before_anything_is_written(scenes, tmp_
         running.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "data.repair=false"))
     for expected in ("1 boxes without area", "1 objects of an unknown category", "file is missing", "--repair"):
         assert expected in str(error.value)
+    assert not any("--repair" in str(problem) for problem in error.value.problems)  # advice is no problem
     assert not (tmp_path / "runs").exists()
     folder, _ = running.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "training.epochs=1"))
     assert rows_of(folder)
+
+
+def test_what_a_run_starts_from_is_said(scenes, tmp_path, capsys):
+    first, _ = running.train(dense_config("retinanet", scenes, tmp_path, "run.experiment=a", "training.epochs=1"))
+    start = f"model.initial_checkpoint={first / 'checkpoints' / 'last'}"
+    for head, taken in (("retinanet", "weights: all of "), ("mask_rcnn", "weights: the backbone of ")):
+        capsys.readouterr()
+        running.train(dense_config(head, scenes, tmp_path, f"run.experiment={head}", "training.epochs=1", start))
+        assert taken in capsys.readouterr().out
+
+
+def test_advice_to_repair_comes_with_what_can_be_repaired(scenes, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        running.train(dense_config("mask_rcnn", tmp_path / "absent", tmp_path / "runs", "data.repair=false"))
+    assert "--repair" not in str(error.value)
+
+
+def test_a_run_is_not_resumed_with_labels_that_mean_something_else(scenes, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(scenes, copy)
+    extra = ("run.experiment=one", "training.epochs=1")
+    folder, _ = running.train(dense_config("retinanet", copy, tmp_path / "runs", *extra))
+    for path in (copy / "annotations").glob("instances_*.json"):
+        content = json.loads(path.read_text())
+        names = [category["name"] for category in content["categories"]]
+        for category, name in zip(content["categories"], reversed(names), strict=True):
+            category["name"] = name
+        path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"run\.resume: .* has learnt the classes .*, the data has .*begin another"):
+        running.train(dense_config("retinanet", copy, tmp_path / "runs", f"run.resume={folder}"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +203,8 @@ def test_faults_of_the_data_are_reported_before_anything_is_written(scenes, tmp_
         ("mask_rcnn", "segmentation.crop=96", r"segmentation\.crop: has no effect on detection"),
         ("mask_rcnn", "checkpoints.metric=top1", "expected a figure of detection"),
         ("retinanet", "checkpoints.metric=mask_ap", "finds no masks"),
-        ("retinanet", "detection.sampled_boxes=7", "has no effect on retinanet"),
+        ("retinanet", "detection.sampled_boxes=7", "has no effect on retinanet.*set it to 512"),
+        ("mask_rcnn", "data.map_folder=masks", r"data\.map_folder: has no effect on detection"),
         ("mask_rcnn", "detection.multi_scale_from=480", "expected at most 64"),
         ("mask_rcnn", "data.dataset=folder", "expected coco"),
         ("mask_rcnn", "schedule.name=multistep", "such as \\[8, 11\\]"),

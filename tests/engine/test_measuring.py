@@ -110,6 +110,24 @@ def test_results_are_not_written_onto_a_folder(checkpoint, pictures, tmp_path, m
     assert "is a folder; name a file" in done.output
 
 
+def test_results_that_cannot_be_written_are_a_sentence(checkpoint, pictures, monkeypatch):
+    arguments = ["eval", "--checkpoint", checkpoint[0], "--data-dir", pictures, "-j", "0"]
+    done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--results-file", "/dev/full")])
+    assert done.exit_code == 1
+    assert "top-1" in done.output
+    assert "cannot write /dev/full: No space left on device" in done.output
+
+
+def test_too_little_memory_is_a_sentence(checkpoint, pictures, monkeypatch):
+    def exhausted(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr("inline_attention.cli.evaluate.evaluate_checkpoint", exhausted)
+    done = CliRunner().invoke(app, ["eval", "--checkpoint", str(checkpoint[0]), "--data-dir", str(pictures)])
+    assert done.exit_code == 1
+    assert "memory is too small for this; try" in done.output
+
+
 def test_a_classifier_asks_for_data_of_either_kind(checkpoint):
     with pytest.raises(ValueError, match="is of a classifier: name the data with --data-dir, or with --dataset digits"):
         evaluate_checkpoint(checkpoint[0], workers=0)
@@ -160,3 +178,36 @@ def test_a_detector_looks_at_another_size_as_it_does_to_predict(detector, monkey
     list(ObjectFinder.from_checkpoint(open_checkpoint(path), shorter_side=128).predict_files(pictures))
     assert evaluated == seen
     assert max(map(max, seen)) == 160  # twice the longest side, as the shorter one is doubled
+
+
+def test_what_was_repaired_is_said_and_recorded(detector, tmp_path):
+    scenes, path = detector
+    annotations = scenes / "annotations" / "instances_val.json"
+    content = json.loads(annotations.read_text())
+    content["annotations"][0]["category_id"] = 99
+    annotations.write_text(json.dumps(content))
+    arguments = ["eval", "--checkpoint", path, "--data-dir", scenes, "-j", "0", "--device", "cpu"]
+    refused = CliRunner().invoke(app, [str(word) for word in arguments])
+    assert refused.exit_code == 1
+    assert "1 objects of an unknown category" in refused.output
+    results = tmp_path / "out.json"
+    done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--repair", "--results-file", results)])
+    assert done.exit_code == 0, done.output
+    assert "1 objects of an unknown category" in done.stderr
+    assert "unknown category" not in done.stdout
+    (note,) = json.loads(results.read_text())["repaired"]
+    assert "1 objects of an unknown category" in note
+
+
+def test_few_images_at_once_where_they_are_large(detector, monkeypatch):
+    scenes, path = detector
+    forward, seen = Detector.forward, []
+
+    def noted(self, images, *rest):
+        seen.append(len(images))
+        return forward(self, images, *rest)
+
+    monkeypatch.setattr(Detector, "forward", noted)
+    monkeypatch.setattr("inline_attention.engine.measuring.OTHERS_BATCH", 2)
+    evaluate_checkpoint(path, data_dir=scenes, workers=0, repair=True, device="cpu")
+    assert seen == [2, 1]

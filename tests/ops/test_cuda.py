@@ -261,7 +261,7 @@ def test_output_in_the_memory_of_the_queries(grid, head_dim, dtype):
 
 @pytest.mark.gpu
 def test_overwriting_saves_one_tensor():
-    q, k, v = torch.randn(3, 2, 65536, 2, 32, device="cuda").bfloat16().unbind(0)
+    q, k, v = torch.randn(3, 2, 2**19, 2, 32, device="cuda").bfloat16().unbind(0)
     q = q.clone()
     peaks = []
     for overwrite_q in (False, True, False, True):
@@ -269,7 +269,7 @@ def test_overwriting_saves_one_tensor():
         torch.cuda.reset_peak_memory_stats()
         inline_attention(q, k, v, overwrite_q=overwrite_q, backend="cuda")
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # The splits' sums had their memory before the output had its own.
+    # Less than that by what sums of splits take, before there is an output.
     assert peaks[2] - peaks[3] >= 0.9 * q.numel() * q.element_size()
 
 

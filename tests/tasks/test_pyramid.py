@@ -130,7 +130,8 @@ def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbo
     file = open_checkpoint(tmp_path / "detector.safetensors")
     target = build_detector(DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 3, width=16))
     before = {key: value.clone() for key, value in target.state_dict().items()}
-    initialize_from(target, target.backbone, file, "detection")
+    taken = initialize_from(target, target.backbone, file, "detection")
+    assert taken == f"all of {file.path} but 6 tensors that go with its classes"
     after, theirs = target.state_dict(), source.state_dict()
     kept = {key for key in after if torch.equal(after[key], before[key]) and after[key].shape != theirs[key].shape}
     assert {key.split(".")[-2] for key in kept} == {"cls_score", "bbox_pred", "mask_fcn_logits"}
@@ -139,3 +140,26 @@ def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbo
     initialize_from(segmenter, segmenter.backbone, file, "segmentation")
     own = segmenter.backbone.model.state_dict()
     assert all(torch.equal(value, theirs[f"backbone.body.model.{key}"]) for key, value in own.items())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 3, width=16),
+         DetectorDescription("retinanet", "inline_swin_tiny", SWIN, 3, width=16)),
+        (DetectorDescription("retinanet", "inline_swin_tiny", SWIN, 3, width=16),
+         DetectorDescription("retinanet", "inline_swin_tiny", SWIN, 3, width=32)),
+        (SegmenterDescription("semantic_fpn", "inline_swin_tiny", SWIN, 5, width=16),
+         SegmenterDescription("upernet", "inline_swin_tiny", SWIN, 5, width=16)),
+    ],
+    ids=["another head", "another width", "another head of segmenters"],
+)  # fmt: skip
+def test_a_model_with_other_heads_takes_the_backbone(theirs, ours, tmp_path):
+    is_detector = isinstance(ours, DetectorDescription)
+    build, task = (build_detector, "detection") if is_detector else (build_segmenter, "segmentation")
+    source, target = build(theirs), build(ours)
+    save_weights(source, tmp_path / "other.safetensors", metadata={"task": task})
+    taken = initialize_from(target, target.backbone, open_checkpoint(tmp_path / "other.safetensors"), task)
+    assert taken == f"the backbone of {tmp_path / 'other.safetensors'}; all else is random"
+    own, expected = target.backbone.model.state_dict(), source.backbone.model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in own.items())

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import TaskID
@@ -30,7 +29,7 @@ from inline_attention.analysis.surveys import survey_confusion, survey_injectivi
 from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
-from inline_attention.cli.printing import fail, progress_bar, writing_to
+from inline_attention.cli.printing import fail, failing_cleanly_out_of_memory, progress_bar, writing_to
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.digits import digits
@@ -345,12 +344,7 @@ def _drawing(module: str) -> ModuleType:
 @contextmanager
 def _failing_cleanly() -> Iterator[None]:
     try:
-        yield
-    except torch.OutOfMemoryError:
-        fail("the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu")
+        with failing_cleanly_out_of_memory():
+            yield
     except (CheckpointError, BrokenImagesError, DataWorkerError, ValueError) as error:
         fail(error)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch has no other name for it on a CPU
-            raise
-        fail("memory is too small for this; try a smaller --size or --sizes, or a smaller --batch-size")

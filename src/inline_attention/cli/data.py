@@ -75,6 +75,13 @@ def check(
     class_file: Annotated[
         Path | None, typer.Option(help="Names of classes, for segmentation.", show_default="FOLDER/classes.txt")
     ] = None,
+    image_folder: Annotated[
+        str | None,
+        typer.Option(help="Images below FOLDER, such as img/{split}, for segmentation.", show_default="by usual names"),
+    ] = None,
+    map_folder: Annotated[
+        str | None, typer.Option(help="Maps of labels below FOLDER, likewise.", show_default="by usual names")
+    ] = None,
     reduce_zero_label: Annotated[
         bool, typer.Option("--reduce-zero-label", help="0 in maps means other, 1 is the first class, as in ADE20K.")
     ] = False,
@@ -96,7 +103,12 @@ def check(
             opened = open_and_check_coco(folder, masks=masks, on_progress=advance)
         else:
             opened = open_and_check_pairs(
-                folder, class_file=class_file, reduce_zero_label=reduce_zero_label, on_progress=advance
+                folder,
+                class_file=class_file,
+                image_folder=image_folder,
+                map_folder=map_folder,
+                reduce_zero_label=reduce_zero_label,
+                on_progress=advance,
             )
     for report in opened.reports:
         typer.echo(report)

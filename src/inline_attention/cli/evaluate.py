@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from inline_attention.cli.printing import fail
+from inline_attention.cli.printing import fail, failing_cleanly_out_of_memory
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
 from inline_attention.data.sources import DataError
@@ -25,12 +25,19 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
     Raises:
         typer.Exit: With code 1 and a reason where that is not possible.
     """
+    notes: list[str] = []
+
+    def say(note: str) -> None:
+        notes.append(note)
+        typer.echo(note, err=True)
+
     try:
         if results_file is not None:  # before the work is done, not after
             if results_file.is_dir():
                 fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
             results_file.parent.mkdir(parents=True, exist_ok=True)
-        metrics = evaluate_checkpoint(checkpoint, **options)
+        with failing_cleanly_out_of_memory():
+            metrics = evaluate_checkpoint(checkpoint, on_note=say, **options)
     except (
         CheckpointError, DataError, DeviceError, BrokenImagesError, DataWorkerError, ImportError, ValueError, OSError
     ) as error:  # fmt: skip
@@ -41,8 +48,11 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
     if results_file is not None:
         assert dataclasses.is_dataclass(metrics)
         assert not isinstance(metrics, type)
-        content = {"checkpoint": str(checkpoint), **_with_nulls(dataclasses.asdict(metrics))}
-        results_file.write_text(json.dumps(content, indent=2) + "\n")
+        content = {"checkpoint": str(checkpoint), **_with_nulls(dataclasses.asdict(metrics)), "repaired": notes}
+        try:
+            results_file.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            fail(f"cannot write {results_file}: {error.strerror}")
 
 
 def _with_nulls(value: Any) -> Any:

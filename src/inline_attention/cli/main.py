@@ -236,7 +236,21 @@ def evaluate(
     ] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Pixels.", show_default="the model's")] = None,
     use_ema: Annotated[bool, typer.Option("--use-ema", help="Take the averaged weights.")] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images to run at once.")] = 64,
+    image_folder: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a segmenter: images below --data-dir, such as img/{split}.", show_default="by usual names"
+        ),
+    ] = None,
+    map_folder: Annotated[
+        str | None, typer.Option(help="Of a segmenter: maps of labels, likewise.", show_default="by usual names")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", "-b", min=1, help="Images to run at once.", show_default="64 of a classifier, else 4"
+        ),
+    ] = None,
     workers: Annotated[
         int, typer.Option("--workers", "-j", min=0, help="Processes that read images, at most one to a core.")
     ] = 4,
@@ -249,7 +263,8 @@ def evaluate(
 
     run_eval(
         checkpoint, results_file, data_dir=data_dir, dataset=dataset, split=split, repair=repair, model_name=model,
-        size=size, use_ema=use_ema, batch_size=batch_size, workers=workers, amp=amp, device=device,
+        size=size, use_ema=use_ema, image_folder=image_folder, map_folder=map_folder, batch_size=batch_size,
+        workers=workers, amp=amp, device=device,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +26,19 @@ def writing_to(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")
+
+
+@contextmanager
+def failing_cleanly_out_of_memory() -> Iterator[None]:
+    """Where models run: too little memory ends the command with a sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        fail("the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu")
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch has no other name for it on a CPU
+            raise
+        fail("memory is too small for this; try a smaller --size or --sizes, or a smaller --batch-size")
 
 
 def progress_bar(console: Console, **options: Any) -> Progress:

@@ -67,7 +67,10 @@ class DataReport:
         """A sentence for each kind of fault that stands in the way of training; none if they were repaired."""
         if self.repaired:
             return []
-        return [f"{self.location}: {_described(finding)}; repairing: {finding.repair}" for finding in self.findings]
+        return [
+            _printable(f"{self.location}: {_described(finding)}; repairing: {finding.repair}")
+            for finding in self.findings
+        ]
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -75,7 +78,7 @@ class DataReport:
         for finding in self.findings:
             done = f": {finding.repair}" if self.repaired else f" (repairing: {finding.repair})"
             lines.append(f"  {_described(finding)}{done}")
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
 
 
 class Findings:
@@ -91,6 +94,13 @@ class Findings:
     def report(self, location: str, checked: str, *, repaired: bool) -> DataReport:
         """All faults met so far."""
         return DataReport(location, checked, tuple(self._by_fault.values()), repaired)
+
+
+def _printable(sentence: str) -> str:
+    """With control characters and halves of characters escaped: names from files may hold what no terminal takes."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in sentence
+    )
 
 
 def _described(finding: Finding) -> str:

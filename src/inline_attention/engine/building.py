@@ -23,7 +23,7 @@ def open_sources(config: TrainConfig) -> TaskData:
         return build_task(config).open()
     except UnusableDataError as error:
         problems = [Problem(error.setting, problem) for problem in error.problems]
-        raise ConfigError(problems, source="the data") from error
+        raise ConfigError(problems, source="the data", advice=error.advice) from error
 
 
 def build_task(config: TrainConfig) -> Task:
@@ -38,6 +38,8 @@ def build_task(config: TrainConfig) -> Task:
         config.model.num_classes,
         settings.repair,
         settings.reduce_zero_label,
+        settings.image_folder,
+        settings.map_folder,
     )
     start = config.model.initial_checkpoint
     model = ModelChoice(

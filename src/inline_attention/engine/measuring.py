@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import DataChoice, Metrics, ModelChoice, Reading, Task
 from inline_attention.tasks.weights import TASK
 
+CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images that are run at once: a detector's are some twenty times as large
+
 
 def evaluate_checkpoint(
     path: Path,
@@ -39,10 +41,13 @@ def evaluate_checkpoint(
     model_arguments: dict[str, Any] | None = None,
     size: int | None = None,
     use_ema: bool = False,
-    batch_size: int = 64,
+    image_folder: str | None = None,
+    map_folder: str | None = None,
+    batch_size: int | None = None,
     workers: int = 4,
     amp: str = "off",
     device: str = "auto",
+    on_note: Callable[[str], None] | None = None,
 ) -> Metrics | None:
     """What the model of a file is worth, in the figures of its task; None in all but the main process.
 
@@ -56,10 +61,13 @@ def evaluate_checkpoint(
         model_arguments: Of a classifier, further arguments of the model, besides those that the file names.
         size: Pixels of the side of a classifier's images, or of the shorter side of others'; the model's own, if None.
         use_ema: Demand the averaged weights.
-        batch_size: Images of a forward pass.
+        image_folder: Of segmenters: as for `find_pair_folders`.
+        map_folder: Of segmenters: as for `find_pair_folders`.
+        batch_size: Images of a forward pass; 64 of a classifier and 4 of others, if None.
         workers: Processes that read images.
         amp: "bf16", "fp16", "auto" or "off".
         device: "auto", "cpu", "cuda" or "cuda:N".
+        on_note: Called in the main process, before the evaluation, with what was repaired.
 
     Raises:
         CheckpointError: If the file cannot be read or does not fit.
@@ -71,7 +79,15 @@ def evaluate_checkpoint(
         use_ema = False  # the file has no others
     file = open_checkpoint(path, use_ema=use_ema or None)
     folder = None if data_dir is None else str(data_dir)
-    data = DataChoice(dataset or "folder", folder, validation_split=split, repair=repair)
+    data = DataChoice(
+        dataset or "folder",
+        folder,
+        validation_split=split,
+        repair=repair,
+        image_folder=image_folder,
+        map_folder=map_folder,
+    )
+    notes: tuple[str, ...] = ()
     with joined_processes(device) as processes:
         if file.metadata.get(TASK) is None:
             if dataset is None and folder is None:
@@ -85,7 +101,10 @@ def evaluate_checkpoint(
         elif folder is None:
             raise ValueError(f"{path} is of a model for {file.metadata[TASK]}: name the data with --data-dir")
         else:
-            task, source, class_names = _dense(file, data, size)
+            task, source, class_names, notes = _dense(file, data, size)
+        if on_note is not None and processes.is_main:
+            for note in notes:
+                on_note(note)
         model = task.build_model(class_names)
         load_checkpoint(model, file)
         model, precision = model.to(processes.device), Precision(amp, processes.device)
@@ -94,7 +113,7 @@ def evaluate_checkpoint(
             cast_backbones(model, precision.dtype)
         broken = BrokenImages(len(source), BrokenImageLimit())
         reading = Reading(
-            batch_size,
+            batch_size or (CLASSIFIERS_BATCH if file.metadata.get(TASK) is None else OTHERS_BATCH),
             processes.device,
             workers=workers,
             rank=processes.rank,
@@ -133,13 +152,15 @@ def _classification(
     return ClassificationTask(data, ModelChoice(name, arguments), preparation), source, list(source.class_names)
 
 
-def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, Any, list[str]]:
-    """The task, its data and the names of its classes."""
+def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
+    """The task, its data, the names of its classes, and what was repaired."""
     if file.metadata[TASK] == DetectionTask.name:
         task, class_names = DetectionTask.of_checkpoint(file, data)
         if size is not None:
             task.options = task.options.at_size(size)
-        return task, task.open_validation(class_names), class_names
+        source, notes = task.open_validation(class_names)
+        return task, source, class_names, notes
     task, class_names = SegmentationTask.of_checkpoint(file, data)
     task.evaluation_side = size
-    return task, task.open_validation(class_names), class_names
+    source, notes = task.open_validation(class_names)
+    return task, source, class_names, notes

@@ -106,7 +106,8 @@ def _check_alike(processes: Processes, trainer: Trainer, checkpoint: TrainingChe
 def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: TrainConfig, folder: Path) -> list[str]:
     """Take up what there is to take up, before anything of the run is written over; what is to be said of it."""
     if checkpoint is None:
-        return [f"nothing to resume in {folder}: the run begins"] if config.run.resume == "auto" else []
+        notes = [f"nothing to resume in {folder}: the run begins"] if config.run.resume == "auto" else []
+        return notes if trainer.task.start is None else [*notes, f"weights: {trainer.task.start}"]
     notes = trainer.resume(checkpoint)
     position = trainer.position
     unit, done, wanted = ("epochs", position.epoch, trainer.total_epochs)

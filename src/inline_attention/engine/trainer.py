@@ -7,6 +7,7 @@ learning rates on the number of updates, so a run that was stopped and resumed o
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -220,6 +221,7 @@ class Trainer:
         if not loaded.state.keys() >= {"deal", "optimizer_name"}:
             message = f"{checkpoint.path} is of an earlier version of inline-attention, which noted less"
             raise ConfigError([Problem("run.resume", f"{message}; begin another run with --initial-checkpoint")])
+        self._check_classes(checkpoint, loaded.metadata)
         self._check_fits(checkpoint, loaded.weights, loaded.state["optimizer_name"])
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
@@ -273,6 +275,15 @@ class Trainer:
         position.start_epoch_again(done)
         self._saved_at = None
         return [f"{'; '.join(changed)}: epoch {position.epoch + 1} begins again"]
+
+    def _check_classes(self, checkpoint: TrainingCheckpoint, metadata: Mapping[str, str]) -> None:
+        """Refuse data whose labels mean something else than they did."""
+        theirs = json.loads(metadata.get("class_names", "null"))
+        if theirs is not None and theirs != self.class_names:
+            before, now = (f"{', '.join(names[:5])}, … ({len(names)})" for names in (theirs, self.class_names))
+            message = f"{checkpoint.path} has learnt the classes {before}, the data has {now}"
+            advice = "resume with the data of the run, or begin another with --initial-checkpoint"
+            raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
 
     def _check_fits(self, checkpoint: TrainingCheckpoint, weights: Mapping[str, torch.Tensor], optimizer: str) -> None:
         if optimizer != self.config.optimizer.name:

@@ -3,8 +3,8 @@
     inline train mask_rcnn_inline_pvt_tiny_1x --data-dir COCO --initial-checkpoint FILE
 
 The file is of the backbone as `inline train pvt_tiny` or `inline convert` writes it; the paper's figures need one, and
-without it training starts from random weights. Sixteen images an update, AdamW at 1e-4, divided by ten after two thirds
-and eleven twelfths of the epochs; images of 800 × 1333 pixels, for 3× of 480 to 800. What the paper does not say is as
+without it training starts from random weights. Sixteen images an update, AdamW at 1e-4, divided by ten after 8 and 11
+of 12 epochs, or 27 and 33 of 36; images of 800 × 1333 pixels, for 3× of 480 to 800. What the paper does not say is as
 the authors of the backbones have it: weight decay, and 500 updates of warm-up.
 """
 

@@ -16,6 +16,7 @@ from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.pyramid import PyramidBackbone
+from inline_attention.tasks.task import UnusableDataError
 from inline_attention.tasks.weights import TASK
 
 OPTIONS = "task_options"
@@ -69,6 +70,13 @@ def described_in(file: Checkpoint, task: str, expected: Collection[str]) -> tupl
 def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
     """What was repaired."""
     return tuple(str(report) for report in reports if report)
+
+
+def unusable(problems: Sequence[str], reports: Sequence[DataReport]) -> UnusableDataError:
+    """The error of data with these problems, some of them in the reports; what they say of repairing can be done."""
+    is_reported = any(report.problems for report in reports)
+    advice = "--repair (data.repair=true) does what is said of repairing" if is_reported else None
+    return UnusableDataError(problems, advice=advice)
 
 
 class SumOfLosses:

@@ -22,11 +22,12 @@ class UnusableDataError(ValueError):
     Attributes:
         problems: All that is wrong with it, a sentence each.
         setting: What it is that holds them.
+        advice: What to do about them, if there is one thing to do about all.
     """
 
-    def __init__(self, problems: Sequence[str], setting: str = "data"):
+    def __init__(self, problems: Sequence[str], setting: str = "data", advice: str | None = None):
         super().__init__("\n".join(problems))
-        self.problems, self.setting = list(problems), setting
+        self.problems, self.setting, self.advice = list(problems), setting, advice
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class DataChoice:
         num_classes: How many there must be; None for as many as there are.
         repair: Repair what can be repaired in what is used; files stay as they are.
         reduce_zero_label: As for `LabelRules`.
+        image_folder: As for `find_pair_folders`.
+        map_folder: As for `find_pair_folders`.
     """
 
     dataset: str
@@ -52,6 +55,8 @@ class DataChoice:
     num_classes: int | None = None
     repair: bool = False
     reduce_zero_label: bool = False
+    image_folder: str | None = None
+    map_folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -186,10 +191,12 @@ class Task(Protocol):
     Attributes:
         name: Such as "detection".
         metrics: Names of its figures, that by which checkpoints are judged first, and whether more of each is better.
+        start: What the model that was built began with, in words; None for random weights.
     """
 
     name: str
     metrics: Mapping[str, bool]
+    start: str | None
 
     def open(self) -> TaskData:
         """Open and check the data.

@@ -32,19 +32,20 @@ def class_names(folder):
 def test_data_with_other_classes_than_the_model_is_refused(scenes, tmp_path):
     names, other = class_names(scenes), tmp_path / "other"
     shutil.copytree(scenes, other)
-    assert len(task_on(other).open_validation(names)) == 2
+    assert len(task_on(other).open_validation(names)[0]) == 2
     for wrong in (["cat", "dog", "hat"], names[::-1]):
         (other / "classes.txt").write_text("\n".join(wrong))
         with pytest.raises(DataError, match=rf"has the classes {wrong[0]}, .*the model knows {names[0]}, .* the same"):
             task_on(other).open_validation(names)
     (other / "classes.txt").unlink()  # the maps alone say nothing against it
-    assert len(task_on(other).open_validation(names)) == 2
+    assert len(task_on(other).open_validation(names)[0]) == 2
 
 
 def test_another_size_to_evaluate_at_leaves_windows_as_they_are(scenes):
     task = task_on(scenes, crop=96, inference="sliding", window_step=80)
     task.evaluation_side = 64
-    source = task.open_validation(class_names(scenes))
+    source, notes = task.open_validation(class_names(scenes))
+    assert notes == ()
     loader = task.validation_loader(source, task.build_model(source.class_names), Reading(2, CPU), BrokenImages(2))
     assert all(min(image.shape[1:]) == 64 for batch in loader.epoch() for image in batch.images)
     assert (task.options.windows.side, task.options.windows.step) == (96, 80)

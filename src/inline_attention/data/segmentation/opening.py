@@ -38,6 +38,8 @@ def open_and_check_pairs(
     train_split: str = "train",
     validation_split: str = "validation",
     class_file: str | os.PathLike[str] | None = None,
+    image_folder: str | None = None,
+    map_folder: str | None = None,
     reduce_zero_label: bool = False,
     num_classes: int | None = None,
     repair: bool = False,
@@ -50,6 +52,8 @@ def open_and_check_pairs(
         train_split: Such as "train" or "training".
         validation_split: Such as "validation" or "val".
         class_file: Names of classes; one of the usual files in `data_dir`, if None.
+        image_folder: As for `find_pair_folders`.
+        map_folder: As for `find_pair_folders`.
         reduce_zero_label: As for `LabelRules`: True for ADE20K and for scenes.
         num_classes: Classes that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
@@ -65,19 +69,29 @@ def open_and_check_pairs(
     if num_classes is not None and num_classes != len(names):
         problems.append(f"{data_dir} has {len(names)} classes, the model {num_classes}; use num_classes={len(names)}")
     reports: list[DataReport] = []
-    sources: dict[str, SegmentationSource | None] = {}
-    for split in (train_split, validation_split):
+    sources: dict[bool, SegmentationSource | None] = {}
+    seen: dict[tuple[Path, Path], str] = {}
+    for split, is_for_training in ((train_split, True), (validation_split, False)):
         try:
-            images, maps = find_pair_folders(data_dir, split)
-            found = find_pairs(images, maps)
-            location = f"{Path(data_dir)} ({split})"
+            folders = find_pair_folders(data_dir, split, image_folder, map_folder)
+            if seen.setdefault(folders, split) != split:
+                raise DataError(
+                    f"{folders[0]} has the pictures of {train_split!r} and of {validation_split!r}: what is trained on "
+                    "measures nothing; name the split in image_folder and map_folder, such as images/{split}"
+                )
             checked = check_pairs(
-                found, location, names, rules, every_class=split == train_split, repair=repair, on_progress=on_progress
+                find_pairs(*folders),
+                f"{Path(data_dir)} ({split})",
+                names,
+                rules,
+                every_class=is_for_training,
+                repair=repair,
+                on_progress=on_progress,
             )
         except DataError as error:
             problems.append(str(error))
             continue
         reports.append(checked.report)
         problems += checked.report.problems
-        sources[split] = checked.source
-    return OpenedPairs(sources.get(train_split), sources.get(validation_split), reports, problems)
+        sources[is_for_training] = checked.source
+    return OpenedPairs(sources.get(True), sources.get(False), reports, problems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +44,17 @@ class FoundPairs:
     ambiguous: tuple[Path, ...]
 
 
-def find_pair_folders(root: str | os.PathLike[str], split: str) -> tuple[Path, Path]:
+def find_pair_folders(
+    root: str | os.PathLike[str], split: str, image_folder: str | None = None, map_folder: str | None = None
+) -> tuple[Path, Path]:
     """The folders of pictures and of maps of a split: `images/training` and `annotations/training` in ADE20K.
 
-    Other usual names are known too, and `training/images` as well as `images/training`.
+    Args:
+        root: Of the dataset.
+        split: Such as "train", which "training" will do for as well.
+        image_folder: Folder of pictures below `root`, "{split}" in it standing for the split; if None, one of the usual
+            names, as `images/training` or `training/images`.
+        map_folder: Folder of maps, likewise.
 
     Raises:
         DataError: If there are none.
@@ -55,15 +62,21 @@ def find_pair_folders(root: str | os.PathLike[str], split: str) -> tuple[Path, P
     root = Path(root)
     known = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
     splits = tuple(dict.fromkeys((split, *known)))
-    images = _first_folder(root, IMAGE_FOLDERS, splits)
-    maps = _first_folder(root, MAP_FOLDERS, splits)
+    images = _first_folder(root, image_folder, IMAGE_FOLDERS, splits)
+    maps = _first_folder(root, map_folder, MAP_FOLDERS, splits)
     if images is None or maps is None:
-        missing = "pictures" if images is None else "maps of labels"
-        first = "images" if images is None else "annotations"
+        missing, given, kinds, setting = (
+            ("pictures", image_folder, IMAGE_FOLDERS, "image_folder")
+            if images is None
+            else ("maps of labels", map_folder, MAP_FOLDERS, "map_folder")
+        )
+        if given is not None:
+            raise DataError(f"{root} has no folder {given}, where pictures or maps of {split!r} were said to be")
         usual = next((name for name in ADE20K_SPLITS if name in splits), split)
         raise DataError(
-            f"{root} has no folder with {missing} of the split {split!r}; expected {first}/{usual}, "
-            f"or one of {', '.join(IMAGE_FOLDERS if images is None else MAP_FOLDERS)} with one of {', '.join(splits)}"
+            f"{root} has no folder with {missing} of the split {split!r}; expected {kinds[0]}/{usual}, or one of "
+            f"{', '.join(kinds)} with one of {', '.join(splits)}; another is named by {setting}, such as "
+            f"{kinds[0]}_{{split}}"
         )
     return images, maps
 
@@ -91,13 +104,14 @@ def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLi
     )
 
 
-def _first_folder(root: Path, kinds: Iterable[str], splits: Iterable[str]) -> Path | None:
-    for kind in kinds:
-        for split in splits:
-            for folder in (root / kind / split, root / split / kind):
-                if folder.is_dir():
-                    return folder
-    return None
+def _first_folder(root: Path, given: str | None, kinds: Iterable[str], splits: Sequence[str]) -> Path | None:
+    if given is not None:
+        candidates = [root / given.replace("{split}", split) for split in splits]
+    else:
+        candidates = [
+            folder for kind in kinds for split in splits for folder in (root / kind / split, root / split / kind)
+        ]
+    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:

@@ -41,7 +41,7 @@ def _check_detection(config: TrainConfig) -> Iterator[Problem]:
     settings = config.detection
     if settings.head == "retinanet" and settings.sampled_boxes != DetectionSection().sampled_boxes:
         message = f"has no effect on retinanet, which takes all boxes, got {settings.sampled_boxes}"
-        yield Problem("detection.sampled_boxes", f"{message}; leave it out")
+        yield Problem("detection.sampled_boxes", f"{message}; set it to {DetectionSection().sampled_boxes}")
     for name in ("multi_scale_from", "shorter_side"):
         limit = settings.shorter_side if name == "multi_scale_from" else settings.longest_side
         value = getattr(settings, name)

@@ -33,17 +33,19 @@ class ConfigError(ValueError):
     Attributes:
         problems: Everything that is wrong, not the first thing only.
         source: Where the settings came from, such as a file.
+        advice: What to do about all of it.
     """
 
-    def __init__(self, problems: Iterable[Problem], source: str = "the configuration"):
+    def __init__(self, problems: Iterable[Problem], source: str = "the configuration", advice: str | None = None):
         self.problems = tuple(problems)
-        self.source = source
-        super().__init__(self.problems, source)
+        self.source, self.advice = source, advice
+        super().__init__(self.problems, source, advice)
 
     def __str__(self) -> str:
         count = len(self.problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        return f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}"
+        advice = "" if self.advice is None else f"\n{self.advice}"
+        return f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}{advice}"
 
 
 def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:

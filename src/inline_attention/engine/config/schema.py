@@ -155,6 +155,10 @@ class DataSection:
     reduce_zero_label: bool = _option(
         False, "Of pairs: 0 in maps means other and is ignored, 1 is the first class, as in ADE20K and in scenes."
     )
+    image_folder: str | None = _option(
+        None, "Of pairs: folder of the images below dir, such as img/{split}; null: by one of the usual names."
+    )
+    map_folder: str | None = _option(None, "Of pairs: folder of the maps of labels below dir, likewise.")
     workers: int = _option(
         4, "Processes that read images, per device, at most one to a core; 0: the main process does.", at_least=0
     )

@@ -96,6 +96,7 @@ class ClassificationTask:
         """
         self._data, self._model = data, model
         self._preparation, self._mixing = preparation or Preparation(), mixing or Mixing()
+        self.start: str | None = None
 
     def open(self) -> TaskData:
         """Open and check."""
@@ -125,6 +126,7 @@ class ClassificationTask:
             file = open_checkpoint(choice.initial_checkpoint)
             other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
             load_checkpoint(model, file, reinitialize_head=other_classes)
+            self.start = f"all of {file.path}" + (" but the head, which is of other classes" if other_classes else "")
         if choice.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         return model

@@ -32,7 +32,7 @@ from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint
-from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of
+from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of, unusable
 from inline_attention.tasks.detection.evaluation import (
     FIGURES,
     KINDS_OF_FIGURES,
@@ -49,7 +49,7 @@ from inline_attention.tasks.detection.models import (
     build_detector,
 )
 from inline_attention.tasks.detection.postprocessing import at_original_size, whole_masks
-from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together, UnusableDataError
+from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together
 from inline_attention.tasks.weights import initialize_from
 
 SCALE_STEP = 32  # pixels between the shorter sides that multi-scale training chooses from
@@ -123,6 +123,7 @@ class DetectionTask:
             options: What is built around it.
         """
         self._data, self._model, self.options = data, model, options or DetectionOptions()
+        self.start: str | None = None
         kinds = KINDS_OF_FIGURES if self.options.finds_masks else KINDS_OF_FIGURES[:1]
         self.metrics: Mapping[str, bool] = {f"{kind}_{figure}": True for kind in kinds for figure in FIGURES}
 
@@ -149,16 +150,17 @@ class DetectionTask:
             num_classes=choice.num_classes,
             repair=choice.repair,
         )
-        problems = list(opened.problems)
-        if problems and not choice.repair:
-            problems.append("data.repair=true (--repair) repairs what can be repaired, as said above")
-        if problems or opened.train is None or opened.validation is None or opened.validation_annotations is None:
-            raise UnusableDataError(problems)
-        validation = ValidationImages(opened.validation, opened.validation_annotations)
+        annotations = opened.validation_annotations
+        if opened.problems or opened.train is None or opened.validation is None or annotations is None:
+            raise unusable(opened.problems, opened.reports)
+        validation = ValidationImages(opened.validation, annotations)
         return TaskData(opened.train, validation, notes_of(opened.reports))
 
-    def open_validation(self, class_names: Sequence[str]) -> ValidationImages:
+    def open_validation(self, class_names: Sequence[str]) -> tuple[ValidationImages, tuple[str, ...]]:
         """Open and check the validation split alone, which must have the classes of a model.
+
+        Returns:
+            The images, and what was repaired.
 
         Raises:
             DataError: If it cannot be used.
@@ -175,13 +177,15 @@ class DetectionTask:
         checked = check_annotations(read, images, masks=masks, every_category=False, repair=choice.repair)
         if checked.report.problems:
             raise DataError("\n".join(checked.report.problems))
-        return ValidationImages(CocoSource(checked.annotations, images, masks=False), checked.annotations)
+        validation = ValidationImages(CocoSource(checked.annotations, images, masks=False), checked.annotations)
+        return validation, notes_of([checked.report])
 
     def build_model(self, class_names: Sequence[str]) -> Detector:
         """The detector around its backbone."""
         model = build_detector(self._description(len(class_names)))
         if self._model.initial_checkpoint is not None:
-            initialize_from(model, model.backbone, open_checkpoint(self._model.initial_checkpoint), self.name)
+            file = open_checkpoint(self._model.initial_checkpoint)
+            self.start = initialize_from(model, model.backbone, file, self.name)
         if self._model.grad_checkpointing:
             model.set_grad_checkpointing()
         return model

@@ -22,7 +22,9 @@ def annotate_pixels(image: Image.Image, result: SegmentationResult, class_names:
     colours = np.array([class_colour(number) for number in range(len(class_names))], dtype=np.uint8)
     coloured = Image.blend(image, Image.fromarray(colours[result.labels]), OPACITY)
     font = ImageFont.load_default(max(SMALLEST_FONT, round(math.sqrt(image.width * image.height) / 45)))
-    names = [(name, class_colour(class_names.index(name))) for name, _ in result.shares[:MOST_NAMES]]
+    names = [  # each on one line
+        (" ".join(name.split()), class_colour(class_names.index(name))) for name, _ in result.shares[:MOST_NAMES]
+    ]
     return _with_legend(coloured, names, font)
 
 

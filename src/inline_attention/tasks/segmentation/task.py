@@ -27,11 +27,11 @@ from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint
-from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of
+from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of, unusable
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
 from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
 from inline_attention.tasks.segmentation.models import Head, Segmenter, SegmenterDescription, build_segmenter
-from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together, UnusableDataError
+from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together
 from inline_attention.tasks.weights import initialize_from
 
 DEFAULT_CROP = 512
@@ -89,6 +89,7 @@ class SegmentationTask:
             options: What is built around it.
         """
         self._data, self._model, self.options = data, model, options or SegmentationOptions()
+        self.start: str | None = None
         self.evaluation_side: int | None = None
 
     @classmethod
@@ -114,19 +115,21 @@ class SegmentationTask:
             train_split=choice.train_split,
             validation_split=choice.validation_split,
             class_file=choice.class_file,
+            image_folder=choice.image_folder,
+            map_folder=choice.map_folder,
             reduce_zero_label=choice.reduce_zero_label,
             num_classes=choice.num_classes,
             repair=choice.repair,
         )
-        problems = list(opened.problems)
-        if problems and not choice.repair:
-            problems.append("data.repair=true (--repair) repairs what can be repaired, as said above")
-        if problems or opened.train is None or opened.validation is None:
-            raise UnusableDataError(problems)
+        if opened.problems or opened.train is None or opened.validation is None:
+            raise unusable(opened.problems, opened.reports)
         return TaskData(opened.train, opened.validation, notes_of(opened.reports))
 
-    def open_validation(self, class_names: Sequence[str]) -> SegmentationSource:
+    def open_validation(self, class_names: Sequence[str]) -> tuple[SegmentationSource, tuple[str, ...]]:
         """Open and check the validation split alone, which must have the classes of a model if it names its own.
+
+        Returns:
+            The images, and what was repaired.
 
         Raises:
             DataError: If it cannot be used.
@@ -135,11 +138,12 @@ class SegmentationTask:
         folder, split = choice.folder or "", choice.validation_split
         self._check_same_classes(class_names)
         rules = LabelRules(len(class_names), reduce_zero_label=choice.reduce_zero_label)
-        found, location = find_pairs(*find_pair_folders(folder, split)), f"{Path(folder)} ({split})"
+        folders = find_pair_folders(folder, split, choice.image_folder, choice.map_folder)
+        found, location = find_pairs(*folders), f"{Path(folder)} ({split})"
         checked = check_pairs(found, location, class_names, rules, every_class=False, repair=choice.repair)
         if checked.source is None:
             raise DataError("\n".join(checked.report.problems))
-        return checked.source
+        return checked.source, notes_of([checked.report])
 
     def build_model(self, class_names: Sequence[str]) -> Segmenter:
         """The segmenter around its backbone."""
@@ -148,7 +152,7 @@ class SegmentationTask:
             SegmenterDescription(options.head, choice.name, choice.arguments, len(class_names), options.width)
         )
         if choice.initial_checkpoint is not None:
-            initialize_from(model, model.backbone, open_checkpoint(choice.initial_checkpoint), self.name)
+            self.start = initialize_from(model, model.backbone, open_checkpoint(choice.initial_checkpoint), self.name)
         if choice.grad_checkpointing:
             model.set_grad_checkpointing()
         return model
