@@ -17,6 +17,7 @@ from inline_attention.data.sources import DataError
 from inline_attention.engine.measuring import evaluate_checkpoint
 from inline_attention.engine.processes import DeviceError
 from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.tasks.task import MetricTable
 
 
 def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> None:
@@ -45,6 +46,8 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
     if metrics is None:
         return  # another process speaks
     typer.echo(str(metrics))
+    for table in metrics.tables:
+        typer.echo("\n" + "\n".join(_lines(table)))
     if results_file is not None:
         assert dataclasses.is_dataclass(metrics)
         assert not isinstance(metrics, type)
@@ -53,6 +56,18 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
             results_file.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             fail(f"cannot write {results_file}: {error.strerror}")
+
+
+def _lines(table: MetricTable) -> list[str]:
+    """Columns of equal width; a dash where there is nothing to measure."""
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    names = [" ".join(name.split()) for name in table]
+    width = max(map(len, names), default=0)
+    lines = [" " * width + "".join(f"  {column:>8}" for column in columns)]
+    for name, row in zip(names, table.values(), strict=True):
+        cells = ("–" if math.isnan(row[column]) else f"{row[column]:.1f}" for column in columns)
+        lines.append(f"{name:<{width}}" + "".join(f"  {cell:>8}" for cell in cells))
+    return lines
 
 
 def _with_nulls(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -145,12 +145,20 @@ class Together(Protocol):
         ...
 
 
+MetricTable: TypeAlias = Mapping[str, Mapping[str, float]]  # rows by name, of columns by name, in percent
+
+
 class Metrics(Protocol):
     """What an evaluation found."""
 
     @property
     def figures(self) -> dict[str, float]:
         """By the names that `Task.metrics` has, and that columns of tables get."""
+        ...
+
+    @property
+    def tables(self) -> list[MetricTable]:
+        """All there is to say beyond the line for people."""
         ...
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data.batch import Batch
-from inline_attention.tasks.task import Together
+from inline_attention.tasks.task import MetricTable, Together
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class ClassificationMetrics:
     def figures(self) -> dict[str, float]:
         """All but the count."""
         return {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+
+    @property
+    def tables(self) -> list[MetricTable]:
+        """None: the line says it all."""
+        return []
 
     def __str__(self) -> str:
         return f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} of {self.count} images"

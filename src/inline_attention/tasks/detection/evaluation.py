@@ -16,11 +16,13 @@ from torch import Tensor
 
 from inline_attention.data.coco.annotations import CocoAnnotations
 from inline_attention.data.coco.masks import mask_library
+from inline_attention.tasks.task import MetricTable
 
 MASK_THRESHOLD = 0.5
 KINDS = {"boxes": "bbox", "masks": "segm"}  # our name of each kind of precision, and the protocol's
 KINDS_OF_FIGURES = ("box", "mask")
 FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+COLUMNS = ("AP", "AP50", "AP75", "small", "medium", "large")  # what tables call them
 Predictions = dict[int, list[dict[str, Any]]]  # COCO results of each image by its id
 
 
@@ -69,6 +71,21 @@ class DetectionMetrics:
             if precision is not None
             for name in FIGURES
         }
+
+    @property
+    def tables(self) -> list[MetricTable]:
+        """Precision by overlap and size, and of each category."""
+        measured = {"boxes": self.boxes} | ({} if self.masks is None else {"masks": self.masks})
+        return [
+            {
+                kind: {column: 100 * getattr(precision, name) for column, name in zip(COLUMNS, FIGURES, strict=True)}
+                for kind, precision in measured.items()
+            },
+            {
+                category: {f"{kind} AP": 100 * precision.by_category[category] for kind, precision in measured.items()}
+                for category in self.boxes.by_category
+            },
+        ]
 
     def __str__(self) -> str:
         masks = "" if self.masks is None else f"; masks: {self.masks}"

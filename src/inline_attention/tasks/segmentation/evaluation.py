@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.data.segmentation.source import IGNORED
+from inline_attention.tasks.task import MetricTable
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class SegmentationMetrics:
             "macc": 100 * self.mean_accuracy,
             "aacc": 100 * self.pixel_accuracy,
         }
+
+    @property
+    def tables(self) -> list[MetricTable]:
+        """IoU and accuracy of each class."""
+        return [{name: {"IoU": 100 * iou, "accuracy": 100 * self.accuracy[name]} for name, iou in self.iou.items()}]
 
     def __str__(self) -> str:
         means = f"mIoU {100 * self.mean_iou:.2f} %, mAcc {100 * self.mean_accuracy:.2f} %"
