@@ -19,7 +19,7 @@ from inline_attention.data.coco import (
     open_and_check_coco,
     read_annotations,
 )
-from inline_attention.data.coco.masks import MaskSizeError, mask_extent
+from inline_attention.data.coco.masks import MaskSizeError, mask_area, mask_extent
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 
@@ -95,6 +95,43 @@ def test_all_ways_to_write_a_mask():
     expected = reference.decode(reference.merge(reference.frPyObjects(polygons, 40, 48)))
     assert (decode_mask(polygons, 40, 48) == expected).all()
     assert mask_extent(polygons, 40, 48) == (10, 2, 45, 30)
+    assert mask_area(polygons, 40, 48) == expected.sum()
+    for segmentation in (encode_mask(mask), packed(mask)):
+        assert mask_area(segmentation, 40, 48) == mask.sum()
+
+
+NOTHING_DRAWN = {
+    "a line": [[10, 10, 20, 20, 30, 30]],
+    "within a pixel": [[10.1, 10.1, 10.2, 10.1, 10.2, 10.2]],
+    "a sliver at the right edge": [[47.7, 0, 48, 0, 48, 40, 47.7, 40]],
+    "two that are too small": [[10.1, 10.1, 10.2, 10.1, 10.2, 10.2], [20.1, 20.1, 20.2, 20.1, 20.2, 20.2]],
+    "large, but outside": [[-40, -30, -5, -30, -5, -5, -40, -5]],
+    "large, and at a corner of the image, but outside": [[-30, 5, -30, -30, 5, -30]],
+}
+
+
+@pytest.mark.parametrize("polygons", NOTHING_DRAWN.values(), ids=NOTHING_DRAWN)
+def test_polygons_that_draw_no_pixel_have_no_extent(polygons):
+    assert not decode_mask(polygons, 40, 48).any()
+    assert mask_extent(polygons, 40, 48) is None
+    assert mask_extent([*polygons, SQUARE], 40, 48) is not None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=3, max_size=7),
+    st.tuples(st.floats(-2, 34), st.floats(-2, 34)),
+    st.tuples(st.sampled_from([0.3, 1, 3, 9]), st.sampled_from([0.3, 1, 3, 9])),
+)
+def test_polygons_have_an_extent_if_they_draw_a_pixel(corners, centre, size):
+    polygon = [centre[axis] + size[axis] * corner[axis] for corner in corners for axis in (0, 1)]
+    drawn = decode_mask([polygon], 32, 32).any()
+    assert (mask_extent([polygon], 32, 32) is not None) == drawn
+
+
+def test_large_polygons_are_not_drawn_to_be_checked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faster_coco_eval.core", None)
+    assert mask_extent([SQUARE], 40, 48) == (10, 10, 30, 30)
 
 
 MALFORMED = {
@@ -211,29 +248,13 @@ def test_a_picture_of_another_size_or_mask_that_is_broken_is_named(tmp_path):
         source.load(0)
 
 
-def with_image(members):
-    return f'{{"images": [{{"file_name": "1.jpg", {members}}}], "categories": [], "annotations": []}}'
-
-
-def with_object(members):
-    item = f'{{"id": 1, "image_id": 1, "category_id": 1, {members}}}'
-    return f'{{"images": [], "categories": [], "annotations": [{item}]}}'
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is no JSON, or only the beginning of it"),
         ("[]", "must hold an object"),
         ('{"images": []}', "has no list 'categories'"),
-        ('{"images": [{"id": 1}], "categories": [], "annotations": []}', "entry 0 of 'images' has no 'file_name'"),
-        ('{"images": [], "categories": [], "annotations": [7]}', "entry 0 of 'annotations' is malformed"),
-        ('{"images": [], "categories": [{"id": "x"}], "annotations": []}', "entry 0 of 'categories' is malformed"),
-        (with_image('"id": 9223372036854775808'), "'images' is malformed .id 9223372036854775808 does not fit into 64"),
-        (with_image('"id": 1.5'), "'images' is malformed .id is 1.5, no whole number"),
-        (with_image('"id": 1, "width": Infinity'), "entry 0 of 'images' is malformed"),
-        (with_object(f'"bbox": [1, 2, 1{"0" * 400}, 4]'), "entry 0 of 'annotations' is malformed"),
-        (with_object('"iscrowd": "no"'), "entry 0 of 'annotations' is malformed"),
+        pytest.param("[" * 200_000, "is no JSON, or only the beginning of it", id="deep"),
     ],
 )
 def test_files_of_another_kind(tmp_path, content, message):
@@ -241,6 +262,56 @@ def test_files_of_another_kind(tmp_path, content, message):
     file.write_text(content)
     with pytest.raises(DataError, match=message):
         read_annotations(file)
+
+
+IMAGE = {"id": 1, "file_name": "1.jpg"}
+MALFORMED_ENTRIES = [
+    ("images", {"id": 1}, "has no 'file_name'"),
+    ("images", IMAGE | {"file_name": None}, "file_name is None, no text"),
+    ("images", IMAGE | {"id": 2**63}, "id 9223372036854775808 does not fit into 64 bits"),
+    ("images", IMAGE | {"id": 1.5}, "id is 1.5, no whole number"),
+    ("images", IMAGE | {"width": float("inf")}, "width is inf, no whole number"),
+    ("categories", {"id": "x"}, "id is 'x', no whole number"),
+    ("categories", {"name": "x"}, "has no 'id'"),
+    ("annotations", None, "None instead of names with values"),
+    ("annotations", 7, "7 instead of names with values"),
+    ("annotations", annotation(None), "id is None, no whole number"),
+    ("annotations", annotation(1, image_id="abc"), "image_id is 'abc', no whole number"),
+    ("annotations", {"id": 1, "image_id": 1}, "has no 'category_id'"),
+    ("annotations", annotation(1, iscrowd="yes"), "iscrowd is 'yes', no whole number"),
+    ("annotations", annotation(1, iscrowd=float("nan")), "iscrowd is nan, no whole number"),
+]
+
+
+@pytest.mark.parametrize(("list_name", "entry", "fault"), MALFORMED_ENTRIES)
+def test_malformed_entries_are_collected(tmp_path, list_name, entry, fault):
+    content = {"images": [IMAGE], "categories": [{"id": 7}], "annotations": [annotation(1)]}
+    content[list_name] = [entry, *content[list_name]]
+    file = tmp_path / "instances_train.json"
+    file.write_text(json.dumps(content))
+    annotations = read_annotations(file)
+    assert [str(malformed) for malformed in annotations.malformed] == [f"entry 0 of {list_name!r}: {fault}"]
+    assert [len(kept) for kept in (annotations.images, annotations.categories, annotations.objects)] == [1, 1, 1]
+
+
+def test_numbers_that_are_none_or_too_large_are_kept_as_such(tmp_path):
+    objects = [
+        annotation(1, box=(1, 2, 10**400, "4"), area=-(10**400)),
+        annotation(2, box=(1, 2, 3, True), area="400"),
+        annotation(3, area=None),
+    ]
+    large, text_, absent = read_annotations(write_coco(tmp_path, objects)).objects
+    assert repr((large.box, large.area)) == "((1.0, 2.0, inf, nan), -inf)"
+    assert repr((text_.box, text_.area)) == "((1.0, 2.0, 3.0, nan), nan)"
+    assert absent.area is None
+
+
+def test_without_an_area_targets_have_that_of_the_box(tmp_path):
+    item = annotation(1, box=(10, 10, 20, 15))
+    del item["area"]
+    annotations = read_annotations(write_coco(tmp_path, [item]))
+    assert "area" not in annotations.to_json()["annotations"][0]
+    assert CocoSource(annotations, tmp_path / "train2017").target(0)["area"].tolist() == [300]
 
 
 def test_numbers_written_in_other_ways(tmp_path):
@@ -269,6 +340,80 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "annotations" / "instances_train2014.json").write_text("{}")
     with pytest.raises(DataError, match=r"2 files for the split 'train': .*; keep one"):
         find_annotation_file(tmp_path, "train")
+
+
+def annotations_of_pictures(root, names):
+    file = write_coco(root, [], images=0)
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"images": images}))
+    return read_annotations(file)
+
+
+def touch(folder, names):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+
+
+def test_the_image_folder_is_the_one_that_holds_most(tmp_path):
+    names = [f"{number}.jpg" for number in range(500)]
+    annotations = annotations_of_pictures(tmp_path, names)
+    touch(tmp_path / "train2017", names[:3])
+    touch(tmp_path / "images" / "train", names)
+    assert find_image_folder(tmp_path, annotations, "train") == tmp_path / "images" / "train"
+
+
+@pytest.mark.parametrize("there", [slice(400, None), slice(499, None), slice(1)], ids=["late", "the last", "the first"])
+def test_one_picture_is_enough_to_find_the_image_folder(tmp_path, there):
+    names = [f"{number}.jpg" for number in range(500)]
+    annotations = annotations_of_pictures(tmp_path, names)
+    touch(tmp_path / "images" / "train", names[there])
+    assert find_image_folder(tmp_path, annotations, "train") == tmp_path / "images" / "train"
+
+
+@pytest.mark.parametrize("leading_out", ["{root}/elsewhere/0.jpg", "../elsewhere/0.jpg"])
+def test_names_that_lead_out_of_the_image_folder_say_nothing_about_it(tmp_path, leading_out):
+    leading_out = leading_out.format(root=tmp_path)
+    touch(tmp_path / "elsewhere", ["0.jpg"])
+    others = [f"{number}.jpg" for number in range(250)]
+    touch(tmp_path, others[-1:])
+    annotations = annotations_of_pictures(tmp_path, [leading_out] * 250 + others)
+    assert find_image_folder(tmp_path, annotations, "train") == tmp_path
+
+    alone = annotations_of_pictures(tmp_path, [leading_out])
+    folder = find_image_folder(tmp_path, alone, "train")
+    assert folder.is_dir()
+    assert (folder / leading_out).is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["z" * 300 + ".jpg", "\ud800.jpg", "\0.jpg", ""], ids=["long", "surrogate", "nul", "no"]
+)
+def test_names_that_no_file_can_have_are_not_found(tmp_path, name):
+    touch(tmp_path / "train2017", ["1.jpg"])
+    assert find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name, "1.jpg"]), "train").name == "train2017"
+    with pytest.raises(DataError, match="none of the pictures"):
+        find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name]), "train")
+
+
+def test_a_split_to_train_and_to_validate_on_is_opened_for_each(tmp_path):
+    objects = [annotation(n, image_id=n, category_id=c) for n, c in ((1, 3), (2, 7), (3, 90))]
+    write_coco(tmp_path, objects, images=5)
+    opened = open_and_check_coco(tmp_path, validation_split="train")
+    assert (len(opened.train), len(opened.validation)) == (3, 5)
+    write_coco(tmp_path, [*objects[:2], annotation(9, box=(0, 0, 0, 5))], images=5)
+    problems = open_and_check_coco(tmp_path, validation_split="train").problems
+    assert len(problems) == 2, "each is said once: a box without area, and a category without an object"
+
+
+def test_of_categories_that_share_an_id_the_first_counts_before_and_after_a_repair(tmp_path):
+    categories = [{"id": 7, "name": "train"}, {"id": 3, "name": "car"}, {"id": 7, "name": "bus"}]
+    objects = [annotation(1), annotation(2, category_id=3)]
+    for split in ("train", "val"):
+        file = write_coco(tmp_path, objects, split=split, categories=categories)
+    opened = open_and_check_coco(tmp_path, repair=True)
+    assert opened.problems == []
+    assert opened.train.class_names == read_annotations(file).class_names == ("car", "train")
 
 
 def test_opening_both_splits_says_all_that_is_wrong(tmp_path):

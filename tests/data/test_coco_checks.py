@@ -5,7 +5,7 @@ from PIL import Image
 
 from data.conftest import noise
 from data.test_coco import SQUARE, annotation, some_mask, write_coco
-from inline_attention.data.coco import CocoSource, check_annotations, encode_mask, read_annotations
+from inline_attention.data.coco import CocoSource, check_annotations, decode_mask, encode_mask, read_annotations
 
 GOOD = [annotation(1, image_id=1, category_id=3), annotation(2, image_id=2, category_id=90), annotation(3)]
 
@@ -64,6 +64,11 @@ FAULTS = {
         (10, 10, 20, 20),
     ),
     "objects with an id that another has": (annotation(2), "given new ids", (10, 10, 20, 20)),
+    "objects without a positive finite area": (
+        annotation(9, area=0),
+        "area taken from the mask, or else from the box",
+        (10, 10, 20, 20),
+    ),
 }
 
 
@@ -92,6 +97,118 @@ def test_without_masks_boxes_alone_count(tmp_path):
     objects = [annotation(9, segmentation=[]), annotation(10, box=(5, 5, 0, 8))]
     report = check(tmp_path, objects, masks=False).report
     assert [(finding.fault, finding.repair) for finding in report] == [("boxes without area", "left out")]
+
+
+@pytest.mark.parametrize(
+    "polygon", [[10, 10, 20, 20, 30, 30], [10.1, 10.1, 10.2, 10.1, 10.2, 10.2], [47.7, 0, 48, 0, 48, 40, 47.7, 40]]
+)
+def test_polygons_between_pixels_cover_nothing_as_run_lengths_do(tmp_path, polygon):
+    x, y = polygon[0::2], polygon[1::2]
+    box = (min(x), min(y), max(x) - min(x), max(y) - min(y))
+    for segmentation in ([polygon], encode_mask(decode_mask([polygon], 40, 48))):
+        checked = check(tmp_path, [annotation(9, box=box, segmentation=segmentation)], repair=True)
+        (finding,) = checked.report
+        assert (finding.fault, finding.repair) == ("masks that cover nothing of their image", "left out")
+        assert [item.id for item in checked.annotations.objects] == [1, 2, 3]
+
+
+TRIANGLE = [10.0, 10.0, 30.0, 10.0, 10.0, 30.0]
+TRIANGLE_AREA = int(decode_mask([TRIANGLE], 40, 48).sum())
+BAD_AREAS = {
+    "negative": (-4, "-4"),
+    "zero": (0, "0"),
+    "infinite": (float("inf"), "inf"),
+    "not a number": (float("nan"), "no number"),
+    "text": ("400", "no number"),
+    "too large for a float": (10**400, "inf"),
+}
+
+
+@pytest.mark.parametrize(("area", "said"), BAD_AREAS.values(), ids=BAD_AREAS)
+def test_bad_areas_are_taken_from_the_mask_or_else_from_the_box(tmp_path, area, said):
+    with_mask = annotation(9, area=area, segmentation=[TRIANGLE])
+    with_run_lengths = annotation(10, area=area, segmentation=encode_mask(decode_mask([TRIANGLE], 40, 48)))
+    for masks in (True, False):
+        checked = check(tmp_path, [with_mask, with_run_lengths], masks=masks, repair=True)
+        (finding,) = checked.report
+        assert (finding.fault, finding.count) == ("objects without a positive finite area", 2)
+        assert finding.first[0] == f"object 9 in 1.jpg: {said}"
+        assert [item.area for item in checked.annotations.objects] == [400, 400, 400, TRIANGLE_AREA, TRIANGLE_AREA]
+    for segmentation in (None, [], [[1, 2]], [[10, 10, 20, 20, 30, 30]]):
+        item = annotation(9, area=area) | {"segmentation": segmentation}
+        checked = check(tmp_path, [item], masks=False, repair=True)
+        assert checked.annotations.objects[-1].area == 400
+
+
+def without_area(item):
+    return {key: value for key, value in item.items() if key != "area"}
+
+
+def test_an_area_that_is_not_given_is_no_fault_and_derived(tmp_path):
+    objects = [
+        without_area(annotation(9, segmentation=[TRIANGLE])),
+        annotation(10, area=None, segmentation=[TRIANGLE]),
+        without_area(annotation(11, segmentation=[])),
+    ]
+    checked = check(tmp_path, objects, masks=False)
+    assert not checked.report
+    assert [item.area for item in checked.annotations.objects[3:]] == [TRIANGLE_AREA, TRIANGLE_AREA, 400]
+    assert [item.area for item in check(tmp_path, objects[:2]).annotations.objects[3:]] == [TRIANGLE_AREA] * 2
+
+
+def test_areas_are_derived_from_repaired_boxes(tmp_path):
+    leaving = without_area(annotation(9, box=(-9, 10, 39, 20), segmentation=[]))
+    (*_, clipped) = check(tmp_path, [leaving], masks=False, repair=True).annotations.objects
+    assert (clipped.box, clipped.area) == ((0, 10, 30, 20), 600)
+    neither = without_area(annotation(9, box=()))
+    checked = check(tmp_path, [neither], repair=True)
+    assert [finding.fault for finding in checked.report] == ["objects without a box of four finite numbers"]
+    assert (checked.annotations.objects[-1].box, checked.annotations.objects[-1].area) == ((10, 10, 20, 20), 400)
+
+
+def test_malformed_entries_are_counted_named_and_left_out_like_any_other_fault(tmp_path):
+    objects = [
+        None,
+        annotation(9, image_id="abc"),
+        annotation(10, iscrowd="yes"),
+        annotation(11, image_id=4),  # of an image that is malformed: one fault, not two
+        annotation(12, box=(5, 5, 0, 8)),
+    ]
+    file = write_coco(tmp_path, [*GOOD, *objects])
+    content = json.loads(file.read_text())
+    content["images"] += [{"id": 4}, {"file_name": "1.jpg"}]
+    content["categories"].append({"name": "kite"})
+    file.write_text(json.dumps(content))
+    annotations = read_annotations(file)
+    found = check_annotations(annotations, tmp_path / "train2017")
+    assert [(finding.fault, finding.count) for finding in found.report] == [
+        ("malformed entries", 6),
+        ("boxes without area", 1),
+    ]
+    assert found.report.problems[0].endswith(
+        "6 malformed entries (entry 3 of 'images': has no 'file_name', entry 4 of 'images': has no 'id', "
+        "entry 3 of 'categories': has no 'id', entry 3 of 'annotations': None instead of names with values, "
+        "entry 4 of 'annotations': image_id is 'abc', no whole number and 1 more); "
+        "repairing: left out, images with their objects"
+    )
+    repaired = check_annotations(annotations, tmp_path / "train2017", repair=True).annotations
+    assert [item.id for item in repaired.objects] == [1, 2, 3, 12]
+    assert not check_annotations(repaired, tmp_path / "train2017").report, "what was repaired is right"
+
+
+@pytest.mark.parametrize(
+    ("file_name", "said"), [("z" * 300, "z" * 300), ("z\ud800", "z\\ud800"), ("z\n\x1b[2J", "z\\n\\x1b[2J")]
+)
+def test_names_that_no_file_or_terminal_takes_are_reported(tmp_path, file_name, said):
+    file = write_coco(tmp_path, GOOD)
+    content = json.loads(file.read_text())
+    content["images"].append({"id": 4, "file_name": file_name, "height": 40, "width": 48})
+    file.write_text(json.dumps(content))
+    checked = check_annotations(read_annotations(file), tmp_path / "train2017")
+    expected = f"1 images whose file is missing ({said} (image 4))"
+    (problem,) = checked.report.problems
+    assert expected in problem
+    assert str(checked.report).encode().decode().splitlines()[1].startswith(f"  {expected}")
 
 
 def test_tolerances(tmp_path):

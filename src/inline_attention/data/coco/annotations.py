@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from inline_attention.data.sources import DataError
 
 Entry = TypeVar("Entry")
 ID_LIMIT = 2**63  # ids are kept as int64
+NAMES_TRIED = 100  # pictures, at least, that are looked for in a folder to see whether it is theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class CocoObject:
         id: Its number.
         image_id: Of the picture it is in.
         category_id: Its kind.
-        box: Left, top, width, height in pixels; empty if the file has no four numbers there.
-        area: Pixels of the mask, or of the box where the file does not say.
+        box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
+        area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
         segmentation: Polygons or run lengths, as `masks` takes them.
         is_crowd: Whether it stands for many objects that nobody has told apart.
     """
@@ -53,9 +56,35 @@ class CocoObject:
     image_id: int
     category_id: int
     box: tuple[float, ...]
-    area: float
+    area: float | None
     segmentation: Any
     is_crowd: bool
+
+    @property
+    def box_area(self) -> float:
+        """Pixels of the box."""
+        _, _, width, height = self.box
+        return width * height
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedEntry:
+    """What stands in a list of a file and lacks what makes it an image, a category or an object.
+
+    Attributes:
+        list_name: "images", "categories" or "annotations".
+        number: Its place in that list, from 0.
+        fault: What is wrong with it.
+        id: Its id, if it has one: others may refer to it.
+    """
+
+    list_name: str
+    number: int
+    fault: str
+    id: int | None
+
+    def __str__(self) -> str:
+        return f"entry {self.number} of {self.list_name!r}: {self.fault}"
 
 
 @dataclass(frozen=True)
@@ -67,22 +96,32 @@ class CocoAnnotations:
 
     Attributes:
         location: The file, for messages.
+        malformed: Entries that could not become an image, a category or an object.
     """
 
     location: str
     images: tuple[CocoImage, ...]
     categories: tuple[CocoCategory, ...]
     objects: tuple[CocoObject, ...]
+    malformed: tuple[MalformedEntry, ...] = ()
+
+    @property
+    def category_names(self) -> dict[int, str]:
+        """Name of each category by its id, in order of ids; that of the first, if some share an id."""
+        names: dict[int, str] = {}
+        for category in self.categories:
+            names.setdefault(category.id, category.name)
+        return dict(sorted(names.items()))
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the categories; that of label 1 first."""
-        return tuple(category.name for category in self._in_order())
+        return tuple(self.category_names.values())
 
     @property
     def label_to_category(self) -> dict[int, int]:
         """Id of the category of each label."""
-        return {label: category.id for label, category in enumerate(self._in_order(), start=1)}
+        return dict(enumerate(self.category_names, start=1))
 
     @property
     def category_to_label(self) -> dict[int, int]:
@@ -90,7 +129,7 @@ class CocoAnnotations:
         return {category_id: label for label, category_id in self.label_to_category.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The contents in COCO's format."""
+        """The contents in COCO's format, without entries that are malformed."""
         return {
             "images": [
                 {"id": image.id, "file_name": image.file_name, "height": image.height, "width": image.width}
@@ -103,7 +142,7 @@ class CocoAnnotations:
                     "image_id": item.image_id,
                     "category_id": item.category_id,
                     "bbox": list(item.box),
-                    "area": item.area,
+                    **({} if item.area is None else {"area": item.area}),
                     "segmentation": item.segmentation,
                     "iscrowd": int(item.is_crowd),
                 }
@@ -111,32 +150,29 @@ class CocoAnnotations:
             ],
         }
 
-    def _in_order(self) -> list[CocoCategory]:
-        unique = {category.id: category for category in self.categories}
-        return [unique[category_id] for category_id in sorted(unique)]
-
 
 def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     """Read a file such as `instances_train2017.json`.
 
+    Entries that lack what makes them entries are collected in `malformed`.
+
     Raises:
-        DataError: If it cannot be read, is no JSON, or entries lack what makes them entries.
+        DataError: If it cannot be read, is no JSON, or lacks one of its lists.
     """
     path = Path(path)
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter from lists within lists within lists
         raise DataError(f"{path} is no JSON, or only the beginning of it: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} must hold an object with images, annotations and categories, not a list")
-    return CocoAnnotations(
-        str(path),
-        _entries(path, content, "images", _image),
-        _entries(path, content, "categories", _category),
-        _entries(path, content, "annotations", _object),
-    )
+    malformed: list[MalformedEntry] = []
+    images = _entries(path, content, "images", _image, malformed)
+    categories = _entries(path, content, "categories", _category, malformed)
+    objects = _entries(path, content, "annotations", _object, malformed)
+    return CocoAnnotations(str(path), images, categories, objects, tuple(malformed))
 
 
 def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
@@ -162,49 +198,65 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
 
 
 def find_image_folder(root: str | os.PathLike[str], annotations: CocoAnnotations, split: str) -> Path:
-    """The folder that the file names of the annotations are relative to: the first in which one of them exists.
+    """The folder that the file names of the annotations are relative to: the one that holds most of them.
 
     Raises:
-        DataError: If there is none.
+        DataError: If there is none that holds any.
     """
     root = Path(root)
-    names = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
+    if not annotations.images:
+        return root  # there is nothing to look for, and something wrong that a check says better
+    split_names = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
     own = Path(annotations.location).stem.removeprefix("instances_")  # such as train2017
-    folders = [parent / name for name in dict.fromkeys((own, split, *names)) for parent in (root, root / "images")]
-    folders += [root / "images", root]
-    for folder in folders:
-        # Not only the first: some of a dataset's files may be missing.
-        if any((folder / image.file_name).is_file() for image in annotations.images[:100]):
-            return folder
+    named = [parent / name for name in dict.fromkeys((own, split, *split_names)) for parent in (root, root / "images")]
+    existing = [folder for folder in (*named, root / "images", root) if folder.is_dir()]
+    names = [image.file_name for image in annotations.images]
+    plain = [name for name in names if _stays_below(name)]
+    # A few will do as a rule. All are looked for only where none of those is there, and names that lead out of a folder
+    # only at the very last: an absolute one is "in" whatever folder it is looked for.
+    for looked_for in (plain[:: max(1, len(plain) // NAMES_TRIED)], plain, names):
+        held = [sum(os.path.isfile(folder / name) for name in looked_for) for folder in existing]
+        if any(held):
+            return existing[held.index(max(held))]
     raise DataError(
-        f"none of the pictures in {annotations.location}, such as {_first_name(annotations)!r}, is in any of "
-        f"{', '.join(str(folder) for folder in folders[:4])} or {root}; put them there"
+        f"none of the pictures in {annotations.location}, such as {names[0]!r}, is in any of "
+        f"{', '.join(str(folder) for folder in named[:4])} or {root}; put them there"
     )
 
 
-def _first_name(annotations: CocoAnnotations) -> str:
-    return annotations.images[0].file_name if annotations.images else ""
+def _stays_below(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _entries(
-    path: Path, content: Mapping[str, Any], key: str, build: Callable[[Mapping[str, Any]], Entry]
+    path: Path,
+    content: Mapping[str, Any],
+    list_name: str,
+    build: Callable[[Mapping[str, Any]], Entry],
+    malformed: list[MalformedEntry],
 ) -> tuple[Entry, ...]:
-    items = content.get(key)
+    """The entries of a list; those that are malformed are added to `malformed` instead."""
+    items = content.get(list_name)
     if not isinstance(items, list):
-        raise DataError(f"{path} has no list {key!r}; is it an annotation file of COCO's format?")
+        raise DataError(f"{path} has no list {list_name!r}; is it an annotation file of COCO's format?")
     entries: list[Entry] = []
     for number, item in enumerate(items):
         try:
+            if not isinstance(item, dict):
+                raise ValueError(f"{reprlib.repr(item)} instead of names with values")
             entries.append(build(item))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            what = f"has no {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
-            raise DataError(f"{path}: entry {number} of {key!r} {what}; correct or remove it") from error
+        except ValueError as error:
+            malformed.append(MalformedEntry(list_name, number, str(error), _id_if_any(item)))
     return tuple(entries)
 
 
 def _image(item: Mapping[str, Any]) -> CocoImage:
-    height, width = int(item.get("height") or 0), int(item.get("width") or 0)
-    return CocoImage(_id(item, "id"), str(item["file_name"]), height, width)
+    file_name = _value(item, "file_name")
+    if not isinstance(file_name, str):
+        raise ValueError(f"file_name is {reprlib.repr(file_name)}, no text")
+    height, width = (_whole_number(side, item.get(side) or 0) for side in ("height", "width"))
+    return CocoImage(_id(item, "id"), file_name, height, width)
 
 
 def _category(item: Mapping[str, Any]) -> CocoCategory:
@@ -212,32 +264,53 @@ def _category(item: Mapping[str, Any]) -> CocoCategory:
 
 
 def _object(item: Mapping[str, Any]) -> CocoObject:
-    box = _four_numbers(item.get("bbox"))
-    area = item.get("area")
-    if not isinstance(area, (int, float)):
-        area = box[2] * box[3] if box else 0.0
+    box, area = item.get("bbox"), item.get("area")
     return CocoObject(
         _id(item, "id"),
         _id(item, "image_id"),
         _id(item, "category_id"),
-        box,
-        float(area),
+        tuple(map(_float, box)) if isinstance(box, list) and len(box) == 4 else (),
+        None if area is None else _float(area),
         with_whole_size(item.get("segmentation")),
-        bool(int(item.get("iscrowd") or 0)),  # some files have it as text, and "0" is true
+        bool(_whole_number("iscrowd", item.get("iscrowd") or 0)),  # some files have it as text, and "0" is true
     )
 
 
 def _id(item: Mapping[str, Any], key: str) -> int:
-    value = item[key]
-    number = int(value)
-    if isinstance(value, float) and number != value:
-        raise ValueError(f"{key} is {value}, no whole number")
+    return _whole_number(key, _value(item, key))
+
+
+def _id_if_any(item: Any) -> int | None:
+    try:
+        return _id(item, "id")
+    except (ValueError, TypeError):  # the latter from what is no dictionary
+        return None
+
+
+def _value(item: Mapping[str, Any], key: str) -> Any:
+    if key not in item:
+        raise ValueError(f"has no {key!r}")
+    return item[key]
+
+
+def _whole_number(key: str, value: Any) -> int:
+    """The value of a key as it is, or written as 1.0 or "1"."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or (isinstance(value, float) and number != value):
+        raise ValueError(f"{key} is {reprlib.repr(value)}, no whole number")
     if not -ID_LIMIT <= number < ID_LIMIT:
-        raise ValueError(f"{key} {value} does not fit into 64 bits")
+        raise ValueError(f"{key} {reprlib.repr(value)} does not fit into 64 bits")
     return number
 
 
-def _four_numbers(box: Any) -> tuple[float, ...]:
-    if not isinstance(box, list) or len(box) != 4 or not all(isinstance(value, (int, float)) for value in box):
-        return ()
-    return tuple(map(float, box))
+def _float(value: Any) -> float:
+    """A number; NaN for anything else, and infinity for what is too large."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -6,12 +6,19 @@ Nothing is repaired silently, and no file is changed: a repair concerns what thi
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
-from inline_attention.data.coco.masks import MaskError, MaskSizeError, mask_extent, valid_polygons
+from inline_attention.data.coco.annotations import (
+    CocoAnnotations,
+    CocoCategory,
+    CocoImage,
+    CocoObject,
+    MalformedEntry,
+)
+from inline_attention.data.coco.masks import MaskError, MaskSizeError, mask_area, mask_extent, valid_polygons
 from inline_attention.data.findings import DataReport, Findings
 from inline_attention.data.headers import image_sizes
 from inline_attention.data.images import ImageError
@@ -27,7 +34,10 @@ VANISHING_SHARE = 2.0**-20
 
 @dataclass(frozen=True)
 class CheckedAnnotations:
-    """Annotations, repaired if that was asked for, and what was found wrong with them."""
+    """Annotations, repaired if that was asked for, and what was found wrong with them.
+
+    If nothing is wrong any more, all objects have an area.
+    """
 
     annotations: CocoAnnotations
     report: DataReport
@@ -47,18 +57,20 @@ def check_annotations(
     Args:
         annotations: As read.
         image_folder: What their file names are relative to.
-        masks: Whether masks will be used; without, objects need none, and those they have are not looked at.
+        masks: Whether masks will be used; without, objects need none, and what is wrong with those they have is no
+            fault.
         every_category: Whether each category needs an object, as it does to be learnt; in validation data it does not.
-        repair: Return repaired annotations; otherwise they come back as they are.
+        repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
         on_progress: Called after each image.
     """
     findings = Findings()
+    _check_entries(annotations.malformed, findings)
     images = _check_images(annotations.images, image_folder, findings, on_progress)
     categories = _check_categories(annotations.categories, findings)
     # Objects are left out with their image, which is one fault, not many.
     objects = _Objects(
         {image.id: image for image in images},
-        {image.id for image in annotations.images},
+        {image.id for image in annotations.images} | _ids_of_malformed_images(annotations.malformed),
         {category.id for category in categories},
         findings,
         masks=masks,
@@ -67,14 +79,14 @@ def check_annotations(
         _check_every_category(categories, objects, findings)
     checked = f"{len(annotations.images):,} images, {len(annotations.objects):,} objects"
     report = findings.report(annotations.location, checked, repaired=repair)
-    if repair:
+    if repair or not report:
         annotations = CocoAnnotations(annotations.location, tuple(images), tuple(categories), tuple(objects))
     return CheckedAnnotations(annotations, report)
 
 
 def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -> list[str]:
     """Categories whose id or name differs between two files: their labels would not mean the same."""
-    ours, theirs = ({category.id: category.name for category in file.categories} for file in (train, validation))
+    ours, theirs = train.category_names, validation.category_names
     different = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
     if not different:
         return []
@@ -83,6 +95,15 @@ def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -
         f"{len(different)} categories differ between {train.location} and {validation.location}, such as id {first}: "
         f"{ours.get(first, 'none')!r} and {theirs.get(first, 'none')!r}; give both files the same categories"
     ]
+
+
+def _check_entries(malformed: Iterable[MalformedEntry], findings: Findings) -> None:
+    for entry in malformed:
+        findings.add("malformed entries", str(entry), repair="left out, images with their objects")
+
+
+def _ids_of_malformed_images(malformed: Iterable[MalformedEntry]) -> set[int]:
+    return {entry.id for entry in malformed if entry.list_name == "images" and entry.id is not None}
 
 
 def _check_images(
@@ -101,7 +122,8 @@ def _check_images(
                 repair="left out with their objects, as nobody knows whose those are",
             )
         elif isinstance(size, ImageError):
-            missing = not (folder / image.file_name).exists()
+            # Not `Path.exists`, which raises for names that no file can have.
+            missing = not os.path.exists(folder / image.file_name)
             fault = "images whose file is missing" if missing else "images whose file cannot be read"
             findings.add(fault, name if missing else f"{name}: {size.reason}", repair="left out with their objects")
         elif image.id in kept:
@@ -208,7 +230,8 @@ class _Objects:
             if with_mask is None:
                 return None
             item, extent = with_mask
-        return self._with_usable_box(item, image, extent)
+        with_box = self._with_usable_box(item, image, extent)
+        return None if with_box is None else self._with_usable_area(with_box, image)
 
     def _with_usable_mask(self, item: CocoObject, image: CocoImage) -> tuple[CocoObject, Extent] | None:
         try:
@@ -262,10 +285,30 @@ class _Objects:
                 item = _with_box(item, extent)
         return item
 
+    def _with_usable_area(self, item: CocoObject, image: CocoImage) -> CocoObject:
+        if item.area is not None and 0 < item.area < math.inf:
+            return item
+        if item.area is not None:
+            self._add(
+                "objects without a positive finite area",
+                item,
+                "no number" if math.isnan(item.area) else f"{item.area:g}",
+                repair="area taken from the mask, or else from the box",
+            )
+        return replace(item, area=_covered_area(item, image))
+
     def _add(self, fault: str, item: CocoObject, detail: str = "", *, repair: str = "left out") -> None:
         image = self._images.get(item.image_id)
         where = f" in {image.file_name}" if image is not None else ""
         self._findings.add(fault, f"object {item.id}{where}{': ' if detail else ''}{detail}", repair=repair)
+
+
+def _covered_area(item: CocoObject, image: CocoImage) -> float:
+    """Of the mask as evaluation would count it, if there is one that covers a pixel, or else of the box."""
+    try:
+        return float(mask_area(item.segmentation, image.height, image.width)) or item.box_area
+    except MaskError:
+        return item.box_area
 
 
 def _vanishes(corners: Extent, image: CocoImage) -> bool:

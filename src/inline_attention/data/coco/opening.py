@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
@@ -26,7 +26,7 @@ class OpenedCoco:
         train: Images to train on, without crowds and without images that show no object.
         validation: All images to validate on.
         validation_annotations: What predictions on them are measured against, crowds included.
-        reports: One for each split that could be checked.
+        reports: One for each that could be checked.
         problems: One sentence each; faults that were repaired are in the reports alone.
     """
 
@@ -58,29 +58,55 @@ def open_and_check_coco(
         repair: Repair what can be repaired in what is used; the files stay as they are.
         on_progress: Called after each image.
     """
-    problems: list[str] = []
-    reports: list[DataReport] = []
-    annotations: dict[str, CocoAnnotations] = {}
-    sources: dict[str, CocoSource] = {}
-    for split in (train_split, validation_split):
-        training = split == train_split
-        try:
-            read = read_annotations(find_annotation_file(data_dir, split))
-            folder = find_image_folder(data_dir, read, split)
-            checked = check_annotations(
-                read, folder, masks=masks, every_category=training, repair=repair, on_progress=on_progress
-            )
-            reports.append(checked.report)
-            problems += checked.report.problems
-            annotations[split] = checked.annotations
-            if not checked.report.problems:
-                sources[split] = CocoSource(checked.annotations, folder, masks=masks, skip_empty=training)
-        except DataError as error:
-            problems.append(str(error))
-    train, validation = annotations.get(train_split), annotations.get(validation_split)
-    if train is not None and validation is not None:
-        problems += check_same_categories(train, validation)
-    if train is not None and num_classes is not None and num_classes != len(train.class_names):
-        count = len(train.class_names)
-        problems.append(f"{train.location} has {count} categories, the model {num_classes}; use num_classes={count}")
-    return OpenedCoco(sources.get(train_split), sources.get(validation_split), validation, reports, problems)
+    train = _open_split(data_dir, train_split, training=True, masks=masks, repair=repair, on_progress=on_progress)
+    validation = _open_split(
+        data_dir, validation_split, training=False, masks=masks, repair=repair, on_progress=on_progress
+    )
+    problems = [*train.problems, *validation.problems]
+    if train.annotations is not None and validation.annotations is not None:
+        problems += check_same_categories(train.annotations, validation.annotations)
+    if train.annotations is not None and num_classes not in (None, len(train.annotations.class_names)):
+        count = len(train.annotations.class_names)
+        problems.append(
+            f"{train.annotations.location} has {count} categories, the model {num_classes}; use num_classes={count}"
+        )
+    reports = [split.report for split in (train, validation) if split.report is not None]
+    # Once each: both may be the same split.
+    return OpenedCoco(train.source, validation.source, validation.annotations, reports, list(dict.fromkeys(problems)))
+
+
+@dataclass(frozen=True)
+class _OpenedSplit:
+    """One split in one role, as far as it could be opened."""
+
+    annotations: CocoAnnotations | None = None
+    source: CocoSource | None = None
+    report: DataReport | None = None
+    problems: Sequence[str] = ()
+
+
+def _open_split(
+    data_dir: str | os.PathLike[str],
+    split: str,
+    *,
+    training: bool,
+    masks: bool,
+    repair: bool,
+    on_progress: Callable[[], None] | None,
+) -> _OpenedSplit:
+    """Open and check a split, to train on it (images with an object, which every category needs) or to validate."""
+    try:
+        read = read_annotations(find_annotation_file(data_dir, split))
+        folder = find_image_folder(data_dir, read, split)
+        checked = check_annotations(
+            read, folder, masks=masks, every_category=training, repair=repair, on_progress=on_progress
+        )
+    except DataError as error:
+        return _OpenedSplit(problems=[str(error)])
+    opened = _OpenedSplit(checked.annotations, report=checked.report, problems=checked.report.problems)
+    if opened.problems:
+        return opened
+    try:
+        return replace(opened, source=CocoSource(checked.annotations, folder, masks=masks, skip_empty=training))
+    except DataError as error:
+        return replace(opened, problems=[str(error)])

@@ -142,7 +142,7 @@ def _packed(item: CocoObject, labels: dict[int, int]) -> dict[str, Any]:
         "id": item.id,
         "box": item.box,
         "label": labels[item.category_id],
-        "area": item.area,
+        "area": item.box_area if item.area is None else item.area,
         "crowd": int(item.is_crowd),
         "segmentation": item.segmentation,
     }

@@ -94,4 +94,5 @@ def open_and_check_pairs(
         reports.append(checked.report)
         problems += checked.report.problems
         sources[is_for_training] = checked.source
-    return OpenedPairs(sources.get(True), sources.get(False), reports, problems)
+    # Once each: both may be the same split.
+    return OpenedPairs(sources.get(True), sources.get(False), reports, list(dict.fromkeys(problems)))

@@ -168,15 +168,16 @@ class DetectionTask:
         choice, masks = self._data, self.options.finds_masks
         folder, split = choice.folder or "", choice.validation_split
         read = read_annotations(find_annotation_file(folder, split))
-        if list(read.class_names) != list(class_names):
-            raise DataError(
-                f"{read.location} has the categories {', '.join(read.class_names[:5])}, … ({len(read.class_names)}), "
-                f"the model knows {', '.join(class_names[:5])}, … ({len(class_names)}); they must be the same"
-            )
         images = find_image_folder(folder, read, split)
         checked = check_annotations(read, images, masks=masks, every_category=False, repair=choice.repair)
         if checked.report.problems:
             raise DataError("\n".join(checked.report.problems))
+        found = checked.annotations.class_names
+        if list(found) != list(class_names):
+            raise DataError(
+                f"{read.location} has the categories {', '.join(found[:5])}, … ({len(found)}), "
+                f"the model knows {', '.join(class_names[:5])}, … ({len(class_names)}); they must be the same"
+            )
         validation = ValidationImages(CocoSource(checked.annotations, images, masks=False), checked.annotations)
         return validation, notes_of([checked.report])
 
