@@ -327,14 +327,11 @@ class _Pool(MultiScaleRoIAlign):
 
     def _whole_tokens_inside(self, boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> list[Tensor]:
         counts, flat = [len(of_image) for of_image in boxes], torch.cat(boxes)
-        extents = torch.cat(
-            [
-                torch.tensor([[width, height]], dtype=flat.dtype).clamp(min=SHORTEST_SIDE).expand(count, 2)
-                for (height, width), count in zip(image_shapes, counts, strict=True)
-            ]
-        ).to(flat.device, non_blocking=True)
         starts, ends = flat[:, :2], flat[:, 2:]
-        token = STRIDES[0] * torch.exp2(self.map_levels(boxes).to(flat.dtype))[:, None]
+        extents = torch.empty_like(starts)  # filled there: numbers sent to a GPU would wait for all it has to do
+        for of_image, (height, width) in zip(extents.split(counts), image_shapes, strict=True):
+            of_image[:, 0], of_image[:, 1] = max(width, SHORTEST_SIDE), max(height, SHORTEST_SIDE)
+        token = STRIDES[0] * torch.exp2(self.map_levels([flat]).to(flat.dtype))[:, None]
         beyond = (starts + torch.maximum(ends - starts, token) - extents).clamp(min=0)
         return list(torch.cat([starts - beyond, ends - beyond], dim=1).split(counts))
 
@@ -373,4 +370,4 @@ def _per_anchor(level: Tensor, numbers: int) -> Tensor:
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
