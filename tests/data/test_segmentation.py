@@ -308,7 +308,8 @@ def test_folders_of_any_name(tmp_path):
     assert opened.problems == []
     assert (len(opened.train), len(opened.validation)) == (3, 3)
     (problem,) = open_and_check_pairs(root, train_split="other", **named).problems
-    assert "has no folder pictures/{split}" in problem
+    assert "has no folder pictures/{split}, where pictures of the split 'other' are said to be" in problem
+    assert problem.endswith("{split} being one of other; correct image_folder")
 
 
 def test_one_folder_for_both_splits_is_refused(root):

@@ -115,7 +115,7 @@ def test_results_that_cannot_be_written_are_a_sentence(checkpoint, pictures, mon
     done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--results-file", "/dev/full")])
     assert done.exit_code == 1
     assert "top-1" in done.output
-    assert "cannot write /dev/full: No space left on device" in done.output
+    assert "cannot write /dev/full: No space left on device; name another file" in done.output
 
 
 def test_too_little_memory_is_a_sentence(checkpoint, pictures, monkeypatch):
@@ -200,6 +200,12 @@ def test_what_was_repaired_is_said_and_recorded(detector, tmp_path):
     assert first_columns == ["boxes:", "AP", "boxes", "boxes", *names]  # a sentence, and two tables with a header each
     (note,) = json.loads(results.read_text())["repaired"]
     assert "1 objects of an unknown category" in note
+
+
+def test_folders_of_segmenters_are_refused_for_others(detector):
+    scenes, path = detector
+    with pytest.raises(ValueError, match="leave out --image-folder"):
+        evaluate_checkpoint(path, data_dir=scenes, map_folder="masks", workers=0, device="cpu")
 
 
 def test_few_images_at_once_where_they_are_large(detector, monkeypatch):

@@ -55,7 +55,7 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
         try:
             results_file.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
-            fail(f"cannot write {results_file}: {error.strerror}")
+            fail(f"cannot write {results_file}: {error.strerror}; name another file with --results-file")
 
 
 def _lines(table: MetricTable) -> list[str]:

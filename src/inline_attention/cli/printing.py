@@ -38,7 +38,7 @@ def failing_cleanly_out_of_memory() -> Iterator[None]:
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # torch has no other name for it on a CPU
             raise
-        fail("memory is too small for this; try a smaller --size or --sizes, or a smaller --batch-size")
+        fail("memory is too small for this; try smaller images or a smaller --batch-size")
 
 
 def progress_bar(console: Console, **options: Any) -> Progress:

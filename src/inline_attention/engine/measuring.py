@@ -100,6 +100,11 @@ def evaluate_checkpoint(
             )
         elif folder is None:
             raise ValueError(f"{path} is of a model for {file.metadata[TASK]}: name the data with --data-dir")
+        elif (image_folder or map_folder) and file.metadata[TASK] != SegmentationTask.name:
+            raise ValueError(
+                f"{path} is of a model for {file.metadata[TASK]}, whose data says where its images are; leave out "
+                "--image-folder and --map-folder"
+            )
         else:
             task, source, class_names, notes = _dense(file, data, size)
         if on_note is not None and processes.is_main:

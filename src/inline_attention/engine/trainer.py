@@ -43,7 +43,7 @@ from inline_attention.engine.processes import Processes
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.strategies import Replicated, Sharded, Strategy
 from inline_attention.models.checkpoints import notes_on
-from inline_attention.models.reading import some_of
+from inline_attention.models.reading import where_they_differ
 from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
 
 CHECKPOINTS = "checkpoints"
@@ -281,7 +281,7 @@ class Trainer:
         """Refuse data whose labels mean something else than they did."""
         theirs = json.loads(metadata.get("class_names", "null"))
         if theirs is not None and theirs != self.class_names:
-            before, now = some_of(theirs, 5), some_of(self.class_names, 5)
+            before, now = where_they_differ(theirs, self.class_names)
             message = f"{checkpoint.path} has learnt the classes {before}, the data has {now}"
             advice = "resume with the data of the run, or begin another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])

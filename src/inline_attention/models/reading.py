@@ -18,7 +18,7 @@ import warnings
 import zipfile
 from _compat_pickle import IMPORT_MAPPING
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +124,15 @@ def some_of(names: Iterable[object], limit: int = 12) -> str:
     """The first few names, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def where_they_differ(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """Two lists of names, in words, each from the first name on that is not the same in both."""
+    shorter = min(len(first), len(second))
+    start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
+    before, end = ("…, " if start else ""), f"nothing after {start}"
+    shown, other = (before + some_of(names[start:], 5) if names[start:] else end for names in (first, second))
+    return shown, other
 
 
 class _StandIn:

@@ -73,7 +73,7 @@ def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
 
 
 def unusable(problems: Sequence[str], reports: Sequence[DataReport]) -> UnusableDataError:
-    """The error of data with these problems, some of them in the reports; what they say of repairing can be done."""
+    """The error of data with these problems; with advice, where some are in the reports, which say how to repair."""
     is_reported = any(report.problems for report in reports)
     advice = "--repair (data.repair=true) does what is said of repairing" if is_reported else None
     return UnusableDataError(problems, advice=advice)

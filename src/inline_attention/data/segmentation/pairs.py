@@ -71,7 +71,10 @@ def find_pair_folders(
             else ("maps of labels", map_folder, MAP_FOLDERS, "map_folder")
         )
         if given is not None:
-            raise DataError(f"{root} has no folder {given}, where pictures or maps of {split!r} were said to be")
+            raise DataError(
+                f"{root} has no folder {given}, where {missing} of the split {split!r} are said to be, "
+                f"{{split}} being one of {', '.join(splits)}; correct {setting}"
+            )
         usual = next((name for name in ADE20K_SPLITS if name in splits), split)
         raise DataError(
             f"{root} has no folder with {missing} of the split {split!r}; expected {kinds[0]}/{usual}, or one of "

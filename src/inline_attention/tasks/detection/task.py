@@ -31,7 +31,7 @@ from inline_attention.data.loading import Loader, SampleLoader
 from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import Checkpoint, open_checkpoint, some_of
+from inline_attention.models.reading import Checkpoint, open_checkpoint, where_they_differ
 from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of, unusable
 from inline_attention.tasks.detection.evaluation import (
     FIGURES,
@@ -174,9 +174,9 @@ class DetectionTask:
             raise DataError("\n".join(checked.report.problems))
         found = checked.annotations.class_names
         if list(found) != list(class_names):
+            theirs, known = where_they_differ(found, class_names)
             raise DataError(
-                f"{read.location} has the categories {some_of(found, 5)}, "
-                f"the model knows {some_of(class_names, 5)}; they must be the same"
+                f"{read.location} has the categories {theirs}, the model knows {known}; they must be the same"
             )
         validation = ValidationImages(CocoSource(checked.annotations, images, masks=False), checked.annotations)
         return validation, notes_of([checked.report])

@@ -26,7 +26,7 @@ from inline_attention.data.segmentation.transforms import (
 from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import Checkpoint, open_checkpoint, some_of
+from inline_attention.models.reading import Checkpoint, open_checkpoint, where_they_differ
 from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of, unusable
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
 from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
@@ -211,10 +211,8 @@ class SegmentationTask:
             return
         found = read_class_names(file, reduce_zero_label=self._data.reduce_zero_label)
         if list(found) != list(class_names):
-            raise DataError(
-                f"{file} has the classes {some_of(found, 5)}, "
-                f"the model knows {some_of(class_names, 5)}; they must be the same"
-            )
+            theirs, known = where_they_differ(found, class_names)
+            raise DataError(f"{file} has the classes {theirs}, the model knows {known}; they must be the same")
 
     def _class_file(self) -> Path | None:
         """The data's list of classes, if it has one."""
