@@ -21,6 +21,7 @@ RANKS = {
     "models": 2,
     "layers": 1,
     "ops": 0,
+    "support": -1,
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

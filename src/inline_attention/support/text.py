@@ -1,0 +1,29 @@
+"""Short texts for messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: object, known: Iterable[str], *, most: int = 1) -> str:
+    """Return "; did you mean A or B?" with the nearest known words, or "" if none is near."""
+    nearest = difflib.get_close_matches(str(word)[:200], list(known), n=most)
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def some_of(names: Iterable[object], limit: int = 12) -> str:
+    """Return the first few names, and how many more there are."""
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def printable(text: object) -> str:
+    """Return text that is safe on a terminal and in UTF-8: control characters and lone surrogates are escaped.
+
+    Use it for everything that comes from a file: file names, class names, metadata.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in str(text)
+    )
