@@ -27,7 +27,7 @@ import typer
 
 from inline_attention.analysis.ablation.files import latest_environment, plain_results
 from inline_attention.analysis.ablation.grid import Cell, cell, grid
-from inline_attention.analysis.ablation.runs import OtherSettingsError
+from inline_attention.analysis.ablation.runs import UnusableRunError
 from inline_attention.analysis.ablation.tables import CellResult, as_markdown
 from inline_attention.analysis.ablation.training import FinishedRun, collect, train_cells, train_side_by_side
 from inline_attention.analysis.benchmark.results import write_json, write_markdown
@@ -182,7 +182,7 @@ def main(
             found = outcome.failure or f"{outcome.top1:.2f} %"
             print(f"finished {item.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
             write_results(output, name, title, collect(cells, range(seeds), runs), overrides)
-    except (ConfigError, OtherSettingsError) as error:
+    except (ConfigError, UnusableRunError) as error:
         raise typer.BadParameter(str(error)) from error
     except InterruptedBySignalError as error:
         print(f"{error}; saved. The same command goes on")

@@ -25,7 +25,7 @@ import typer
 from cifar10 import cifar10_settings
 from inline_attention.analysis.ablation.files import write_ablation
 from inline_attention.analysis.ablation.grid import AXES, Cell, grid
-from inline_attention.analysis.ablation.runs import OtherSettingsError, read_outcome
+from inline_attention.analysis.ablation.runs import UnusableRunError, read_outcome
 from inline_attention.analysis.ablation.tables import CellResult
 from inline_attention.analysis.ablation.training import FinishedRun, collect, train_side_by_side
 from inline_attention.analysis.drawing.ablation import draw_ablation
@@ -102,7 +102,7 @@ def main(
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             print(f"finished {cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
             write_results(output, collect(cells, range(seeds), runs), seeds, overrides)
-    except (ConfigError, OtherSettingsError) as error:
+    except (ConfigError, UnusableRunError) as error:
         raise typer.BadParameter(str(error)) from error
     print(output / f"{NAME}.md")
 

@@ -10,7 +10,7 @@ from analysis.written_runs import small_digits_config
 from inline_attention.analysis.ablation import runs as ablation_runs
 from inline_attention.analysis.ablation.files import latest_environment, write_ablation
 from inline_attention.analysis.ablation.grid import AxisError, grid, parse_axis
-from inline_attention.analysis.ablation.runs import OtherSettingsError, RunOutcome, finish_run
+from inline_attention.analysis.ablation.runs import RunOutcome, UnusableRunError, finish_run
 from inline_attention.analysis.ablation.tables import as_markdown, cell_result, text_table
 from inline_attention.analysis.ablation.training import collect, train_cells, train_side_by_side
 from inline_attention.engine.interruption import InterruptedBySignalError
@@ -149,7 +149,7 @@ def test_a_folder_with_other_settings_is_refused_and_one_that_moved_is_not(confi
     monkeypatch.setattr(ablation_runs, "train", lambda *_, **__: pytest.fail("trained again"))
     moved = replace(run, data=replace(run.data, dir="elsewhere", workers=3), run=replace(run.run, device="cpu"))
     assert finish_run(moved).epochs == 1
-    with pytest.raises(OtherSettingsError, match=r"training\.epochs was 1, now 3"):
+    with pytest.raises(UnusableRunError, match=r"training\.epochs was 1, now 3"):
         finish_run(cell.run(str(tmp_path), 0))
 
 

@@ -126,12 +126,10 @@ def test_runs_of_one_model_are_told_apart(tmp_path):
 
 
 def test_an_ablation_is_read_from_its_folder_and_anything_else_refused(runs, tmp_path):
-    content = {
-        "title": "T",
-        "environment": {"gpu": "none"},
-        "results": [dict.fromkeys(report_evidence.ABLATION_RESULT)],
-    }
-    (tmp_path / "ablation.json").write_text(json.dumps(content))
+    numbers = {"top1_mean": 70.0, "top1_std": None, "seeds": 1, "parameters": 5.0, "macs": 6.0}
+    result = {"label": "relu", "values": {"feature_map": "relu"}, "images_per_second": None, "note": "", **numbers}
+    content = {"title": "T", "environment": {"gpu": "none"}, "results": [{**result, "runs": {"0": {"top1": 70.0}}}]}
+    (tmp_path / "ablation.json").write_text(json.dumps(content | {"analysis": "ablation", "settings": {}}))
     kept = KeptMeasurements(tmp_path / "report.json")
     bare = [write_run(tmp_path / "bare", weights=False)]
     assert gather(bare, kept, ablations=[tmp_path], cost=COST).ablations == [content]

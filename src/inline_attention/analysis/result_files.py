@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.results import write_json
+from inline_attention.analysis.benchmark.results import write_json, write_text
 
 
 def flat_row(row: Any) -> dict[str, Any]:
@@ -32,12 +32,11 @@ def flat_row(row: Any) -> dict[str, Any]:
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows that all have the same columns, whole or not at all; sequences are left to the JSON."""
     rows = [{key: value for key, value in row.items() if not isinstance(value, (list, tuple))} for row in rows]
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(unfinished, path)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, file.getvalue())
 
 
 def result_file(folder: Path, name: str) -> Path:

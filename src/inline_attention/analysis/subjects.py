@@ -23,6 +23,7 @@ from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models import create_model
 from inline_attention.models.reading import open_checkpoint
+from inline_attention.support.text import printable
 from inline_attention.tasks.classification.prediction import ImageClassifier
 
 
@@ -58,7 +59,7 @@ class Subject:
     @property
     def note(self) -> str:
         """What a reader must know of its weights."""
-        return "untrained weights" if self.weights is None else f"weights of {self.weights}"
+        return "untrained weights" if self.weights is None else f"weights of {printable(self.weights)}"
 
     def transform(self) -> Transform:
         """Makes a uint8 tensor `[3, H, W]` of a picture."""
@@ -146,7 +147,7 @@ def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
         if labels.count(subject.model_name) == 1:
             distinct.append(subject)
             continue
-        run = f"#{number}" if subject.weights is None else _run_name(subject.weights)
+        run = f"#{number}" if subject.weights is None else printable(_run_name(subject.weights))
         label = f"{subject.model_name} ({run})"
         taken = {other.label for other in distinct}
         distinct.append(replace(subject, label=label if label not in taken else f"{subject.model_name} (#{number})"))

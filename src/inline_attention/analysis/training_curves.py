@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ from pathlib import Path
 
 from inline_attention.engine.config import ConfigError, TrainConfig, read_config
 from inline_attention.engine.reporting import SUMMARY
+from inline_attention.support.files import read_bounded
+from inline_attention.support.text import printable
 
 SETTINGS = "args.yaml"
+MAX_SUMMARY_BYTES = 2**25
 
 
 class RunFolderError(ValueError):
@@ -69,7 +73,7 @@ def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
     names = [config.model.name for config in settings]
     return [
         TrainingCurves(
-            label=config.model.name if names.count(config.model.name) == 1 else folder.resolve().name,
+            label=printable(config.model.name if names.count(config.model.name) == 1 else folder.resolve().name),
             model_name=config.model.name,
             dataset=config.data.dataset,
             planned_epochs=config.training.epochs + config.schedule.cooldown_epochs,
@@ -92,8 +96,8 @@ def _read_settings(folder: Path) -> TrainConfig:
 
 def _read_epochs(path: Path) -> tuple[EpochFigures, ...]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [_figures(row) for row in csv.DictReader(file)]
+        text = read_bounded(path, MAX_SUMMARY_BYTES).decode()
+        rows = [_figures(row) for row in csv.DictReader(io.StringIO(text, newline=""))]
     except FileNotFoundError:
         rows = []
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from inline_attention.analysis.ablation.files import write_ablation
 from inline_attention.analysis.ablation.grid import AxisError, Cell, grid, parse_axis
-from inline_attention.analysis.ablation.runs import OtherSettingsError
+from inline_attention.analysis.ablation.runs import UnusableRunError
 from inline_attention.analysis.ablation.tables import CellResult, text_table
 from inline_attention.analysis.ablation.training import collect, train_cells, train_side_by_side
 from inline_attention.analysis.benchmark.side_by_side import InterruptedRunsError
@@ -68,7 +68,7 @@ def run_ablate(
         typer.echo(f"{error}; saved. The same command goes on", err=True)
         raise typer.Exit(error.exit_code) from error
     except (
-        AxisError, ConfigError, OtherSettingsError, DeviceError, UnknownRecipeError,
+        AxisError, ConfigError, UnusableRunError, DeviceError, UnknownRecipeError,
         BrokenImagesError, DataWorkerError, CheckpointWriteError, CheckpointError,
     ) as error:  # fmt: skip
         fail(error)

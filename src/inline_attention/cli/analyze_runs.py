@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import TaskID
 
 from inline_attention.analysis.attention_maps import (
@@ -281,7 +282,7 @@ def _survey(
     results: dict[str, Result] = {}
     with progress_bar(console) as progress:
         for subject in subjects:
-            task = progress.add_task(subject.label, total=len(sample))
+            task = progress.add_task(escape(subject.label), total=len(sample))
 
             def advance(share: float, task: TaskID = task) -> None:
                 progress.advance(task, share * len(sample))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from inline_attention.analysis.attention_maps import AttentionMaps
@@ -38,7 +39,7 @@ def collision_table(subjects: Sequence[Subject], rates: Mapping[str, Sequence[Co
             total = sum(item.queries for item in items)
             own = " *" if any(item.is_own for item in items) else ""
             table.add_row(
-                subject.label if number == 1 else "",
+                escape(subject.label) if number == 1 else "",
                 f"{attention}{own}",
                 feature_map,
                 str(total),
@@ -66,7 +67,7 @@ def condition_table(subjects: Sequence[Subject], conditions: Mapping[str, Sequen
             ranks = sorted({item.rank for item in items})
             ratio = median(item.condition for item in items)
             table.add_row(
-                subject.label if layer == layers[0] else "",
+                escape(subject.label) if layer == layers[0] else "",
                 str(layer),
                 items[0].attention,
                 items[0].feature_map,
@@ -108,7 +109,7 @@ def confusion_table(
             distinct = sum(item.distinct_pairs for item in chosen)
             confused = sum(item.confused_pairs for item in chosen)
             table.add_row(
-                subject.label if layer == layers[0] else "",
+                escape(subject.label) if layer == layers[0] else "",
                 "all" if layer is None else str(layer),
                 str(len(chosen) // max(1, len(per_image))),
                 f"{distinct / max(1, len(per_image)):,.0f}",
@@ -144,7 +145,7 @@ def locality_table(
                 cells.append(f"{_percent(share)}  {share / uniform:.2f}×")
             starts = number == 1
             table.add_row(
-                subject.label if starts else "",
+                escape(subject.label) if starts else "",
                 str(layer),
                 chosen[0].attention,
                 local_term,
@@ -168,7 +169,7 @@ def masking_table(subjects: Sequence[Subject], results: Mapping[str, Sequence[Ma
             hiding = item.hiding
             what = f"{hiding.side}×{hiding.side} {hiding.where}" if hiding.side else hiding.where
             table.add_row(
-                subject.label if number == 1 else "",
+                escape(subject.label) if number == 1 else "",
                 what,
                 NOTHING if hiding.local_term == "none" else hiding.local_term,
                 f"{item.top1:.2f}",
@@ -193,7 +194,7 @@ def map_table(maps: Sequence[AttentionMaps]) -> Table:
             times = token_map.times_uniform
             prefix = token_map.prefix_weights / token_map.uniform
             table.add_row(
-                item.label if number == 1 else "",
+                escape(item.label) if number == 1 else "",
                 item.attention,
                 str(item.layer),
                 f"{token_map.token[0]},{token_map.token[1]} of {item.grid_size[0]}×{item.grid_size[1]}",

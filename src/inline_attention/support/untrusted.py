@@ -1,16 +1,22 @@
 """Parse JSON and YAML from strangers: bounded in size, depth and digits, with one kind of error.
 
-Parsers here return plain data: dicts, lists, strings, numbers, booleans and None.
+Parsers here return plain data: dicts, lists, strings, numbers, booleans and None. `build_dataclass` checks its shape.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+import types
+import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import yaml
 
+Built = TypeVar("Built")
 MAX_DEPTH = 50
 MAX_TEXT_BYTES = 2**20
 
@@ -95,3 +101,66 @@ def _children(value: object) -> Sequence[object]:
 
 def _too_deep(max_depth: int) -> UntrustedDataError:
     return UntrustedDataError(f"it is nested more than {max_depth} deep")
+
+
+def build_dataclass(kind: type[Built], content: object, where: str = "it") -> Built:
+    """Build a dataclass from parsed JSON, with every value checked against the type of its field.
+
+    Keys without a field are ignored, so that newer files stay readable.
+
+    Args:
+        kind: Dataclass whose fields are plain values, lists, dicts, tuples, unions and dataclasses of these.
+        content: Parsed JSON.
+        where: Name of the content in messages.
+
+    Raises:
+        UntrustedDataError: If a field is missing or of another type, or a number is not finite.
+    """
+    if not isinstance(content, Mapping):
+        raise UntrustedDataError(f"{where} must be an object, got {_short(content)}")
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name in content:
+            values[field.name] = _checked(hints[field.name], content[field.name], f"{where}.{field.name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UntrustedDataError(f"{where} lacks {field.name!r}")
+    return kind(**values)
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    """Return a value of the hinted type, or raise `UntrustedDataError`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            with suppress(UntrustedDataError):
+                return _checked(option, value, where)
+    elif origin is typing.Literal:
+        if value in arguments and isinstance(value, str):
+            return value
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return build_dataclass(hint, value, where)
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
+        any_length = origin is list or arguments[-1] is ...
+        if any_length or len(arguments) == len(value):
+            kinds = [arguments[0]] * len(value) if any_length else arguments
+            return origin(_checked(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
+    elif origin is dict and isinstance(value, Mapping):
+        return {str(key): _checked(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if abs(value) <= sys.float_info.max:  # false for NaN
+            return float(value)
+    elif hint in (int, str, bool, types.NoneType) and type(value) is hint:
+        return value
+    raise UntrustedDataError(f"{where} must be {_type_name(hint)}, got {_short(value)}")
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _short(value: object) -> str:
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return text if len(text) <= 60 else f"{text[:59]}…"

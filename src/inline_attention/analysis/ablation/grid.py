@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from inline_attention.engine.config import ModelSection, TrainConfig, check
 from inline_attention.models.registry import TWINS
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.ops.validation import NORMALIZATIONS
+from inline_attention.support.text import did_you_mean
 
 
 class AxisError(ValueError):
@@ -137,9 +137,7 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
     """
     name, equals, listed = text.partition("=")
     if name not in AXES:
-        nearest = difflib.get_close_matches(name, AXES, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "choose one of these"
-        raise AxisError(f"expected an axis of {', '.join(AXES)}, got {name!r}; {hint}")
+        raise AxisError(f"expected one of {', '.join(AXES)}, got {name!r}{did_you_mean(name, AXES)}")
     axis = AXES[name]
     if not equals:
         return name, axis.values

@@ -8,14 +8,13 @@ checkpoints may be removed.
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,14 +25,18 @@ from inline_attention.engine.building import open_sources
 from inline_attention.engine.config import TrainConfig, read_config, resolve, to_mapping
 from inline_attention.engine.running import train
 from inline_attention.engine.trainer import DivergedError
+from inline_attention.support.files import read_bounded
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, build_dataclass, parse_json
+
+Content = TypeVar("Content")
 
 TIMING, OUTCOME = "timing.json", "outcome.json"
 # What may change between two attempts at one run without making it another: where things are, not what is done.
 INCIDENTAL = ("run.", "logging.", "checkpoints.", "distributed.", "data.dir", "data.workers")
 
 
-class OtherSettingsError(ValueError):
-    """A folder holds a run with other settings than those asked for."""
+class UnusableRunError(ValueError):
+    """A folder holds a run with other settings, or with files that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def finish_run(
         is_alone: Whether no other run takes its share of the machine, so that its speed is worth noting.
 
     Raises:
-        OtherSettingsError: If the folder holds a run with other settings.
+        UnusableRunError: If the folder holds a run with other settings.
         ConfigError: With all that is wrong with settings or data.
         InterruptedBySignalError: After SIGTERM, SIGINT or `stop_at`, and a last checkpoint.
     """
@@ -123,18 +126,18 @@ def read_outcome(config: TrainConfig) -> RunOutcome | None:
     """The outcome of a run that is over; None if it is not, or was never begun.
 
     Raises:
-        OtherSettingsError: If the folder holds a run with other settings, finished or not.
+        UnusableRunError: If the folder holds a run with other settings, finished or not.
     """
     folder = run_folder(config)
     if (folder / SETTINGS).is_file():
         differences = list(_differences(read_config(folder / SETTINGS), config))
         if differences:
-            raise OtherSettingsError(
+            raise UnusableRunError(
                 f"{folder} holds a run with other settings ({'; '.join(differences[:3])}); choose another folder, or "
                 "remove that one"
             )
     path = folder / OUTCOME
-    return RunOutcome(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return _read_file(path, RunOutcome) if path.exists() else None
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -143,14 +146,27 @@ def run_folder(config: TrainConfig) -> Path:
     return Path(config.run.output) / config.run.experiment
 
 
+def _read_file(path: Path, kind: type[Content]) -> Content:
+    try:
+        return build_dataclass(kind, parse_json(read_bounded(path, MAX_TEXT_BYTES)))
+    except (OSError, UntrustedDataError, ValueError) as error:
+        raise UnusableRunError(f"{path} cannot be read ({error}); remove it, or choose another folder") from error
+
+
+@dataclass(frozen=True)
+class _Timing:
+    seconds: float
+    epoch_seconds: dict[str, float]
+
+
 class _Clock:
     """Seconds of a run and of its epochs, kept in its folder across attempts."""
 
     def __init__(self, folder: Path):
         self._path = folder / TIMING
-        earlier = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
-        self.epoch_seconds: dict[str, float] = earlier.get("epoch_seconds", {})
-        self._seconds_before: float = earlier.get("seconds", 0.0)
+        earlier = _read_file(self._path, _Timing) if self._path.exists() else _Timing(0.0, {})
+        self.epoch_seconds = dict(earlier.epoch_seconds)
+        self._seconds_before = earlier.seconds
         self._start = time.perf_counter()
         self._last_end: float | None = None  # an attempt's first epoch comes after decoding, compiling and loading
 

@@ -44,7 +44,7 @@ def train_cells(
         on_epoch: Called with cell, seed and each row of its summary.csv.
 
     Raises:
-        OtherSettingsError: If a folder holds a run with other settings.
+        UnusableRunError: If a folder holds a run with other settings.
         ConfigError: With all that is wrong with settings or data.
         InterruptedBySignalError: After SIGTERM, SIGINT or, in mid-run, `stop_at`. The same call goes on.
     """
@@ -86,7 +86,7 @@ def train_side_by_side(
         on_trouble: Called with what became of a run that did not come to its end.
 
     Raises:
-        OtherSettingsError: If a folder holds a run with other settings.
+        UnusableRunError: If a folder holds a run with other settings.
     """
     jobs: dict[Command, tuple[Cell, int]] = {}
     for seed in seeds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from inline_attention.analysis.benchmark.timing import Timing
+from inline_attention.support.files import write_atomically
 
 Status = Literal["timed", "WRONG", "out of memory", "not available"]
 
@@ -80,13 +80,13 @@ def notes_of(measurements: Sequence[Measurement]) -> list[str]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file."""
-    _replace(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_markdown(path: Path, title: str, environment: Mapping[str, str], body: str) -> None:
     """Write a Markdown page: title, where it was measured, body."""
     facts = "\n".join(f"- {key}: {value}" for key, value in environment.items())
-    _replace(path, f"# {title}\n\n{facts}\n\n{body}\n")
+    write_text(path, f"# {title}\n\n{facts}\n\n{body}\n")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -95,9 +95,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _replace(path: Path, text: str) -> None:
-    # Results are rewritten after every case: a run that is killed while writing must leave the previous ones.
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically; file names that are not UTF-8 are escaped, in JSON in its own notation."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    write_atomically(path, text.encode("utf-8", "backslashreplace"))

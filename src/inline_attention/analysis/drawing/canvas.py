@@ -27,7 +27,8 @@ LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 2, 1, 2
 # Of DejaVu Sans at the sizes below: what fits beside or below something else is estimated, not laid out twice.
 CHARACTERS_PER_INCH, LEGEND_CHARACTERS_PER_INCH, TITLE_CHARACTERS_PER_INCH = 14.0, 11.0, 7.0
 # The same picture is the same file: no random element names, and no date.
-SVG_STYLE: dict[Any, Any] = {"svg.hashsalt": "inline-attention"}
+# Names come from files: a dollar sign in one is no formula.
+SVG_STYLE: dict[Any, Any] = {"svg.hashsalt": "inline-attention", "text.parse_math": False}
 
 
 @dataclass(frozen=True)

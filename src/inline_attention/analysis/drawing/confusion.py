@@ -31,6 +31,7 @@ from inline_attention.analysis.drawing.canvas import (
 )
 from inline_attention.analysis.plots import INK, MUTED
 from inline_attention.analysis.subjects import Subject
+from inline_attention.support.text import printable
 
 LARGEST_GROUPS = 6  # that get a colour of their own
 LONGEST_NAME = 26
@@ -154,7 +155,7 @@ def _draw_confused_image(axes: Axes, image: ConfusedImage) -> None:
                 cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=to_rgba(color, 0.35))
                 cell.set(edgecolor=color, linewidth=1.4)
                 axes.add_patch(cell)
-    name = Path(image.name).name
+    name = printable(Path(image.name).name)
     name = name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
     pairs = f"{image.pairs:,} pair{'s' if image.pairs > 1 else ''}"
     axes.set_title(f"{name}\n{pairs}; layer {image.layer}, head {image.head}", fontsize=8.5, color=INK)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from inline_attention.analysis.drawing.canvas import as_picture, new_figure, save, without_ticks
 from inline_attention.analysis.plots import ALARM, INK
 from inline_attention.analysis.predictions import PredictedPicture, Predictions
+from inline_attention.support.text import printable
 
 COLUMNS = 8
 CELL = 1.45  # inches
@@ -73,4 +74,5 @@ def _small_print(predictions: Predictions) -> str:
 
 
 def _short(name: str) -> str:
+    name = printable(name)
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,15 +36,16 @@ from inline_attention.engine.config import DataSection, read_config
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.registry import TWINS
+from inline_attention.support.files import read_bounded
+from inline_attention.support.text import printable
+from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, parse_json
 
 COST_SIZES = (196, 784, 3136)
 KEPT_FORMAT = "measurements of inline report"
 KEPT_VERSION = 1  # of what is measured: a change of meaning must not meet figures from before
 KINDS = ("inline", *TWINS)
-ABLATION_RESULT = (
-    *("label", "values", "top1_mean", "top1_std", "seeds"),
-    *("parameters", "macs", "images_per_second", "note", "runs"),
-)
+MAX_KEPT_BYTES = 2**28
+MAX_ABLATION_BYTES = 2**24
 
 OnStep = Callable[[str], None]
 
@@ -55,6 +56,42 @@ class NoRunError(ValueError):
 
 class ForeignFileError(ValueError):
     """A file that is in the way, and not ours."""
+
+
+@dataclass(frozen=True)
+class AblationRun:
+    """One training run of an ablation; `top1` in percent."""
+
+    top1: float | None
+
+
+@dataclass(frozen=True)
+class AblationResult:
+    """One row of an ablation's table, as `inline ablate` writes it."""
+
+    label: str
+    values: dict[str, bool | int | float | str]
+    top1_mean: float | None
+    top1_std: float | None
+    seeds: int
+    parameters: float | None
+    macs: float | None
+    images_per_second: float | None
+    note: str
+    runs: dict[str, AblationRun]
+
+
+@dataclass(frozen=True)
+class AblationFile:
+    """What the report reads of an `ablation.json`."""
+
+    title: str
+    environment: dict[str, str]
+    results: list[AblationResult]
+
+    def __post_init__(self) -> None:
+        if not self.results or any(result.values.keys() != self.results[0].values.keys() for result in self.results):
+            raise UntrustedDataError("results must have at least one row, all with the same axes")
 
 
 @dataclass
@@ -103,6 +140,7 @@ class Evidence:
     def miss(self, section: str, reason: str) -> None:
         """Note why something is left out."""
         reasons = self.missing.setdefault(section, [])
+        reason = printable(reason)
         if reason not in reasons:
             reasons.append(reason)
 
@@ -124,7 +162,7 @@ class KeptMeasurements:
             return
         content: Any = None
         with suppress(ValueError):
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(read_bounded(path, MAX_KEPT_BYTES), max_bytes=MAX_KEPT_BYTES)
         if not isinstance(content, dict) or content.get("format") != KEPT_FORMAT:
             raise ForeignFileError(
                 f"{path}, where measurements would be kept, is not a file of `inline report`, and stays as it is; "
@@ -221,7 +259,7 @@ def _described_runs(folders: Sequence[Path]) -> Iterator[Run]:
     labels: Counter[str] = Counter()
     for folder, config in zip(folders, configs, strict=True):
         name = config.model.name
-        label = name if names[name] == 1 else folder.resolve().name
+        label = printable(name if names[name] == 1 else folder.resolve().name)
         labels[label] += 1
         label = label if labels[label] == 1 else f"{label} (#{labels[label]})"
         kind = name.partition("_")[0]
@@ -304,11 +342,9 @@ def _rank(folder: Path) -> tuple[int, str]:
 def _read_ablation(path: Path) -> dict[str, Any]:
     file = path / "ablation.json" if path.is_dir() else path
     try:
-        content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        lacking = [key for key in ("title", "environment", "results") if not content.get(key)]
-        lacking += [key for result in content["results"] for key in ABLATION_RESULT if key not in result]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NoRunError(f"{file} is no result of `inline ablate`; expected its ablation.json or its folder") from error
-    if lacking:
-        raise NoRunError(f"{file} lacks {lacking[0]!r}: it is damaged or an older version's; run `inline ablate` again")
-    return dict(content)
+        content = parse_json(read_bounded(file, MAX_ABLATION_BYTES), max_bytes=MAX_ABLATION_BYTES)
+        return dataclasses.asdict(build_dataclass(AblationFile, content))
+    except (OSError, ValueError) as error:
+        raise NoRunError(
+            f"{file} is no result of `inline ablate` ({error}); expected its ablation.json or its folder"
+        ) from error

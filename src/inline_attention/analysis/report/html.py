@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from inline_attention.support.text import printable
+
 VOID_ELEMENTS = frozenset({"img", "meta", "input", "br"})
 
 
@@ -39,7 +41,9 @@ def tag(element_name: str, *children: Content, **attributes: str | float | bool 
 
 def join(children: Iterable[Content]) -> Html:
     """Markup and escaped text, one after the other."""
-    return Html("".join(child if isinstance(child, Html) else html.escape(child) for child in children if child))
+    return Html(
+        "".join(child if isinstance(child, Html) else html.escape(printable(child)) for child in children if child)
+    )
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Content]], *, caption: str, text_columns: int = 1) -> Html:
@@ -70,4 +74,4 @@ def _attribute(value: str | float | bool) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
-    return html.escape(str(value))
+    return html.escape(printable(value))

@@ -8,6 +8,7 @@ from pathlib import Path
 from inline_attention.analysis.report.evidence import Evidence
 from inline_attention.analysis.report.html import Html, table, tag
 from inline_attention.analysis.report.sections import Section, all_sections
+from inline_attention.support.files import write_atomically
 
 TITLE = "Why InLine attention works"
 # Nothing may be fetched, whatever a file or class is called; images are in the page itself.
@@ -16,9 +17,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 def write_page(evidence: Evidence, path: Path) -> None:
     """Write the report over one from before, whole or not at all."""
-    fresh = path.with_name(f".{path.name}.unfinished")
-    fresh.write_text(render(evidence), encoding="utf-8")
-    fresh.replace(path)
+    write_atomically(path, render(evidence))
 
 
 def render(evidence: Evidence) -> str:

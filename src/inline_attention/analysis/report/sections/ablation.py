@@ -72,7 +72,7 @@ def _ablation(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) 
     numbers = table(header, body, caption=f"{content['title']}: mean ± standard deviation", text_columns=len(axes))
     parts.append(tag("details", tag("summary", "The numbers"), numbers))
     environment = content["environment"]
-    gpu = environment["gpu"]
-    where = environment["machine"] if gpu == "none" else f"{gpu}, torch {environment['torch']}"
-    parts.append(tag("p", f"{where}, commit {environment['commit']}, {environment['date']}.", class_="note"))
+    names = ("machine", "gpu", "torch", "commit", "date")
+    facts = ", ".join(f"{name} {environment[name]}" for name in names if environment.get(name, "none") != "none")
+    parts.append(tag("p", f"{facts}.", class_="note"))
     return parts
