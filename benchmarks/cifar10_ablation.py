@@ -23,12 +23,12 @@ from typing import Annotated
 import typer
 
 from cifar10 import cifar10_settings
-from inline_attention.analysis.ablation.files import write_ablation
-from inline_attention.analysis.ablation.grid import AXES, Cell, grid
-from inline_attention.analysis.ablation.runs import UnusableRunError, read_outcome
-from inline_attention.analysis.ablation.tables import CellResult
-from inline_attention.analysis.ablation.training import FinishedRun, collect, train_side_by_side
-from inline_attention.analysis.drawing.ablation import draw_ablation
+from inline_attention.ablation.files import write_ablation
+from inline_attention.ablation.grid import AXES, Cell, grid
+from inline_attention.ablation.plots import draw_ablation
+from inline_attention.ablation.runs import UnusableRunError, read_outcome
+from inline_attention.ablation.tables import CellResult
+from inline_attention.ablation.training import FinishedRun, collect, train_side_by_side
 from inline_attention.engine.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from inline_attention import inline_attention_qkvpacked
-from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.results import markdown_table, relative_error, write_json, write_markdown
-from inline_attention.analysis.benchmark.timing import interleaved_timings, prepare_work
-from inline_attention.analysis.cost import CostPoint, measure_attention_cost
+from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import markdown_table, relative_error, write_json, write_markdown
+from inline_attention.benchmark.timing import interleaved_timings, prepare_work
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = 2

@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 
 RESULTS = Path(__file__).parent / "results"
 

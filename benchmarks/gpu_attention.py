@@ -17,9 +17,9 @@ from typing import Annotated
 import torch
 import typer
 
-from inline_attention.analysis.benchmark.attention import AttentionSettings, default_cases, measure_attention
-from inline_attention.analysis.benchmark.results import write_json, write_markdown
-from inline_attention.analysis.benchmark.tables import as_markdown, attention_tables
+from inline_attention.benchmark.attention import AttentionSettings, default_cases, measure_attention
+from inline_attention.benchmark.results import write_json, write_markdown
+from inline_attention.benchmark.tables import as_markdown, attention_tables
 from inline_attention.cli.bench import report_attention, resolve_device
 
 RESULTS = Path(__file__).parent / "results"

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torchvision.models.detection import maskrcnn_resnet50_fpn
 from torchvision.models.detection.image_list import ImageList
 
-from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.models import read_peak, reset_peak, set_backend
-from inline_attention.analysis.benchmark.results import (
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.models import read_peak, reset_peak, set_backend
+from inline_attention.benchmark.results import (
     Measurement,
     WrongResultError,
     markdown_table,
@@ -44,7 +44,7 @@ from inline_attention.analysis.benchmark.results import (
     write_json,
     write_markdown,
 )
-from inline_attention.analysis.benchmark.timing import (
+from inline_attention.benchmark.timing import (
     Work,
     interleaved_timings,
     prepare_throughput,

@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
-from inline_attention.analysis.benchmark.models import (
+from inline_attention.benchmark.models import (
     ModelCase,
     ModelSettings,
     constant_pixel_batch,

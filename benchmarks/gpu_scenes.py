@@ -27,9 +27,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from inline_attention.analysis.benchmark.environment import combined_environment, describe_environment
-from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
-from inline_attention.analysis.benchmark.side_by_side import Command, run_side_by_side
+from inline_attention.benchmark.environment import combined_environment, describe_environment
+from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.benchmark.side_by_side import Command, run_side_by_side
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.config import TrainConfig, to_yaml, with_overrides
 from inline_attention.engine.reporting import SUMMARY

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.data import ImageLoader, Normalize, TrainingBatches, training_transform
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.folders import FolderSource

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 import typer
 
 from inline_attention import create_model
-from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.results import markdown_table, write_json, write_markdown
-from inline_attention.analysis.benchmark.timing import synchronize
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.benchmark.timing import synchronize
 from inline_attention.cli.bench import resolve_device
 from inline_attention.data import Batch, MemoryImages, MemoryLoader, TrainingBatches, training_augmentation
 

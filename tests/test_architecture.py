@@ -12,10 +12,13 @@ import inline_attention
 SOURCE = Path(inline_attention.__file__).parent
 # Upper packages may import lower ones, never the other way; packages of one rank ignore each other.
 RANKS = {
-    "cli": 7,
+    "cli": 9,
+    "report": 8,
+    "ablation": 7,
     "analysis": 6,
     "recipes": 6,
     "engine": 5,
+    "benchmark": 5,
     "tasks": 4,
     "data": 3,
     "models": 2,

@@ -11,7 +11,6 @@ from analysis.small_models import DEIT
 from inline_attention.analysis.attention_maps import measure_attention_maps
 from inline_attention.analysis.collisions import CollisionRate
 from inline_attention.analysis.confusion import ConfusedImage, ConfusionCount
-from inline_attention.analysis.drawing import canvas
 from inline_attention.analysis.drawing.attention_maps import draw_attention_maps
 from inline_attention.analysis.drawing.confusion import draw_confusion, draw_worst_images
 from inline_attention.analysis.drawing.injectivity import draw_injectivity
@@ -24,6 +23,7 @@ from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.masking import Hiding, MaskingResult
 from inline_attention.analysis.scaling import ScalingPoint
 from inline_attention.analysis.subjects import untrained_subject, with_distinct_labels
+from inline_attention.support import figures as canvas
 
 
 @pytest.fixture(scope="module")

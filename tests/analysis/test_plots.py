@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from inline_attention.analysis import plots
-from inline_attention.analysis.cost import ATTENTIONS, CostPoint
 from inline_attention.analysis.injectivity import measure_injectivity
+from inline_attention.benchmark.cost import ATTENTIONS, CostPoint
 
 POINTS = [
     CostPoint(kind, tokens, milliseconds=tokens / 100, runs=3, peak_bytes=1000 * tokens)

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.written_runs import small_digits_config
-from inline_attention.analysis.ablation import runs as ablation_runs
+from inline_attention.ablation import runs as ablation_runs
 from inline_attention.cli.main import app
 from inline_attention.engine.config import to_yaml
 

@@ -27,7 +27,7 @@ ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "img_
 @pytest.fixture(autouse=True)
 def coarse_pictures(monkeypatch):
     pytest.importorskip("matplotlib")
-    from inline_attention.analysis.drawing import canvas
+    from inline_attention.support import figures as canvas
 
     monkeypatch.setattr(canvas, "DOTS_PER_INCH", 30)
 

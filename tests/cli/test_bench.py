@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inline_attention.analysis.benchmark import attention, models, timing
+from inline_attention.benchmark import attention, models, timing
 from inline_attention.cli import bench
 from inline_attention.cli.main import app
 from inline_attention.ops import dispatch

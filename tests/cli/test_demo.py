@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from inline_attention import __version__, analysis
-from inline_attention.analysis.cost import ATTENTIONS
+from inline_attention.benchmark.cost import ATTENTIONS
 from inline_attention.cli import demo, demo_training
 from inline_attention.cli.main import app
 from inline_attention.engine.checkpoints import CheckpointWriteError

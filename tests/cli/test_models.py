@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inline_attention import list_models
-from inline_attention.analysis.model_size import ModelSize
+from inline_attention.benchmark.model_size import ModelSize
 from inline_attention.cli import models
 from inline_attention.cli.main import app
 from inline_attention.models.published import PUBLISHED_TOP1

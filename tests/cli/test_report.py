@@ -4,9 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.written_runs import write_run
-from inline_attention.analysis.cost import CostPoint
-from inline_attention.analysis.report import evidence
+from inline_attention.benchmark.cost import CostPoint
 from inline_attention.cli.main import app
+from inline_attention.report import evidence
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ def test_feed_forward_is_closer_to_exact_than_the_composition(rows, channels, dt
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
 def test_whole_models_agree_with_plain_pytorch(name, compiled):
-    from inline_attention.analysis.benchmark.models import set_backend
+    from inline_attention.benchmark.models import set_backend
 
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -3,9 +3,9 @@
 What measures needs no matplotlib; what draws does: `plots`, `drawing` and `benchmark.plots`.
 """
 
-from inline_attention.analysis.cost import CostPoint, describe_machine, measure_attention_cost
 from inline_attention.analysis.injectivity import CollisionCase, InjectivityResult, measure_injectivity
-from inline_attention.analysis.model_size import ModelSize, measure_model_size
+from inline_attention.benchmark.cost import CostPoint, describe_machine, measure_attention_cost
+from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 
 __all__ = [
     "CollisionCase",

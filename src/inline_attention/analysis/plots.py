@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -13,16 +12,24 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from inline_attention.analysis.cost import ATTENTIONS, HEAD_DIM, HEADS, REPEATS, CostPoint
 from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, CollisionCase, InjectivityResult
+from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, REPEATS, CostPoint
+from inline_attention.support.figures import (
+    ALARM,
+    DOTS_PER_INCH,
+    FAINT,
+    INK,
+    KIND_COLORS,
+    KIND_MARKERS,
+    LINE,
+    MUTED,
+    STYLE,
+)
 
-# Okabe and Ito's palette: told apart with every common form of colour blindness.
+# Okabe and Ito's palette: told apart with every common form of color blindness.
 QUERY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 QUERY_MARKERS = ("o", "s", "^", "D")
-KIND_COLORS = {"softmax": "#0072B2", "softmax_explicit": "#56B4E9", "linear": "#E69F00", "inline": "#D55E00"}
-KIND_MARKERS = {"softmax": "s", "softmax_explicit": "D", "linear": "^", "inline": "o"}
 KIND_TITLES = {"softmax": "Softmax", "linear": "Linear", "inline": "InLine"}
-INK, MUTED, LINE, FAINT, ALARM = "#222222", "#666666", "#CFCFCF", "#E4E4E4", "#B83A00"
 KEY_MARKER = {"s": 150, "facecolor": "white", "edgecolor": MUTED}
 INJECTIVITY_CAPTION = (
     "Linear attention divides the scores of a query by their sum, so only the direction of φ(q) counts, "
@@ -31,24 +38,6 @@ INJECTIVITY_CAPTION = (
     "instead; its weights may be negative\n"
     "and sum to one as well. Linear and InLine use the φ named on the left; softmax has none."
 )
-STYLE: dict[Any, Any] = {  # matplotlib types the keys as a list of literals of its own
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the picture looks the same everywhere
-    "font.size": 10,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "legend.frameon": False,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-}
-DOTS_PER_INCH = 160
 
 
 def draw_injectivity(results: Sequence[InjectivityResult], path: Path) -> None:

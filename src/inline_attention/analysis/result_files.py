@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inline_attention.analysis.benchmark.environment import describe_environment
-from inline_attention.analysis.benchmark.results import write_json, write_text
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import write_json, write_text
 
 
 def flat_row(row: Any) -> dict[str, Any]:

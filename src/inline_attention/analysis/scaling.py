@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from inline_attention.analysis.benchmark.timing import interleaved_timings, prepare_throughput, release_memory
-from inline_attention.analysis.model_size import measure_model_size
 from inline_attention.analysis.tensor_memory import peak_tensor_bytes
+from inline_attention.benchmark.model_size import measure_model_size
+from inline_attention.benchmark.timing import interleaved_timings, prepare_throughput, release_memory
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import TWINS
 

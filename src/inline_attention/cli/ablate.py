@@ -12,12 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from inline_attention.analysis.ablation.files import write_ablation
-from inline_attention.analysis.ablation.grid import AxisError, Cell, grid, parse_axis
-from inline_attention.analysis.ablation.runs import UnusableRunError
-from inline_attention.analysis.ablation.tables import CellResult, text_table
-from inline_attention.analysis.ablation.training import collect, train_cells, train_side_by_side
-from inline_attention.analysis.benchmark.side_by_side import InterruptedRunsError
+from inline_attention.ablation.files import write_ablation
+from inline_attention.ablation.grid import AxisError, Cell, grid, parse_axis
+from inline_attention.ablation.runs import UnusableRunError
+from inline_attention.ablation.tables import CellResult, text_table
+from inline_attention.ablation.training import collect, train_cells, train_side_by_side
+from inline_attention.benchmark.side_by_side import InterruptedRunsError
 from inline_attention.cli.printing import fail, progress_bar
 from inline_attention.cli.train import overrides_of, read_settings
 from inline_attention.data.broken import BrokenImagesError
@@ -137,7 +137,7 @@ def _write_tables(results: Sequence[CellResult], seeds: Sequence[int], output: P
 def _write(results: Sequence[CellResult], seeds: Sequence[int], output: Path, recipe: str) -> list[Path]:
     files = _write_tables(results, seeds, output, recipe)
     try:
-        from inline_attention.analysis.drawing.ablation import draw_ablation
+        from inline_attention.ablation.plots import draw_ablation
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

@@ -21,12 +21,12 @@ from inline_attention.analysis.attention_maps import (
     measure_attention_maps,
     weight_rows,
 )
-from inline_attention.analysis.benchmark.environment import describe_environment
 from inline_attention.analysis.pictures import PictureSample, open_pictures
 from inline_attention.analysis.result_files import flat_row, result_file, write_results
 from inline_attention.analysis.scaling import KINDS, measure_scaling
 from inline_attention.analysis.subjects import Subject, trained_subject, untrained_subject, with_distinct_labels
 from inline_attention.analysis.surveys import survey_confusion, survey_injectivity, survey_locality, survey_masking
+from inline_attention.benchmark.environment import describe_environment
 from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device

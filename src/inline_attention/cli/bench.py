@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from inline_attention.analysis.benchmark import attention, models
-from inline_attention.analysis.benchmark.results import write_json, write_markdown
-from inline_attention.analysis.benchmark.tables import ResultTable, as_markdown, attention_tables, model_tables
+from inline_attention.benchmark import attention, models
+from inline_attention.benchmark.results import write_json, write_markdown
+from inline_attention.benchmark.tables import ResultTable, as_markdown, attention_tables, model_tables
 from inline_attention.cli.printing import fail, progress_bar, writing_to
 
 DTYPES = {
@@ -197,13 +197,13 @@ def _run(
 
 
 def _draw_attention(report: attention.AttentionReport, path: Path) -> None:
-    from inline_attention.analysis.benchmark.plots import draw_attention
+    from inline_attention.benchmark.plots import draw_attention
 
     draw_attention(report, path)
 
 
 def _draw_models(report: models.ModelReport, path: Path) -> None:
-    from inline_attention.analysis.benchmark.plots import draw_models
+    from inline_attention.benchmark.plots import draw_models
 
     draw_models(report, path)
 

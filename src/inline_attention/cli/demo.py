@@ -13,17 +13,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from inline_attention.analysis.cost import (
+from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, InjectivityResult, measure_injectivity
+from inline_attention.analysis.predictions import predict_dataset
+from inline_attention.analysis.subjects import trained_subject
+from inline_attention.analysis.training_curves import read_training_curves
+from inline_attention.benchmark.cost import (
     ATTENTIONS,
     DEFAULT_SIZES,
     CostPoint,
     describe_machine,
     measure_attention_cost,
 )
-from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, InjectivityResult, measure_injectivity
-from inline_attention.analysis.predictions import predict_dataset
-from inline_attention.analysis.subjects import trained_subject
-from inline_attention.analysis.training_curves import read_training_curves
 from inline_attention.cli.demo_training import RUNS, TrainedModel, accuracy_table, explain_lead, train_all
 from inline_attention.cli.printing import fail, progress_bar, writing_to
 from inline_attention.cli.report import run_report

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from inline_attention.analysis.model_size import ModelSize, measure_model_size
+from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 from inline_attention.cli.printing import fail, progress_bar
 from inline_attention.models import list_models
 from inline_attention.models.published import PUBLISHED_TOP1

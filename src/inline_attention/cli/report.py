@@ -8,12 +8,12 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from inline_attention.analysis.cost import CostPoint
-from inline_attention.analysis.report.evidence import ForeignFileError, KeptMeasurements, NoRunError, find_runs, gather
-from inline_attention.analysis.report.page import write_page
+from inline_attention.benchmark.cost import CostPoint
 from inline_attention.cli.printing import fail
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.processes import DeviceError
+from inline_attention.report.evidence import ForeignFileError, KeptMeasurements, NoRunError, find_runs, gather
+from inline_attention.report.page import write_page
 
 PAGE_SUFFIXES = (".html", ".htm")
 

@@ -13,16 +13,17 @@ from matplotlib.gridspec import SubplotSpec
 from matplotlib.patches import Rectangle
 
 from inline_attention.analysis.attention_maps import AttentionMaps, TokenMap
-from inline_attention.analysis.drawing.canvas import (
+from inline_attention.analysis.subjects import Subject
+from inline_attention.support.figures import (
+    INK,
     KIND_LABELS,
+    MUTED,
     as_picture,
     new_figure,
     save,
     weights_note,
     without_ticks,
 )
-from inline_attention.analysis.plots import INK, MUTED
-from inline_attention.analysis.subjects import Subject
 
 QUERY_COLOR = "#00E5A8"  # seen on photographs and on both colour maps
 MOST_KERNELS = 12

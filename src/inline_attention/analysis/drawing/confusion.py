@@ -18,7 +18,10 @@ from inline_attention.analysis.confusion import (
     ConfusionCount,
     pairs_per_image,
 )
-from inline_attention.analysis.drawing.canvas import (
+from inline_attention.analysis.subjects import Subject
+from inline_attention.support.figures import (
+    INK,
+    MUTED,
     LineStyle,
     as_picture,
     light_grid,
@@ -29,8 +32,6 @@ from inline_attention.analysis.drawing.canvas import (
     weights_note,
     without_ticks,
 )
-from inline_attention.analysis.plots import INK, MUTED
-from inline_attention.analysis.subjects import Subject
 from inline_attention.support.text import printable
 
 LARGEST_GROUPS = 6  # that get a colour of their own

@@ -12,18 +12,19 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from inline_attention.analysis.collisions import EQUAL_ROWS, CollisionRate
-from inline_attention.analysis.drawing.canvas import (
+from inline_attention.analysis.key_conditions import KeyCondition
+from inline_attention.analysis.subjects import Subject
+from inline_attention.support.figures import (
     COLORS,
+    INK,
     KIND_LABELS,
+    MUTED,
     light_grid,
     new_figure,
     save,
     shared_legend,
     weights_note,
 )
-from inline_attention.analysis.key_conditions import KeyCondition
-from inline_attention.analysis.plots import INK, MUTED
-from inline_attention.analysis.subjects import Subject
 
 KIND_ORDER = ("softmax", "inline", "magnitude", "linear")
 BAR = 0.38

@@ -9,7 +9,9 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from inline_attention.analysis.drawing.canvas import (
+from inline_attention.analysis.locality import Locality
+from inline_attention.analysis.subjects import Subject
+from inline_attention.support.figures import (
     LineStyle,
     light_grid,
     line_styles,
@@ -18,8 +20,6 @@ from inline_attention.analysis.drawing.canvas import (
     shared_legend,
     weights_note,
 )
-from inline_attention.analysis.locality import Locality
-from inline_attention.analysis.subjects import Subject
 
 
 def draw_locality(subjects: Sequence[Subject], measured: Mapping[str, Sequence[Locality]], folder: Path) -> list[Path]:

@@ -8,10 +8,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from inline_attention.analysis.drawing.canvas import light_grid, new_figure, save, shared_legend, weights_note
 from inline_attention.analysis.masking import MaskingResult
-from inline_attention.analysis.plots import FAINT, INK, MUTED
 from inline_attention.analysis.subjects import Subject
+from inline_attention.support.figures import (
+    FAINT,
+    INK,
+    MUTED,
+    light_grid,
+    new_figure,
+    save,
+    shared_legend,
+    weights_note,
+)
 
 COLORS = {"neighbourhood": "#D55E00", "random": "#56B4E9"}
 LABELS = {"neighbourhood": "neighbourhood hidden", "random": "as many random tokens hidden"}

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from inline_attention.analysis.drawing.canvas import as_picture, new_figure, save, without_ticks
-from inline_attention.analysis.plots import ALARM, INK
 from inline_attention.analysis.predictions import PredictedPicture, Predictions
+from inline_attention.support.figures import ALARM, INK, as_picture, new_figure, save, without_ticks
 from inline_attention.support.text import printable
 
 COLUMNS = 8

@@ -8,7 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from inline_attention.analysis.drawing.canvas import (
+from inline_attention.analysis.scaling import KINDS, ScalingPoint
+from inline_attention.support.figures import (
     COLORS,
     KIND_LABELS,
     MARKERS,
@@ -17,7 +18,6 @@ from inline_attention.analysis.drawing.canvas import (
     save,
     shared_legend,
 )
-from inline_attention.analysis.scaling import KINDS, ScalingPoint
 
 Quantity = tuple[str, Callable[[ScalingPoint], float | None]]
 QUANTITIES: tuple[Quantity, ...] = (

@@ -11,17 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from inline_attention.analysis.drawing.canvas import (
+from inline_attention.analysis.training_curves import EpochFigures, TrainingCurves
+from inline_attention.support.figures import (
     COLORS,
     LINE_STYLES,
     MARKERS,
+    MUTED,
     LineStyle,
     light_grid,
     new_figure,
     save,
 )
-from inline_attention.analysis.plots import MUTED
-from inline_attention.analysis.training_curves import EpochFigures, TrainingCurves
 
 OTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9", "#999999")  # for models that are not of this library
 MARKS = 9  # per line: enough to tell lines apart in black and white

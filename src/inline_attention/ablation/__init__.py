@@ -1,0 +1,1 @@
+"""Ablations: train one recipe with one thing changed at a time, over several seeds."""

@@ -1,0 +1,1 @@
+"""Speed of attention and models: cases as data, a check before every timing, results in files."""

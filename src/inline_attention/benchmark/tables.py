@@ -1,0 +1,160 @@
+"""The tables of a benchmark, as rows of text: the terminal and the Markdown pages show the same."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from inline_attention.benchmark.attention import AttentionReport, CaseResult
+from inline_attention.benchmark.models import OURS, ModelReport
+from inline_attention.benchmark.results import Measurement, markdown_table, notes_of, ratio
+
+LABELS = {
+    "sdpa": "softmax, SDPA",
+    "sdpa-flash": "softmax, flash",
+    "sdpa-cudnn": "softmax, cuDNN",
+    "eager": "InLine, eager",
+    "eager-compiled": "InLine, compiled",
+    "auto": "InLine",
+}
+NOTHING = "–"
+
+
+class ResultTable(NamedTuple):
+    """A table with what is to be read above and below it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def label_of(contestant: str) -> str:
+    """How a contestant is called in tables and pictures; a fused backend by its name."""
+    return LABELS.get(contestant, f"InLine, {contestant}")
+
+
+def attention_tables(report: AttentionReport) -> list[ResultTable]:
+    """One table per pass, then the single image and the host's overhead where they were measured."""
+    contestants = report.contestants
+    tables = [
+        _pass_table(pass_, report.results, contestants)
+        for pass_ in report.settings.passes
+        if any(pass_ in result.measurements for result in report.results)
+    ]
+    if report.latency is not None and "forward" in report.latency.measurements:
+        case = report.latency.case
+        table = _pass_table("forward", [report.latency], contestants)
+        tables.append(table._replace(title=f"one image of {case.tokens} tokens, forward, ms of GPU time"))
+    if report.host_overhead:
+        passes = report.settings.passes
+        rows = [
+            [label_of(name), *(_microseconds(by_pass.get(pass_)) for pass_ in passes)]
+            for name, by_pass in report.host_overhead.items()
+        ]
+        notes = [
+            f"{label_of(name)}: {value}"
+            for name, by_pass in report.host_overhead.items()
+            for value in dict.fromkeys(by_pass.values())
+            if isinstance(value, str)
+        ]
+        header = ["one call on four tokens", *(f"{pass_} (µs)" for pass_ in passes)]
+        tables.append(ResultTable("time of the host per call, µs", header, rows, notes))
+    return tables
+
+
+def model_tables(report: ModelReport) -> list[ResultTable]:
+    """One table, a row per case and contestant."""
+    header = ["model", "image", "batch", "mode", "contestant", "images/s", "ms", "peak MiB", "speed-up by InLine"]
+    rows: list[list[str]] = []
+    for result in report.results:
+        case = result.case
+        for item in result.measurements:
+            speed = result.images_per_second(item)
+            rows.append(
+                [
+                    case.model,
+                    f"{case.size}²",
+                    str(case.batch),
+                    f"{case.mode}, {case.execution}",
+                    item.contestant,
+                    item.status if speed is None else f"{speed:,.0f}",
+                    _number(item.milliseconds),
+                    NOTHING if item.peak_bytes is None else f"{item.peak_bytes / 2**20:,.0f}",
+                    NOTHING if item.contestant == OURS else _times(result.speedup(item)),
+                ]
+            )
+    measurements = [item for result in report.results for item in result.measurements]
+    notes = [*notes_of(measurements), *_spread_note(measurements)]
+    notes.append("Peak memory is that of weights, optimiser and one step, without the images.")
+    return [ResultTable("models", header, rows, notes)]
+
+
+def as_markdown(tables: Sequence[ResultTable]) -> str:
+    """All tables, as Markdown."""
+    parts: list[str] = []
+    for table in tables:
+        parts += [f"## {table.title[0].upper()}{table.title[1:]}", markdown_table(table.header, table.rows)]
+        if table.notes:
+            parts.append("\n".join(f"- {note}" for note in table.notes))
+    return "\n\n".join(parts)
+
+
+def _pass_table(pass_: str, results: Sequence[CaseResult], contestants: Sequence[str]) -> ResultTable:
+    with_floor = pass_ == "forward"
+    header = ["N", "C", "D", "B", *map(label_of, contestants)]
+    header += ["floor", "InLine ÷ floor"] if with_floor else []
+    header.append("best softmax ÷ InLine")
+    rows: list[list[str]] = []
+    measurements: list[Measurement] = []
+    for result in results:
+        if pass_ not in result.measurements:
+            continue
+        by_name = {item.contestant: item for item in result.measurements[pass_]}
+        ours = result.milliseconds(pass_, "auto")
+        case = result.case
+        row = [str(case.tokens), str(case.channels), str(case.head_dim), str(case.batch)]
+        row += [_cell(by_name.get(name)) for name in contestants]
+        row += [_number(result.floor), _number(ratio(ours, result.floor))] if with_floor else []
+        row.append(_times(ratio(result.best_softmax(pass_), ours)))
+        rows.append(row)
+        measurements += by_name.values()
+    errors = [item.error for item in measurements if item.error is not None]
+    notes = [*notes_of(measurements), *_spread_note(measurements)]
+    if errors:
+        notes.append(f"Largest relative error against float64, found before timing: {max(errors):.1e}.")
+    return ResultTable(f"{pass_}, ms", header, rows, notes)
+
+
+def _spread_note(measurements: Sequence[Measurement]) -> list[str]:
+    spreads = [item.timing.spread for item in measurements if item.timing is not None]
+    if not spreads:
+        return []
+    return [
+        f"Medians; contestants take turns. Spread (10th to 90th percentile): {statistics.median(spreads):.1%} in the "
+        f"median, {max(spreads):.1%} at most."
+    ]
+
+
+def _cell(item: Measurement | None) -> str:
+    if item is None:
+        return NOTHING
+    if item.timing is None:
+        return item.status
+    return _number(item.milliseconds) + ("*" if item.timing.method == "events" else "")
+
+
+def _microseconds(value: float | str | None) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else NOTHING
+
+
+def _times(value: float | None) -> str:
+    return NOTHING if value is None else f"{_number(value)}×"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    decimals = 4 if value < 0.1 else 3 if value < 1 else 2 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:,.{decimals}f}"
