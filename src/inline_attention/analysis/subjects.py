@@ -5,7 +5,6 @@ Shapes: `B` batch, `H`, `W` height and width of images in pixels.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from inline_attention.data.transforms import Transform, evaluation_options, eval
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models import create_model
+from inline_attention.models.described import read_description
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.support.text import printable
 from inline_attention.tasks.classification.prediction import ImageClassifier
@@ -98,18 +98,15 @@ def trained_subject(
     """
     file = find_weights(path)
     classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
-    notes = open_checkpoint(file).metadata
-    own_notes = notes if model_name in (None, notes.get("model")) else {}
-    arguments: dict[str, Any] = json.loads(own_notes.get("model_arguments", "{}"))
-    crop_pct = json.loads(own_notes.get("crop_pct", "null"))
+    described = read_description(open_checkpoint(file), model_name)
     return _subject(
         classifier.model,
-        model_name or notes["model"],
+        described.name,
         file,
         # Only names that the file itself gives can be matched with those of a dataset.
-        tuple(classifier.class_names) if "class_names" in notes else None,
-        size or _pair(arguments.get("img_size")),
-        crop_pct,
+        None if described.class_names is None else tuple(described.class_names),
+        size or described.image_size,
+        described.crop_pct,
     )
 
 

@@ -23,7 +23,7 @@ from inline_attention.cli.train import overrides_of, read_settings
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
 from inline_attention.engine.checkpoints import CheckpointWriteError
-from inline_attention.engine.config import ConfigError, TrainConfig, check, with_overrides
+from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.processes import DeviceError
 from inline_attention.models.checkpoints import CheckpointError
@@ -60,7 +60,7 @@ def run_ablate(
     console = Console()
     console = console if console.is_terminal else Console(width=LOG_WIDTH)
     try:
-        config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
+        config = read_settings(recipe, [*overrides_of(flags), *settings])
         cells = _cells(config, axes)
         numbers = range(config.training.seed, config.training.seed + seeds)
         failed = _train_with_progress(console, cells, numbers, output, recipe, at_once)

@@ -17,7 +17,14 @@ from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.loading import DataWorkerError
 from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
 from inline_attention.engine.checkpoints import BEST, LAST, CheckpointWriteError
-from inline_attention.engine.config import FLAGS, ConfigError, TrainConfig, read_config, with_overrides
+from inline_attention.engine.config import (
+    FLAGS,
+    ConfigError,
+    TrainConfig,
+    check_recipe_file,
+    read_config,
+    with_overrides,
+)
 from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.processes import DeviceError
@@ -43,7 +50,7 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
     if recipe.startswith("-"):
         fail(f"expected a recipe before all flags, as in `inline train digits {recipe}`, got {recipe}")
     try:
-        config = with_overrides(read_settings(recipe), [*overrides_of(flags), *settings])
+        config = read_settings(recipe, [*overrides_of(flags), *settings])
         folder, metrics = train(config)
     except InterruptedBySignalError as error:
         typer.echo(f"{error}; saved. Go on with the same command and --resume {error.folder}", err=True)
@@ -62,10 +69,14 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
     typer.echo(_where_weights_are(folder / CHECKPOINTS))
 
 
-def read_settings(recipe: str) -> TrainConfig:
-    """The settings of a recipe or of a YAML file."""
+def read_settings(recipe: str, overrides: Sequence[str]) -> TrainConfig:
+    """Return the settings of a recipe or of a YAML file, changed by overrides `key=value`."""
     path = Path(recipe)
-    return read_config(path) if path.suffix in (".yaml", ".yml") else get_recipe(recipe).config
+    if path.suffix not in (".yaml", ".yml"):
+        return with_overrides(get_recipe(recipe).config, overrides)
+    config = read_config(path)
+    check_recipe_file(config, overrides, str(path))
+    return with_overrides(config, overrides)
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, model_arguments
+from inline_attention.models.described import describable
 from inline_attention.tasks.classification.task import ClassificationTask, Mixing, Preparation
 from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
 from inline_attention.tasks.segmentation.task import SegmentationOptions, SegmentationTask
@@ -42,11 +43,14 @@ def build_task(config: TrainConfig) -> Task:
         settings.map_folder,
     )
     start = config.model.initial_checkpoint
+    arguments = model_arguments(config)
+    described = describable(config.model.name, arguments)
     model = ModelChoice(
         config.model.name,
-        model_arguments(config),
+        described,
         None if start is None else str(find_weights(Path(start))),
         config.training.grad_checkpointing,
+        own_arguments={name: value for name, value in arguments.items() if name not in described},
     )
     if config.task.name == "detection":
         return DetectionTask(data, _backbone(model), _detection_options(config))
@@ -57,7 +61,8 @@ def build_task(config: TrainConfig) -> Task:
 
 def _backbone(model: ModelChoice) -> ModelChoice:
     """Classes are those of the head around it."""
-    arguments = {name: value for name, value in model.arguments.items() if name != "num_classes"}
+    every = {**model.arguments, **model.own_arguments}
+    arguments = {name: value for name, value in every.items() if name != "num_classes"}
     return ModelChoice(model.name, arguments, model.initial_checkpoint, model.grad_checkpointing)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from inline_attention.engine.lockstep import Lockstep
 from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
+from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask, Preparation
 from inline_attention.tasks.detection.task import DetectionTask
@@ -138,23 +138,19 @@ def _classification(
     file: Checkpoint, data: DataChoice, model_name: str | None, given: Mapping[str, Any], size: int | None
 ) -> tuple[Task, Any, list[str]]:
     """The task, its data and the names of its classes."""
-    name = model_name or file.metadata.get("model")
-    if not name:
-        raise ValueError(f"{file.path} does not say which model it is of; name it with --model")
+    described = read_description(file, model_name)
     source = open_dataset(data.dataset, data.folder, data.validation_split)
-    names = file.metadata.get("class_names")
-    if names is not None:
-        source = source.with_classes(json.loads(names))
-    arguments = {**json.loads(file.metadata.get("model_arguments", "{}")), **given}
-    if size is not None:
-        arguments["img_size"] = size
-    pixels = arguments.get("img_size")
+    if described.class_names is not None:
+        source = source.with_classes(described.class_names)
+    own = dict(given) if size is None else {**given, "img_size": size}
+    pixels = own.get("img_size", described.image_size)
     preparation = Preparation(
         image_size=(pixels, pixels) if isinstance(pixels, int) else pixels and tuple(pixels),
-        channels=arguments.get("in_chans", 3),
-        crop_pct=json.loads(file.metadata.get("crop_pct", "null")),
+        channels=own.get("in_chans", described.arguments.get("in_chans", 3)),
+        crop_pct=described.crop_pct,
     )
-    return ClassificationTask(data, ModelChoice(name, arguments), preparation), source, list(source.class_names)
+    model = ModelChoice(described.name, described.arguments, own_arguments=own)
+    return ClassificationTask(data, model, preparation), source, list(source.class_names)
 
 
 def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,10 @@ from inline_attention.models.reading import (
     digest,
     open_checkpoint,
     read_checkpoint,
-    some_of,
 )
+from inline_attention.support.files import replace_atomically
+from inline_attention.support.text import some_of
+from inline_attention.support.untrusted import parse_json
 
 __all__ = [
     "Checkpoint",
@@ -173,20 +173,29 @@ def save_weights(
         raise CheckpointError(f"weights are saved as .safetensors, got {path}; try {path.with_suffix('.safetensors')}")
     tensors = clean_weights(path, weights.state_dict() if isinstance(weights, nn.Module) else weights)
     notes = {**notes_on(weights), **(metadata or {}), "format": "pt", "sha256": digest(tensors)}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        save_file(tensors, temporary, metadata=notes)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())  # else a crash soon after could leave the new name on an empty file
-        os.replace(temporary, path)
+        with replace_atomically(path) as temporary:
+            save_file(tensors, temporary, metadata=notes)
+            _sort_header(temporary)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path} could not be written ({error}); a file that was there before is unchanged; "
             "check that the folder exists, is writable and has space"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+
+
+def _sort_header(path: Path) -> None:
+    """Sort a safetensors file's header in place, so that equal weights and notes give equal bytes.
+
+    The library writes metadata in the random order of a hash map.
+    """
+    with path.open("rb+") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        ordered = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(ordered) <= length:  # the format allows spaces after the header
+            file.seek(8)
+            file.write(ordered.ljust(length))
 
 
 def convert_checkpoint(
@@ -233,9 +242,9 @@ def notes_on(model: object) -> dict[str, str]:
 def position_grids_in(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """The grids of position embeddings that `save_weights` noted, by parameter name; none where it did not."""
     try:
-        noted = json.loads(metadata.get(GRIDS_NOTE, "{}"))
+        noted = parse_json(metadata.get(GRIDS_NOTE, "{}"))
         return {str(name): (int(height), int(width)) for name, (height, width) in noted.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError):  # somebody else's note of the same name
+    except (ValueError, TypeError, AttributeError, OverflowError):  # another program's note
         return {}
 
 

@@ -18,7 +18,7 @@ import warnings
 import zipfile
 from _compat_pickle import IMPORT_MAPPING
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,14 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
+from inline_attention.models.pickle_bounds import PickleBoundsError, check_pickle
+from inline_attention.support.files import NotARegularFileError, open_regular
+from inline_attention.support.text import printable, some_of
+
 EMA_KEYS = ("state_dict_ema", "model_ema")
 RAW_KEYS = ("model", "state_dict")
+LEGACY_PICKLES = 5  # before the storages, in the format of torch < 1.6
+MAX_EXPANSION = 16  # of memory that tensors share or repeat, when each gets its own
 FETCH_AGAIN = "fetch or copy it again, or ask its author for a .safetensors file"
 
 
@@ -90,13 +96,14 @@ def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Own copies of the tensors, contiguous and on the CPU, without prefixes; plain numbers are left out."""
     weights: dict[str, Tensor] = {}
     foreign: list[str] = []
+    _check_expansion(path, [value for value in entries.values() if isinstance(value, Tensor)])
     for name, value in entries.items():
         if isinstance(value, (int, float)):
             continue
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            foreign.append(f"{name} ({type(value).__name__})")
+            foreign.append(f"{printable(name)[:80]} ({type(value).__name__})")
         elif value.layout is not torch.strided or value.is_meta or value.is_quantized:
-            foreign.append(f"{name} ({value.layout}, {value.dtype}, {value.device})")
+            foreign.append(f"{printable(name)[:80]} ({value.layout}, {value.dtype}, {value.device})")
         else:
             clean_name = re.sub(r"^((module|_orig_mod)\.)+", "", name)
             if clean_name in weights:
@@ -111,6 +118,18 @@ def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
     return weights
 
 
+def _check_expansion(path: Path, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that repeat little memory very often: strides of zero make a terabyte of four bytes."""
+    dense = [value for value in tensors if value.layout is torch.strided and not value.is_meta]
+    held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in dense}
+    needed, most = sum(value.nbytes for value in dense), MAX_EXPANSION * sum(held.values()) + 2**26
+    if needed > most:
+        raise CheckpointError(
+            f"{path} has tensors that repeat their memory: it holds {sum(held.values()):,} bytes of them, "
+            f"and copies would take {needed:,}; save them with .contiguous()"
+        )
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes."""
     state = hashlib.sha256()
@@ -118,12 +137,6 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         state.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         state.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
     return state.hexdigest()
-
-
-def some_of(names: Iterable[object], limit: int = 12) -> str:
-    """The first few names, and how many more there are."""
-    listed = [str(name) for name in names]
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
 def where_they_differ(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
@@ -178,8 +191,10 @@ def _check_is_file(path: Path) -> None:
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, expected a file; name the .safetensors or .pth file in it")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(64).lower()
+    except NotARegularFileError as error:
+        raise CheckpointError(f"{path} is not a regular file; name the .safetensors or .pth file itself") from error
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be opened: {error.strerror}; check the path and its permissions"
@@ -206,10 +221,11 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _read_pickle(path: Path) -> Any:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             is_archive = file.read(4) == b"PK\x03\x04"
         if is_archive:
             _check_archive(path)
+        _check_pickles(path, is_archive)
         with _only_stand_ins_allowed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on unusual pickles; what matters of them is raised
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
@@ -219,6 +235,17 @@ def _read_pickle(path: Path) -> Any:
         raise _refusal(path, error) from None  # torch's own message advises to switch the protection off
     except Exception as error:  # a damaged file can fail anywhere
         raise _unreadable(path, error) from error
+
+
+def _check_pickles(path: Path, is_archive: bool) -> None:
+    """Refuse structures too deep or too large to build. Whether the rest can be read, torch says."""
+    try:
+        for stream in _pickles(path, is_archive):
+            check_pickle(stream)
+    except PickleBoundsError as error:
+        raise _unreadable(path, error) from error
+    except Exception:
+        return
 
 
 def _check_archive(path: Path) -> None:
@@ -249,17 +276,23 @@ def _foreign_globals(path: Path) -> list[str]:
     """What a pickle would import besides torch, read off its opcodes without executing them."""
     names: list[str] = []
     with suppress(Exception):  # the file is refused either way; this only says more about it
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for record in archive.namelist():
-                    if record.endswith(".pkl"):
-                        names.extend(_imported_names(io.BytesIO(archive.read(record))))
-        else:
-            with path.open("rb") as file:
-                for _ in range(5):  # the pickles before the storages in the format of torch < 1.6
-                    names.extend(_imported_names(file))
+        for stream in _pickles(path, zipfile.is_zipfile(path)):
+            names.extend(_imported_names(stream))
     foreign = re.compile(r"(?!torch\.|collections\.)[\w.]+")
     return [name for name in names if name not in _STAND_INS and foreign.fullmatch(name)]
+
+
+def _pickles(path: Path, is_archive: bool) -> Iterator[BinaryIO]:
+    """Streams, each at the beginning of a pickle of a file that `torch.save` wrote."""
+    if is_archive:
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.namelist():
+                if record.endswith(".pkl"):
+                    yield io.BytesIO(archive.read(record))
+    else:
+        with open_regular(path) as file:
+            for _ in range(LEGACY_PICKLES):
+                yield file
 
 
 def _imported_names(stream: BinaryIO) -> Iterator[str]:

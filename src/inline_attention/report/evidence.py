@@ -19,7 +19,7 @@ from inline_attention.benchmark.cost import CostPoint, describe_machine, measure
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
 from inline_attention.data.datasets import open_dataset
-from inline_attention.data.sources import ImageSource
+from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
 from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.config import DataSection, read_config
@@ -316,6 +316,8 @@ def _pictures_and_maps(subject: Subject, source: ImageSource, shown: Sequence[in
 
 
 def _held_out_pictures(settings: DataSection) -> ImageSource:
+    if settings.dataset.startswith("hfds/"):  # a run's file may describe data, not fetch it
+        raise DataError(f"the run was trained on {settings.dataset}, which a report does not download")
     return open_dataset(settings.dataset, settings.dir, settings.val_split)
 
 

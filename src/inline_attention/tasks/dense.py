@@ -14,6 +14,12 @@ from inline_attention.data.batch import Normalize
 from inline_attention.data.findings import DataReport
 from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.models.described import (
+    ModelDescriptionError,
+    check_description,
+    parse_class_names,
+    parse_note,
+)
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.pyramid import PyramidBackbone
 from inline_attention.tasks.task import UnusableDataError
@@ -48,23 +54,26 @@ def described_in(file: Checkpoint, task: str, expected: Collection[str]) -> tupl
         expected: Names of the options.
 
     Raises:
-        CheckpointError: If the file is of another task, of another version, or damaged.
+        CheckpointError: If the file is of another task, of another version, or damaged, or its backbone is refused.
     """
     if file.metadata.get(TASK) != task:
         recorded = file.metadata.get(TASK, "classification")
         raise CheckpointError(f"{file.path} is of a model for {recorded}, not for {task}; choose another file")
-    try:
-        options, names = (json.loads(file.metadata[key]) for key in (OPTIONS, CLASS_NAMES))
-    except (KeyError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file.path} does not say how its model was built: {error}; train it again") from error
-    if not isinstance(options, dict) or not isinstance(names, list):
+    options, names = parse_note(file, OPTIONS, dict), parse_class_names(file)
+    if options is None or names is None:
         raise CheckpointError(f"{file.path} does not say how its model was built; train it again")
     if differing := sorted(set(cast("dict[str, Any]", options)) ^ set(expected)):
         raise CheckpointError(
             f"{file.path} is of another version of inline-attention: {', '.join(differing[:3])} is known to one of the "
             "two alone; use the version that wrote it"
         )
-    return options, [str(name) for name in cast("list[Any]", names)]
+    try:
+        options["backbone"], options["backbone_arguments"] = check_description(
+            options["backbone"], options["backbone_arguments"], file.weights
+        )
+    except ModelDescriptionError as error:
+        raise CheckpointError(f"{file.path} describes a backbone that is refused: {error}") from error
+    return options, names
 
 
 def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
 from inline_attention.models.base import VisionModel
-from inline_attention.models.registry import FAMILIES, TWINS, create_model, list_models
+from inline_attention.models.described import create_described_model
+from inline_attention.models.registry import FAMILIES, TWINS, list_models
 from inline_attention.ops.autocast import autocast_enabled
 from inline_attention.tasks.padding import PaddedImages
 
@@ -45,8 +46,8 @@ class PyramidBackbone(nn.Module):
 
         Args:
             name: Such as "inline_pvt_tiny" or "softmax_swin_small".
-            arguments: Of the model.
-            strides: Of the stages that are wanted, of 4, 8, 16 and 32.
+            arguments: Arguments of the model, as a file may hold them.
+            strides: Strides of the stages to return, of 4, 8, 16 and 32.
 
         Raises:
             ValueError: If the model has no pyramid, or there is none of that name.
@@ -56,7 +57,7 @@ class PyramidBackbone(nn.Module):
             raise ValueError(reason)
         self.strides = tuple(strides)
         indices = tuple(STRIDES.index(stride) for stride in strides)
-        self.body: Any = create_model(name, features_only=True, out_indices=indices, **dict(arguments or {}))
+        self.body: Any = create_described_model(name, arguments or {}, features_only=True, out_indices=indices)
         self.channels: list[int] = self.body.feature_info.channels()
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
 

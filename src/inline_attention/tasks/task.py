@@ -65,7 +65,8 @@ class ModelChoice:
 
     Attributes:
         name: Of the model or, of a detector or segmenter, of its backbone.
-        arguments: Of that.
+        arguments: Arguments that describe its architecture, as files may hold them.
+        own_arguments: Further arguments, from the command line or from code. Files never set them.
         initial_checkpoint: File of weights to start from; random ones if None.
         grad_checkpointing: Whether to recompute blocks in the backward pass.
     """
@@ -74,6 +75,7 @@ class ModelChoice:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     initial_checkpoint: str | None = None
     grad_checkpointing: bool = False
+    own_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.models.checkpoints import CheckpointMismatchError, load_checkpoint
-from inline_attention.models.reading import Checkpoint, some_of
+from inline_attention.models.reading import Checkpoint
+from inline_attention.support.text import some_of
 from inline_attention.tasks.pyramid import PyramidBackbone
 
 TASK = "task"  # entry of a file's metadata; files without it are of classifiers

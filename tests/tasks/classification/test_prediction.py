@@ -141,7 +141,7 @@ def test_class_names(model, checkpoint, tmp_path):
     assert imagenet[281] == "tabby, tabby cat"
     for text in ("[", '["a", "b"]', '{"a": 1}'):
         save_weights(model, tmp_path / "wrong.safetensors", metadata={"class_names": text})
-        with pytest.raises(CheckpointError, match="expected a JSON list of 4"):
+        with pytest.raises(CheckpointError, match="class_names"):
             ImageClassifier.from_checkpoint(tmp_path / "wrong.safetensors")
 
 

@@ -83,7 +83,7 @@ def test_sizes_to_train_on_end_at_the_one_to_evaluate_on():
     [
         (lambda options: options | {"of_tomorrow": 1}, "another version of inline-attention: of_tomorrow"),
         (lambda options: {name: value for name, value in options.items() if name != "width"}, "version .*: width"),
-        (lambda options: list(options), "does not say how its model was built"),
+        (lambda options: list(options), "damaged task_options"),
     ],
 )
 def test_a_file_of_another_version_is_refused(tmp_path, change, message):

@@ -2,7 +2,7 @@
 
 from inline_attention.engine.config.checks import check
 from inline_attention.engine.config.flags import FLAGS, Flag
-from inline_attention.engine.config.overrides import with_overrides
+from inline_attention.engine.config.overrides import check_recipe_file, with_overrides
 from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
 from inline_attention.engine.config.resolving import ResolvedValues, resolve
 from inline_attention.engine.config.schema import (
@@ -60,6 +60,7 @@ __all__ = [
     "TrainConfig",
     "TrainingSection",
     "check",
+    "check_recipe_file",
     "from_mapping",
     "from_yaml",
     "fused_optimizer",

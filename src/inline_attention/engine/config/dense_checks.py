@@ -11,7 +11,7 @@ from inline_attention.engine.config.parsing import ConfigError, Problem
 from inline_attention.engine.config.resolving import resolve
 from inline_attention.engine.config.schema import DetectionSection, TrainConfig
 from inline_attention.engine.config.timm_arguments import model_arguments
-from inline_attention.models.registry import create_model
+from inline_attention.models.described import create_described_model
 from inline_attention.tasks.padding import SHORTEST_SIDE
 from inline_attention.tasks.pyramid import unfit_reason
 
@@ -74,8 +74,7 @@ def _check_backbone(config: TrainConfig) -> Iterator[Problem]:
     arguments = {key: value for key, value in model_arguments(config).items() if key != "num_classes"}
     try:
         with torch.no_grad(), torch.device("meta"):
-            create_model(name, features_only=True, **arguments)(torch.empty(1, 3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE))
-    except ValueError as error:
-        yield Problem("model.name", str(error))
+            model = create_described_model(name, arguments, features_only=True)
+            model(torch.empty(1, 3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE))
     except Exception as error:
         yield Problem("model.arguments", f"{name} cannot be built with these: {error}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -11,6 +12,7 @@ from inline_attention.engine.config.parsing import ConfigError, Problem, from_ma
 from inline_attention.engine.config.schema import TrainConfig
 from inline_attention.engine.config.settings import SETTINGS
 from inline_attention.engine.config.yaml_text import parse_value
+from inline_attention.models.described import ModelDescriptionError, argument_problems, check_model_name
 
 
 def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
@@ -75,3 +77,49 @@ def _assign(content: dict[str, Any], config: TrainConfig, path: str, value: Any)
     if not isinstance(values.get(field), dict):
         values[field] = dict(to_mapping(config)[section][field])
     values[field][entry] = value
+
+
+def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str) -> None:
+    """Refuse what a stranger's recipe may not set: where to write, what to fetch, where to send, what to build.
+
+    Settings that the command line sets as well are the user's own, and pass.
+
+    Args:
+        config: The settings of the file.
+        overrides: The command line, as for `with_overrides`.
+        source: What error messages call the file.
+
+    Raises:
+        ConfigError: With every setting that is refused.
+    """
+    own = {override.partition("=")[0].strip() for override in overrides}
+    problems = [
+        problem
+        for problem in _refused_in_files(config)
+        if not any(problem.path == path or problem.path.startswith(f"{path}.") for path in own)
+    ]
+    if problems:
+        raise ConfigError(problems, source)
+
+
+def _refused_in_files(config: TrainConfig) -> Iterator[Problem]:
+    for path, folder, flag in (
+        ("run.output", config.run.output, "--output"),
+        ("run.experiment", config.run.experiment or "", "--experiment"),
+    ):
+        if PurePath(folder).is_absolute() or ".." in PurePath(folder).parts or "\\" in folder:
+            yield Problem(path, f"a file may name a folder below the current one only, got {folder!r}; pass {flag}")
+    if config.run.resume not in (None, "auto"):
+        yield Problem("run.resume", f"a file may not name a run to continue, got {config.run.resume!r}; pass --resume")
+    if "/" in config.data.dataset and not config.data.dataset.startswith("wds/"):
+        message = f"a file may not name data to download, got {config.data.dataset!r}"
+        yield Problem("data.dataset", f"{message}; pass --dataset {config.data.dataset}")
+    if config.logging.wandb:
+        yield Problem("logging.wandb", "a file may not send results to a service; pass --log-wandb")
+    try:
+        name = check_model_name(config.model.name)
+    except ModelDescriptionError as error:
+        yield Problem("model.name", str(error))
+        return
+    for argument, message in argument_problems(name, config.model.arguments).items():
+        yield Problem(f"model.arguments.{argument}", message)

@@ -5,10 +5,9 @@ Shapes: `B` batch, `K` classes.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,8 +21,8 @@ from torch import nn
 
 from inline_attention.data.extreme_shapes import without_far_ends
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, load_image
-from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
+from inline_attention.models.described import create_described_model, read_description
 
 LARGEST_RESIZED_ASPECT = 20  # of a picture resized by its shorter side; a thread of pixels would take minutes
 
@@ -111,24 +110,17 @@ class ImageClassifier:
             ValueError: If there is no such model, or as for the constructor.
         """
         file = open_checkpoint(path)
-        model_name = model_name or file.metadata.get("model")
-        if not model_name:
-            raise CheckpointError(f"{path} does not say which model it is of; give its name with --model")
-        arguments_apply = model_name == file.metadata.get("model")
-        arguments: dict[str, Any] = {}
-        if arguments_apply:
-            arguments = _noted(file.path, file.metadata, "model_arguments", dict) or {}
+        described = read_description(file, model_name)
         with torch.device("meta"):
-            classes = number_of_classes(file.weights, create_model(model_name, **arguments))
+            without_values = create_described_model(described.name, described.arguments)
+        classes = number_of_classes(file.weights, without_values)
         if classes is None:
             raise CheckpointError(f"{path} has no head to classify with; train or load one")
-        class_names = _class_names(file.path, file.metadata, classes)
-        arguments["num_classes"] = classes
-        model = create_model(model_name, **arguments)
+        class_names = _class_names(file.path, described.class_names, classes)
+        arguments = {**described.arguments, "num_classes": classes}
+        model = create_described_model(described.name, arguments)
         load_checkpoint(model, file)
-        native = arguments.get("img_size")
-        native_size = (native, native) if isinstance(native, int) else tuple(native) if native else None
-        crop_pct = _noted(file.path, file.metadata, "crop_pct", (float, int)) if arguments_apply else None
+        native_size, crop_pct = described.image_size, described.crop_pct
         return cls(model, class_names, size=size, device=device, native_size=native_size, crop_pct=crop_pct)
 
     def classify_files(
@@ -216,30 +208,15 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _noted(path: Path, metadata: Mapping[str, str], name: str, kinds: type | tuple[type, ...]) -> Any:
-    """What `inline train` notes in a file about the model and its images, or None."""
-    try:
-        value = json.loads(metadata.get(name, "null"))
-    except json.JSONDecodeError:
-        value = metadata[name]
-    if value is not None and not isinstance(value, kinds):
-        raise CheckpointError(f"{path} has a {name} in its metadata that cannot be used, {value!r}; save it again")
-    return value
-
-
-def _class_names(path: Path, metadata: Mapping[str, str], classes: int) -> list[str]:
-    """The file's own names, ImageNet's for 1000 classes, or numbers."""
-    if "class_names" in metadata:
-        try:
-            names = json.loads(metadata["class_names"])
-        except ValueError:
-            names = None
-        if not isinstance(names, list) or len(names) != classes:
-            raise CheckpointError(
-                f"{path} has class_names in its metadata, expected a JSON list of {classes}, "
-                f"got {len(names) if isinstance(names, list) else metadata['class_names'][:40]!r}; convert it again"
-            )
-        return [str(name) for name in names]
+def _class_names(path: Path, names: list[str] | None, classes: int) -> list[str]:
+    """Return the file's own names, ImageNet's for 1000 classes, or numbers."""
+    if names is not None and len(names) != classes:
+        raise CheckpointError(
+            f"{path} has class_names in its metadata, expected a JSON list of {classes}, got {len(names)}; "
+            "convert it again"
+        )
+    if names is not None:
+        return names
     if classes == 1000:
         imagenet = ImageNetInfo()
         return [imagenet.index_to_description(index) for index in range(classes)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from timm.data.config import resolve_data_config
 from torch import nn
@@ -23,6 +22,7 @@ from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.data.transforms import evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
+from inline_attention.models.described import create_described_model
 from inline_attention.tasks.classification.evaluation import ClassificationEvaluator
 from inline_attention.tasks.classification.objective import Objective, mixing
 from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, UnusableDataError
@@ -121,7 +121,7 @@ class ClassificationTask:
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """timm's, with a new head if the file's is of another number of classes."""
         choice = self._model
-        model = timm.create_model(choice.name, **self._model_arguments(class_names))
+        model = create_described_model(choice.name, self._model_arguments(class_names), **choice.own_arguments)
         if choice.initial_checkpoint is not None:
             file = open_checkpoint(choice.initial_checkpoint)
             other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)

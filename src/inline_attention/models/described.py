@@ -1,0 +1,374 @@
+"""The one door between data from files and model construction.
+
+Weights, runs and recipes come from strangers. What they say about a model is a description of its *architecture*: a
+registered name, and plain numbers, flags and words from the lists below, each with a bound. Anything else is refused
+by name, above all what timm would obey: addresses, paths, caches and pretrained weights. No other code passes data
+from a file to `create_model`; `tests/security/test_door.py` checks that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from inline_attention.models.reading import Checkpoint, CheckpointError
+from inline_attention.models.registry import FAMILIES, TWINS, create_model, list_models
+from inline_attention.ops.dispatch import BACKEND_NAMES
+from inline_attention.ops.feature_maps import FEATURE_MAPS
+from inline_attention.support.text import did_you_mean, printable, some_of
+from inline_attention.support.untrusted import UntrustedDataError, parse_json
+
+Rule: TypeAlias = Callable[[Any], str | None]  # what was expected, or None for a good value
+
+MAX_PIXELS = 2**28  # of `img_size`: 16384²
+MAX_PARAMETERS = 20_000_000_000
+MAX_NOTE_BYTES = 2**24  # of an entry of metadata; ImageNet-21k's class names take 1 MB
+_NAME = re.compile(r"[A-Za-z0-9_]{1,100}(\.[A-Za-z0-9_]{1,100})?")  # a model, perhaps with timm's tag
+
+
+class ModelDescriptionError(ValueError):
+    """A file describes a model that cannot or must not be built."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a file of weights says about its classifier, checked.
+
+    Attributes:
+        name: A registered model.
+        arguments: Arguments of that model.
+        class_names: One name per class; None if the file has none.
+        crop_pct: Share of the resized image's side that evaluation keeps; None for the model's own.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    class_names: list[str] | None = None
+    crop_pct: float | None = None
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the images that the model was trained on, if the file says."""
+        size = self.arguments.get("img_size")
+        return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _integer(low: int, high: int) -> Rule:
+    def rule(value: Any) -> str | None:
+        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return None if fits else f"a whole number from {low} to {high}"
+
+    return rule
+
+
+def _real(low: float, high: float) -> Rule:
+    def rule(value: Any) -> str | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return None if is_number and low <= value <= high else f"a number from {low:g} to {high:g}"  # NaN fails too
+
+    return rule
+
+
+def _flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "true or false"
+
+
+def _word(*words: str) -> Rule:
+    def rule(value: Any) -> str | None:
+        return None if isinstance(value, str) and value in words else f"one of {', '.join(map(repr, words))}"
+
+    return rule
+
+
+def _list_of(rule: Rule, *lengths: int) -> Rule:
+    def check(value: Any) -> str | None:
+        expected = f"a list of {' or '.join(map(str, lengths))} values"
+        if not isinstance(value, (list, tuple)) or len(cast("Sequence[Any]", value)) not in lengths:
+            return expected
+        wrong = next((message for item in cast("Sequence[Any]", value) if (message := rule(item))), None)
+        return None if wrong is None else f"{expected}, each {wrong}"
+
+    return check
+
+
+def _one_or_more(rule: Rule, most: int = 8) -> Rule:
+    """One value or a list of them, as timm's pyramids take."""
+    several = _list_of(rule, *range(1, most + 1))
+    return lambda value: several(value) if isinstance(value, (list, tuple)) else rule(value)
+
+
+def _optional(rule: Rule) -> Rule:
+    return lambda value: None if value is None else rule(value)
+
+
+def _image_size(value: Any) -> str | None:
+    sides = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else (value, value))
+    side = _integer(1, MAX_PIXELS)
+    if len(sides) == 2 and not any(map(side, sides)) and sides[0] * sides[1] <= MAX_PIXELS:
+        return None
+    return f"one or two whole numbers ≥ 1 with a product of at most {MAX_PIXELS:,}"
+
+
+def _options(rules: Mapping[str, Rule]) -> Rule:
+    def check(value: Any) -> str | None:
+        if not isinstance(value, Mapping):
+            return "a mapping"
+        for name, item in cast("Mapping[Any, Any]", value).items():
+            if not isinstance(name, str) or name not in rules:
+                return f"a mapping with some of {', '.join(rules)}, not {printable(name)[:60]!r}"
+            if (expected := rules[name](item)) is not None:
+                return f"{expected} for {name}"
+        return None
+
+    return check
+
+
+_RATE = _real(0.0, 0.99)
+_WIDTH = _integer(1, 16_384)
+_HEADS = _integer(1, 1024)
+_DEPTH = _integer(1, 512)
+_COUNT = _integer(0, 512)  # of something that may be absent, such as global blocks
+_WINDOW = _integer(1, 64)  # indices of a window take the fourth power of its side
+_RATIO = _real(0.01, 64.0)
+_POOL = _word("", "token", "avg", "avgmax", "max", "map")
+
+_EVERY_MODEL: dict[str, Rule] = {
+    "num_classes": _integer(0, 1_000_000),
+    "in_chans": _integer(1, 1024),
+    "img_size": _optional(_image_size),
+    "global_pool": _POOL,
+    "drop_rate": _RATE,
+    "proj_drop_rate": _RATE,
+    "attn_drop_rate": _RATE,
+    "drop_path_rate": _RATE,
+}
+_ATTENTION = _options(
+    {
+        "feature_map": _word(*FEATURE_MAPS),
+        "normalization": _word("subtract", "divide", "magnitude"),
+        "local_residual": _flag,
+        "static_local": _flag,
+        "qkv_bias": _flag,
+        "proj_bias": _flag,
+        "scale": _optional(_real(1e-6, 1e6)),
+        "backend": _word(*BACKEND_NAMES),
+    }
+)
+_OURS: dict[str, Rule] = {**_EVERY_MODEL, "attention_options": _optional(_ATTENTION)}
+_STAGES = _list_of(_DEPTH, 4)
+_STAGE_HEADS = _list_of(_HEADS, 4)
+_FAMILY_RULES: dict[str, dict[str, Rule]] = {
+    "deit": {
+        **_OURS,
+        "embed_dim": _WIDTH,
+        "num_heads": _HEADS,
+        "depth": _DEPTH,
+        "patch_size": _integer(1, 1024),
+        "mlp_ratio": _RATIO,
+    },
+    "pvt": {**_OURS, "depths": _STAGES},
+    "swin": {
+        **_OURS,
+        "embed_dim": _WIDTH,
+        "depths": _STAGES,
+        "num_heads": _STAGE_HEADS,
+        "global_blocks": _list_of(_COUNT, 4),
+        "window_size": _WINDOW,
+        "mlp_ratio": _RATIO,
+    },
+    "cswin": {
+        **_OURS,
+        "embed_dim": _WIDTH,
+        "depths": _STAGES,
+        "num_heads": _STAGE_HEADS,
+        "global_stages": _integer(0, 4),
+        "stripe_widths": _list_of(_integer(1, 256), 3),
+        "mlp_ratio": _RATIO,
+    },
+}
+# Arguments that many of timm's models share. The others can be given on the command line only.
+_TIMM_RULES: dict[str, Rule] = {
+    **_EVERY_MODEL,
+    **dict.fromkeys(("embed_dim", "embed_dims", "dims", "dim", "width"), _one_or_more(_WIDTH)),
+    **dict.fromkeys(("depth", "depths", "layers"), _one_or_more(_DEPTH)),
+    "num_heads": _one_or_more(_HEADS),
+    "patch_size": _one_or_more(_integer(1, 1024), 2),
+    "window_size": _one_or_more(_WINDOW, 2),
+    **dict.fromkeys(("mlp_ratio", "mlp_ratios"), _one_or_more(_RATIO)),
+    **dict.fromkeys(("reg_tokens", "num_reg_tokens"), _COUNT),
+    **dict.fromkeys(("pos_drop_rate", "patch_drop_rate", "proj_drop", "drop_block_rate"), _optional(_RATE)),
+    **dict.fromkeys(("init_values", "layer_scale_init_value", "ls_init_value"), _optional(_real(0.0, 100.0))),
+    **dict.fromkeys(
+        ("class_token", "qkv_bias", "qk_norm", "no_embed_class", "pre_norm", "final_norm", "dynamic_img_size"),
+        _flag,
+    ),
+    **dict.fromkeys(("dynamic_img_pad", "strict_img_size", "always_partition"), _flag),
+    "fc_norm": _optional(_flag),
+}
+
+
+def check_model_name(name: object) -> str:
+    """Return a name that a file gives, if it is that of a registered model.
+
+    Raises:
+        ModelDescriptionError: If it is anything else, such as `hf-hub:…`, `local-dir:…` or a path.
+    """
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None or not timm.is_model(name):
+        hint = did_you_mean(name, list_models()) or "; `inline models` lists them"
+        raise ModelDescriptionError(f"expected the name of a registered model, got {_shown(name)}{hint}")
+    return name
+
+
+def argument_problems(name: str, arguments: object) -> dict[str, str]:
+    """Return what is wrong with the arguments that a file gives for a model: a sentence by argument name.
+
+    Args:
+        name: A registered model.
+        arguments: What the file says.
+    """
+    if not isinstance(arguments, Mapping):
+        return {"": f"expected a mapping of model arguments, got {_shown(arguments)}"}
+    rules = _rules_for(name)
+    problems: dict[str, str] = {}
+    for argument, value in cast("Mapping[Any, Any]", arguments).items():
+        if not isinstance(argument, str) or argument not in rules:
+            shown = printable(argument)[:60]
+            problems[shown] = (
+                f"a file may not set {shown!r} of {name}: only {', '.join(sorted(rules))}; "
+                f"if you trust it, pass it yourself: --set model.arguments.{shown}=…"
+            )
+        elif (expected := rules[argument](value)) is not None:
+            problems[argument] = f"expected {expected} as {argument} of {name}, got {_shown(value)}"
+    return problems
+
+
+def describable(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a file may hold: those that describe the architecture."""
+    refused = argument_problems(name, arguments)
+    return {argument: value for argument, value in arguments.items() if argument not in refused}
+
+
+def check_description(
+    name: object, arguments: object, weights: Mapping[str, Tensor] | None = None, **own: Any
+) -> tuple[str, dict[str, Any]]:
+    """Return a model's name and arguments as a file gives them, if they describe an architecture of bearable size.
+
+    The model is built on the meta device, which takes no memory.
+
+    Args:
+        name: The name that the file gives.
+        arguments: The arguments that the file gives.
+        weights: The tensors of the same file; a model far larger than they are is refused.
+        **own: Arguments of the caller's own, which are trusted.
+
+    Raises:
+        ModelDescriptionError: With the first problem.
+    """
+    checked = check_model_name(name)
+    if problems := argument_problems(checked, arguments):
+        raise ModelDescriptionError(next(iter(problems.values())))
+    described = dict(cast("Mapping[str, Any]", arguments))
+    with torch.device("meta"):  # pretrained weights, which only a caller can ask for, are not needed to count
+        model = _create(checked, described, {k: v for k, v in own.items() if not k.startswith("pretrained")})
+    _check_parameters(checked, sum(parameter.numel() for parameter in model.parameters()), weights)
+    return checked, described
+
+
+def parse_note(file: Checkpoint, key: str, expected: type | tuple[type, ...] = object) -> Any:
+    """Return an entry of a file's metadata, which is JSON; None if there is no such entry.
+
+    Raises:
+        CheckpointError: If it is not JSON of the expected type, or too large.
+    """
+    if key not in file.metadata:
+        return None
+    try:
+        value = parse_json(file.metadata[key], max_bytes=MAX_NOTE_BYTES)
+    except UntrustedDataError as error:
+        raise CheckpointError(f"{file.path} has a damaged {key} in its metadata: {error}; save it again") from error
+    if value is not None and not isinstance(value, expected):
+        raise CheckpointError(f"{file.path} has a damaged {key} in its metadata: {_shown(value)}; save it again")
+    return value
+
+
+def parse_class_names(file: Checkpoint) -> list[str] | None:
+    """Return the class names that a file gives; None if it gives none.
+
+    Raises:
+        CheckpointError: If they are not a list of texts or numbers.
+    """
+    names: list[Any] | None = parse_note(file, "class_names", list)
+    if names is not None and not all(isinstance(name, (str, int, float)) for name in names):
+        raise CheckpointError(f"{file.path} has class_names in its metadata that are not texts; save it again")
+    return None if names is None else [str(name) for name in names]
+
+
+def read_description(file: Checkpoint, model_name: str | None = None) -> Description:
+    """Return what a file says about its classifier.
+
+    Args:
+        file: What `open_checkpoint` returned.
+        model_name: The model that the user names. If the file names another, its arguments do not apply.
+
+    Raises:
+        CheckpointError: If no model is named, or the file describes one that must not be built.
+    """
+    noted = file.metadata.get("model")
+    if not (model_name or noted):
+        raise CheckpointError(f"{file.path} does not say which model it is of; give its name with --model")
+    class_names = parse_class_names(file)
+    if model_name is not None and model_name != noted:
+        return Description(model_name, {}, class_names)
+    crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
+    try:
+        name, arguments = check_description(noted, parse_note(file, "model_arguments", dict) or {}, file.weights)
+        if crop_pct is not None and (expected := _real(0.05, 1.0)(crop_pct)) is not None:
+            raise ModelDescriptionError(f"expected {expected} as crop_pct, got {_shown(crop_pct)}")
+    except ModelDescriptionError as error:
+        raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
+    return Description(name, arguments, class_names, crop_pct)
+
+
+def create_described_model(name: object, arguments: object, **own: Any) -> nn.Module:
+    """Build the model that a file describes. Arguments and errors: see `check_description`."""
+    return _create(*check_description(name, arguments, **own), own)
+
+
+def _create(name: str, described: Mapping[str, Any], own: Mapping[str, Any]) -> nn.Module:
+    try:
+        return create_model(name, **{**described, **own})
+    except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, LookupError) as error:
+        reason = printable(error).strip()[:300] or type(error).__name__
+        raise ModelDescriptionError(f"{name} cannot be built with {_shown(described)}: {reason}") from error
+
+
+def _check_parameters(name: str, parameters: int, weights: Mapping[str, Tensor] | None) -> None:
+    most = MAX_PARAMETERS
+    if weights is not None:
+        # Twice: a file without its head, or with one of two sets of weights, still fits.
+        most = min(most, 2 * sum(value.numel() for value in weights.values()) + 10_000_000)
+    if parameters > most:
+        held = "" if weights is None else ", far more than the file holds"
+        raise ModelDescriptionError(f"this {name} would have {parameters:,} parameters{held}; at most {most:,} can be")
+
+
+def _rules_for(name: str) -> dict[str, Rule]:
+    match = re.match(rf"(?:{'|'.join(('inline', *TWINS))})_({'|'.join(FAMILIES)})_", name)
+    return _TIMM_RULES if match is None else _FAMILY_RULES[match[1]]
+
+
+def _shown(value: object) -> str:
+    """Return a short printable form of a value from a file."""
+    if isinstance(value, Mapping):
+        return "{" + some_of((f"{_shown(key)}: {_shown(item)}" for key, item in value.items()), 6) + "}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**15:
+        return f"a number of about 10^{int(math.log10(abs(value)))}"
+    text = printable(repr(value) if not isinstance(value, (list, tuple)) else repr(value)[:200])
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,110 @@
+"""Look at a pickle before it is built: how deep and how large its structures would become.
+
+A few bytes can describe a tuple nested a million deep, whose hash overflows the C stack, or one that shares its parts
+so often that hashing it takes years. Reading the opcodes tells, and builds nothing.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from dataclasses import dataclass
+from typing import BinaryIO
+
+MAX_DEPTH = 100
+MAX_HASHED = 1_000_000  # parts of a key, or of the arguments of a constructor, shared ones counted each time
+
+
+class PickleBoundsError(ValueError):
+    """A pickle describes structures that are too deep or too large."""
+
+
+@dataclass(eq=False)
+class _Item:
+    """What is known of an object on the unpickler's stack."""
+
+    depth: int = 0
+    size: int = 1
+
+
+_MAX_SIZE = 10**12  # sizes saturate, else sharing would make them numbers of a million digits
+_CONTAINERS = {"TUPLE": None, "LIST": None, "DICT": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_INTO = {"APPEND": 1, "SETITEM": 2, "APPENDS": None, "SETITEMS": None, "ADDITEMS": None}
+_CALLS = {"REDUCE": 2, "NEWOBJ": 2, "NEWOBJ_EX": 3, "OBJ": None, "INST": None, "FROZENSET": None}
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+
+
+def check_pickle(stream: BinaryIO) -> None:
+    """Read one pickle's opcodes, up to and including its end.
+
+    Args:
+        stream: At the beginning of the pickle.
+
+    Raises:
+        PickleBoundsError: If it would become nested more than `MAX_DEPTH` deep, or hash more than `MAX_HASHED` parts.
+        ValueError: If it is not a pickle.
+    """
+    stack: list[_Item] = []
+    marks: list[int] = []  # heights of the stack
+    memo: dict[int, _Item] = {}
+
+    def pop(count: int | None) -> list[_Item]:
+        """Take items from the stack: as many as said, or those above the last mark."""
+        start = max(len(stack) - count, 0) if count is not None else marks.pop() if marks else 0
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    for opcode, argument, _ in pickletools.genops(stream):
+        name = opcode.name
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in _CONTAINERS:
+            parts = pop(_CONTAINERS[name])
+            if name == "DICT":
+                _check_hashed(parts[::2])
+            stack.append(_around(parts))
+        elif name in _INTO:
+            parts = pop(_INTO[name])
+            if name in ("SETITEM", "SETITEMS"):
+                _check_hashed(parts[::2])
+            elif name == "ADDITEMS":
+                _check_hashed(parts)
+            if stack:
+                grown = _around(parts)
+                stack[-1].depth = max(stack[-1].depth, grown.depth)
+                stack[-1].size = min(stack[-1].size + grown.size, _MAX_SIZE)
+        elif name in _CALLS:
+            parts = pop(_CALLS[name])
+            _check_hashed(parts)
+            stack.append(_around(parts))
+        elif name == "BUILD":  # sets attributes of the object below
+            _around(pop(1))
+        elif name in ("POP", "POP_MARK"):
+            pop(1 if name == "POP" else None)
+        elif name == "DUP":
+            stack.append(stack[-1] if stack else _Item())
+        elif name in _GETS:
+            stack.append(memo.get(int(argument or 0), _Item()))
+        elif name in _PUTS or name == "MEMOIZE":
+            if stack:
+                memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = stack[-1]
+        elif name == "STACK_GLOBAL":
+            pop(2)
+            stack.append(_Item())
+        elif name == "BINPERSID":
+            stack.append(_around(pop(1)))
+        elif opcode.stack_after:
+            stack.append(_Item())
+
+
+def _around(parts: list[_Item]) -> _Item:
+    depth = 1 + max((part.depth for part in parts), default=0)
+    if depth > MAX_DEPTH:
+        raise PickleBoundsError(f"it is nested more than {MAX_DEPTH} deep")
+    return _Item(depth, min(1 + sum(part.size for part in parts), _MAX_SIZE))
+
+
+def _check_hashed(parts: list[_Item]) -> None:
+    if sum(part.size for part in parts) > MAX_HASHED and any(part.depth for part in parts):
+        raise PickleBoundsError(f"it has a key or an object of more than {MAX_HASHED:,} parts")
