@@ -1,8 +1,18 @@
-"""Injective linear attention (InLine) for vision. Importing it registers the models with timm."""
+"""Injective linear attention (InLine) for vision.
 
-from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
-from inline_attention.models import create_model, list_models, load_checkpoint
-from inline_attention.ops import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
+Public names are imported on first use, so that `import inline_attention` takes no time and the op needs only PyTorch.
+The models are registered with timm as soon as both packages are imported, in either order.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from inline_attention import timm_registration
+
+if TYPE_CHECKING:
+    from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
+    from inline_attention.models import create_model, list_models, load_checkpoint
+    from inline_attention.ops import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
 
 __version__ = "0.1.0"
 
@@ -20,3 +30,38 @@ __all__ = [
     "load_checkpoint",
     "local_residual",
 ]
+
+_PACKAGES = ("layers", "models", "ops")
+_PACKAGE_OF = {
+    "InLineAttention": "layers",
+    "LinearAttention": "layers",
+    "SoftmaxAttention": "layers",
+    "attention_weights": "ops",
+    "convert_attention": "layers",
+    "create_model": "models",
+    "inline_attention": "ops",
+    "inline_attention_qkvpacked": "ops",
+    "list_models": "models",
+    "load_checkpoint": "models",
+    "local_residual": "ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name or a package on first use (PEP 562)."""
+    package = name if name in _PACKAGES else _PACKAGE_OF.get(name)
+    if package is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if package == "models":
+        import_module("timm.models")  # the same order in every thread: timm, then our models
+    module = import_module(f"{__name__}.{package}")
+    value = module if name == package else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
+
+
+timm_registration.install()

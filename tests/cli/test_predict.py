@@ -82,8 +82,9 @@ def test_json_and_sizes(invoke, photos, checkpoint):
 
 
 def test_a_broken_file_is_named_and_skipped(invoke, photos, broken):
+    assert invoke(photos).exit_code == 0
     result = invoke(photos, photos / "absent.png")
-    assert result.exit_code == 0
+    assert result.exit_code == 1, "one of those that were named"
     skipped, absent, count = result.stderr.splitlines()
     assert skipped.startswith(f"skipped {broken}: is damaged: image file is truncated")
     assert absent == f"skipped {photos / 'absent.png'}: cannot be opened: No such file or directory"

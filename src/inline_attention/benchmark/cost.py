@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from inline_attention.ops import inline_attention_qkvpacked
+from inline_attention.support.signals import children_ignore_interrupts
 
 DEFAULT_SIZES = (196, 784, 3136, 12544)  # 14² (a 224² image in 16² patches), 28², 56², 112²
 HEADS, HEAD_DIM = 6, 32  # of DeiT-T's InLine blocks
@@ -169,7 +170,8 @@ def _measure_in_child(context: ForkServerContext | SpawnContext, kind: str, toke
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, kind, tokens, torch.get_num_threads())
     process = context.Process(target=_measure_and_send, args=arguments, daemon=True)
-    process.start()
+    with children_ignore_interrupts():
+        process.start()
     sender.close()  # ours; once the child's is closed too, recv() raises instead of waiting forever
     try:
         return receiver.recv()

@@ -29,6 +29,7 @@ from inline_attention.benchmark.timing import Work, interleaved_timings, prepare
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.models import create_model, list_models
+from inline_attention.support.signals import children_ignore_interrupts
 
 Mode = Literal["inference", "training"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -252,7 +253,8 @@ def fill_compile_cache(
     try:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_forget_calling_script) as pool:
-            futures = {pool.submit(_compile_once, case, name, settings): (case, name) for case, name in jobs}
+            with children_ignore_interrupts():
+                futures = {pool.submit(_compile_once, case, name, settings): (case, name) for case, name in jobs}
             for future in as_completed(futures):
                 case, name = futures[future]
                 failure = future.exception()

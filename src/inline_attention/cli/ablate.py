@@ -13,24 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from inline_attention.ablation.files import write_ablation
-from inline_attention.ablation.grid import AxisError, Cell, grid, parse_axis
-from inline_attention.ablation.runs import UnusableRunError
+from inline_attention.ablation.grid import Cell, grid, parse_axis
 from inline_attention.ablation.tables import CellResult, text_table
 from inline_attention.ablation.training import collect, train_cells, train_side_by_side
 from inline_attention.benchmark.side_by_side import InterruptedRunsError
-from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn
 from inline_attention.cli.train import overrides_of, read_settings
-from inline_attention.data.broken import BrokenImagesError
-from inline_attention.data.loading import DataWorkerError
-from inline_attention.engine.checkpoints import CheckpointWriteError
 from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.interruption import InterruptedBySignalError
-from inline_attention.engine.processes import DeviceError
-from inline_attention.models.checkpoints import CheckpointError
-from inline_attention.recipes.catalog import UnknownRecipeError
 
 NAME = "ablation"
-LOG_WIDTH = 140  # of tables in a log, which has no width of its own
 
 
 def run_ablate(
@@ -57,27 +49,21 @@ def run_ablate(
         typer.Exit: 1 for what is wrong with axes, settings or data, 130 or 143 after SIGINT or SIGTERM.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    console = Console()
-    console = console if console.is_terminal else Console(width=LOG_WIDTH)
+    console = make_console()
     try:
         config = read_settings(recipe, [*overrides_of(flags), *settings])
         cells = _cells(config, axes)
         numbers = range(config.training.seed, config.training.seed + seeds)
         failed = _train_with_progress(console, cells, numbers, output, recipe, at_once)
     except (InterruptedBySignalError, InterruptedRunsError) as error:
-        typer.echo(f"{error}; saved. The same command goes on", err=True)
+        say(f"{error}; saved. The same command goes on", err=True)
         raise typer.Exit(error.exit_code) from error
-    except (
-        AxisError, ConfigError, UnusableRunError, DeviceError, UnknownRecipeError,
-        BrokenImagesError, DataWorkerError, CheckpointWriteError, CheckpointError,
-    ) as error:  # fmt: skip
-        fail(error)
     except OSError as error:
         fail(f"{error}; make room or make it writable, then give the same command again")
     results = collect(cells, numbers, output)
     console.print(_table(results, recipe))
     for path in _write(results, numbers, output, recipe):
-        typer.echo(path)
+        say(path)
     if failed:
         fail(f"{failed} of the runs failed, as said above; the same command tries them again")
 
@@ -91,7 +77,7 @@ def _cells(config: TrainConfig, axes: Sequence[str]) -> list[Cell]:
     cells = grid(config, chosen)
     for cell in cells:
         if cell.problem is not None:
-            typer.secho(f"skipped {cell.label}: {cell.problem}", fg="yellow", err=True)
+            warn(f"skipped {cell.label}: {cell.problem}")
     if all(cell.problem is not None for cell in cells):
         fail(f"nothing is left to train: {config.model.name} takes none of these; choose other axes or another model")
     return cells
@@ -114,7 +100,7 @@ def _train_with_progress(
         def trouble(text: str) -> None:
             nonlocal failed
             failed += 1
-            console.print(text, style="yellow", highlight=False, markup=False)
+            console.print(text, style="yellow")
 
         if at_once == 1:
             finished = train_cells(valid, seeds, output, on_epoch=show)
@@ -123,7 +109,7 @@ def _train_with_progress(
         for number, (cell, seed, outcome) in enumerate(finished, start=1):
             progress.update(task, completed=number * epochs)
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
-            console.print(f"{cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", highlight=False)
+            console.print(f"{cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s")
             _write_tables(collect(cells, seeds, output), seeds, output, recipe)
         return failed
 
@@ -141,7 +127,7 @@ def _write(results: Sequence[CellResult], seeds: Sequence[int], output: Path, re
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        typer.secho("no picture without matplotlib: pip install 'inline-attention[plots]'", fg="yellow", err=True)
+        warn("no picture without matplotlib: pip install 'inline-attention[plots]'")
         return files
     title = f"Ablation of {recipe}"
     return files + draw_ablation(results, output, NAME, title=title, small_print=_described(results, recipe))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
@@ -30,21 +28,17 @@ from inline_attention.benchmark.environment import describe_environment
 from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
-from inline_attention.cli.printing import fail, failing_cleanly_out_of_memory, progress_bar, writing_to
-from inline_attention.data.broken import BrokenImagesError
+from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn, writing_to
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.digits import digits
 from inline_attention.data.extreme_shapes import without_far_ends
 from inline_attention.data.images import load_image
-from inline_attention.data.loading import DataWorkerError
 from inline_attention.engine.config.timm_arguments import model_arguments
 from inline_attention.models import list_models
-from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.recipes.digits import RECIPE as DIGITS
 
 FAMILY_FOR_PHOTOGRAPHS = "deit_tiny"
 SHOWN_BROKEN = 3
-LOG_WIDTH = 140  # of tables in a log, which has no width of its own
 Result = TypeVar("Result")
 
 
@@ -53,13 +47,12 @@ def run_injectivity(
 ) -> None:
     """See `inline analyze injectivity --help`."""
     console = _start(options.output, "injectivity")
-    with _failing_cleanly():
-        sample = _sample(options, images=images, batch_size=1)
-        subjects = _load_subjects(options)
-        found = _survey(
-            console, subjects, survey_injectivity, sample,
-            layers=layers, heads=heads, queries=queries, seed=options.seed,
-        )  # fmt: skip
+    sample = _sample(options, images=images, batch_size=1)
+    subjects = _load_subjects(options)
+    found = _survey(
+        console, subjects, survey_injectivity, sample,
+        layers=layers, heads=heads, queries=queries, seed=options.seed,
+    )  # fmt: skip
     rates = {label: rates for label, (rates, _) in found.items()}
     conditions = {label: conditions for label, (_, conditions) in found.items()}
     console.print(tables.collision_table(subjects, rates))
@@ -85,12 +78,11 @@ def run_confusion(
 ) -> None:
     """See `inline analyze confusion --help`."""
     console = _start(options.output, "confusion")
-    with _failing_cleanly():
-        sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
-        subjects = _load_subjects(options)
-        found = _survey(
-            console, subjects, survey_confusion, sample, layers=layers, heads=heads, tolerance=tolerance, worst=worst
-        )
+    sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
+    subjects = _load_subjects(options)
+    found = _survey(
+        console, subjects, survey_confusion, sample, layers=layers, heads=heads, tolerance=tolerance, worst=worst
+    )
     counts = {label: counts for label, (counts, _) in found.items()}
     worst_images = {label: shown for label, (_, shown) in found.items()}
     console.print(tables.confusion_table(subjects, counts, tolerance))
@@ -116,10 +108,9 @@ def run_locality(
 ) -> None:
     """See `inline analyze locality --help`."""
     console = _start(options.output, "locality")
-    with _failing_cleanly():
-        sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
-        subjects = _load_subjects(options)
-        measured = _survey(console, subjects, survey_locality, sample, layers=layers, heads=heads, sides=sides)
+    sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
+    subjects = _load_subjects(options)
+    measured = _survey(console, subjects, survey_locality, sample, layers=layers, heads=heads, sides=sides)
     console.print(tables.locality_table(subjects, measured, sides))
     settings = {"images": images, "layers": layers, "heads": heads, "sides": sides, "skipped": sample.skipped}
     _finish(
@@ -131,10 +122,9 @@ def run_locality(
 def run_masking(options: CommonOptions, *, images: int, sides: list[int], batch_size: int, workers: int) -> None:
     """See `inline analyze masking --help`."""
     console = _start(options.output, "masking")
-    with _failing_cleanly():
-        sample = _sample(options, images=images, batch_size=batch_size, workers=workers, labelled=True)
-        subjects = _load_subjects(options, num_classes=len(sample.source.class_names))
-        results = _survey(console, subjects, survey_masking, sample, sides=sides, seed=options.seed)
+    sample = _sample(options, images=images, batch_size=batch_size, workers=workers, labelled=True)
+    subjects = _load_subjects(options, num_classes=len(sample.source.class_names))
+    results = _survey(console, subjects, survey_masking, sample, sides=sides, seed=options.seed)
     console.print(tables.masking_table(subjects, results))
     settings = {"images": images, "sides": sides, "skipped": sample.skipped}
     _finish(
@@ -153,19 +143,18 @@ def run_attention_map(
 ) -> None:
     """See `inline analyze attention-map --help`."""
     console = _start(options.output, "attention-map")
-    with _failing_cleanly():
-        picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
-        name = "a digit" if image is None else image.name
-        subjects = _load_subjects(options, for_digits=image is None)
-        maps: list[AttentionMaps] = []
-        for subject in subjects:
-            pixels = subject.transform()(without_far_ends(picture))
-            # The others follow the first model: the same places of the picture, whatever their grids.
-            places = [item.token for item in maps[0].maps] if maps else tokens
-            token_grid = maps[0].grid_size if maps else None
-            maps.append(
-                measure_attention_maps(subject, pixels, layer=layer, heads=heads, tokens=places, token_grid=token_grid)
-            )
+    picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
+    name = "a digit" if image is None else image.name
+    subjects = _load_subjects(options, for_digits=image is None)
+    maps: list[AttentionMaps] = []
+    for subject in subjects:
+        pixels = subject.transform()(without_far_ends(picture))
+        # The others follow the first model: the same places of the picture, whatever their grids.
+        places = [item.token for item in maps[0].maps] if maps else tokens
+        token_grid = maps[0].grid_size if maps else None
+        maps.append(
+            measure_attention_maps(subject, pixels, layer=layer, heads=heads, tokens=places, token_grid=token_grid)
+        )
     console.print(tables.map_table(maps))
     rows = {"weights": list(weight_rows(maps)), "kernels": list(kernel_rows(maps))}
     settings = {"image": name, "seed": options.seed}
@@ -189,7 +178,7 @@ def run_scaling(
     console = _start(output, "scaling")
     place = resolve_device(device)
     sizes = sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
-    with _failing_cleanly(), progress_bar(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("measuring", total=(len(sizes) + len(windows)) * len(KINDS))
         points = measure_scaling(
             model, sizes=sizes, windows=windows, batch=batch_size, device=place, seconds=seconds,
@@ -214,11 +203,8 @@ def _start(output: Path, analysis: str) -> Console:
         tempfile.TemporaryFile(dir=output).close()
     earlier = result_file(output, analysis)
     if earlier.exists():
-        typer.secho(
-            f"{earlier} and what belongs to it will be replaced; --output takes another folder", fg="yellow", err=True
-        )
-    console = Console()
-    return console if console.is_terminal else Console(width=LOG_WIDTH)
+        warn(f"{earlier} and what belongs to it will be replaced; --output takes another folder")
+    return make_console()
 
 
 def _load_subjects(
@@ -247,10 +233,7 @@ def _load_subjects(
         if options.dataset == "digits" if for_digits is None else for_digits:
             arguments = model_arguments(DIGITS.config)
     subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in dict.fromkeys(names)]
-    typer.secho(
-        f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones",
-        fg="yellow", err=True,
-    )  # fmt: skip
+    warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
     return subjects
 
 
@@ -293,9 +276,9 @@ def _survey(
 
 def _report_skipped(skipped: Mapping[str, str]) -> None:
     for name, reason in list(skipped.items())[:SHOWN_BROKEN]:
-        typer.secho(f"skipped {name}: {reason}", fg="yellow", err=True)
+        warn(f"skipped {name}: {reason}")
     if len(skipped) > SHOWN_BROKEN:
-        typer.secho(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists", fg="yellow", err=True)
+        warn(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists")
 
 
 def _rows(measured: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -323,8 +306,8 @@ def _finish(
 
 def _say_where(console: Console, files: Sequence[Path]) -> None:
     names = ", ".join(file.name for file in files)
-    console.print(f"{names} are in", highlight=False, soft_wrap=True)
-    typer.echo(files[0].parent)
+    console.print(f"{names} are in", soft_wrap=True)
+    say(files[0].parent)
 
 
 def _draw_if_possible(draw: Callable[[], list[Path]]) -> list[Path]:
@@ -333,19 +316,10 @@ def _draw_if_possible(draw: Callable[[], list[Path]]) -> list[Path]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        typer.secho("no pictures without matplotlib: pip install 'inline-attention[plots]'", fg="yellow", err=True)
+        warn("no pictures without matplotlib: pip install 'inline-attention[plots]'")
         return []
 
 
 def _drawing(module: str) -> ModuleType:
     """A module of pictures, imported when it is needed: it needs matplotlib, which is optional."""
     return importlib.import_module(f"inline_attention.analysis.drawing.{module}")
-
-
-@contextmanager
-def _failing_cleanly() -> Iterator[None]:
-    try:
-        with failing_cleanly_out_of_memory():
-            yield
-    except (CheckpointError, BrokenImagesError, DataWorkerError, ValueError) as error:
-        fail(error)

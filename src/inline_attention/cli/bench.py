@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from inline_attention.benchmark import attention, models
 from inline_attention.benchmark.results import write_json, write_markdown
 from inline_attention.benchmark.tables import ResultTable, as_markdown, attention_tables, model_tables
-from inline_attention.cli.printing import fail, progress_bar, writing_to
+from inline_attention.cli.printing import fail, make_console, progress_bar, warn, writing_to
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -26,7 +23,7 @@ DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-LOG_WIDTH = 180  # of tables in a log, which has no width of its own
+LOG_WIDTH = 180
 Report = TypeVar("Report", attention.AttentionReport, models.ModelReport)
 
 
@@ -49,24 +46,23 @@ def run_bench_attention(
         typer.Exit: With code 1 where the device is missing or nothing can be written; the reason is printed.
     """
     place = resolve_device(device)
-    with _failing_on_bad_settings():
-        cases = attention.default_cases(
-            place,
-            tokens=tokens,
-            channels=channels,
-            head_dims=head_dims,
-            elements=elements,
-            compiled=_one_of("--compiled", compiled, ("none", "first", "all")),
-            quick=quick,
-        )
-        settings = attention.AttentionSettings(
-            place,
-            resolve_dtype(dtype, place),
-            cases,
-            passes=tuple(_each_of("--passes", passes, attention.PASSES)),
-            latency_case=attention.LATENCY_CASE if place.type == "cuda" and not quick else None,
-            seconds=0.3 if quick else 1.0,
-        )
+    cases = attention.default_cases(
+        place,
+        tokens=tokens,
+        channels=channels,
+        head_dims=head_dims,
+        elements=elements,
+        compiled=_one_of("--compiled", compiled, ("none", "first", "all")),
+        quick=quick,
+    )
+    settings = attention.AttentionSettings(
+        place,
+        resolve_dtype(dtype, place),
+        cases,
+        passes=tuple(_each_of("--passes", passes, attention.PASSES)),
+        latency_case=attention.LATENCY_CASE if place.type == "cuda" and not quick else None,
+        seconds=0.3 if quick else 1.0,
+    )
     report_attention(settings, output, "attention")
 
 
@@ -90,20 +86,19 @@ def run_bench_models(
         typer.Exit: With code 1 where the device is missing or nothing can be written; the reason is printed.
     """
     place = resolve_device(device)
-    with _failing_on_bad_settings():
-        cases = models.default_cases(
-            place,
-            models=names,
-            sizes=sizes,
-            modes=_each_of("--mode", modes, models.MODES),
-            rivals=_each_of("--rivals", rivals, models.RIVALS),
-            executions=_each_of("--execution", executions, models.EXECUTIONS),
-            batch_size=batch_size,
-            quick=quick,
-        )
-        settings = models.ModelSettings(
-            place, resolve_dtype(dtype, place), cases, compile_mode=compile_mode, seconds=0.5 if quick else 2.0
-        )
+    cases = models.default_cases(
+        place,
+        models=names,
+        sizes=sizes,
+        modes=_each_of("--mode", modes, models.MODES),
+        rivals=_each_of("--rivals", rivals, models.RIVALS),
+        executions=_each_of("--execution", executions, models.EXECUTIONS),
+        batch_size=batch_size,
+        quick=quick,
+    )
+    settings = models.ModelSettings(
+        place, resolve_dtype(dtype, place), cases, compile_mode=compile_mode, seconds=0.5 if quick else 2.0
+    )
     report_models(settings, output, "models")
 
 
@@ -162,9 +157,7 @@ def _run(
     title: str,
     draw: Callable[[Report, Path], None],
 ) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
+    console = make_console(log_width=LOG_WIDTH)
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
     with progress_bar(console) as progress:
@@ -173,7 +166,7 @@ def _run(
         def report_progress(text: str) -> None:
             progress.advance(task)
             if console.is_terminal:
-                console.print(text, style="dim", highlight=False)
+                console.print(text, style="dim")
             else:
                 print(text, flush=True)  # a log is read while the run goes on, and kept if it is killed
 
@@ -192,8 +185,8 @@ def _run(
     for table in tables:
         console.print(_as_rich(table))
         for note in table.notes:
-            console.print(f"  {note}", style="dim", highlight=False, markup=False)
-    console.print(f"written to {output / name}.json, .md{', .png' if picture else ''}", highlight=False, soft_wrap=True)
+            console.print(f"  {note}", style="dim")
+    console.print(f"written to {output / name}.json, .md{', .png' if picture else ''}", soft_wrap=True)
 
 
 def _draw_attention(report: attention.AttentionReport, path: Path) -> None:
@@ -214,7 +207,7 @@ def _draw_if_possible(draw: Callable[[Path], None], path: Path) -> Path | None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        typer.secho("no picture without matplotlib: pip install 'inline-attention[plots]'", fg="yellow", err=True)
+        warn("no picture without matplotlib: pip install 'inline-attention[plots]'")
         return None
     return path
 
@@ -242,11 +235,3 @@ def _each_of(option: str, given: Sequence[str], known: Sequence[Name]) -> list[N
 
 def _one_of(option: str, given: str | None, known: Sequence[Name]) -> Name | None:
     return None if given is None else _each_of(option, [given], known)[0]
-
-
-@contextmanager
-def _failing_on_bad_settings() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        fail(error)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
-from inline_attention.cli.printing import fail
+from inline_attention.cli.printing import fail, say, warn
 from inline_attention.models import create_model
-from inline_attention.models.checkpoints import CheckpointError, convert_checkpoint
+from inline_attention.models.checkpoints import convert_checkpoint
 from inline_attention.models.reading import EMA_KEYS
 
 
@@ -26,22 +25,19 @@ def run_convert(
     if output.exists() and not force:
         fail(f"{output} exists already; choose another --output, or --force to replace it")
     head: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
-    try:
-        with torch.device("meta"):
-            model = create_model(model_name, **head)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of values that are not finite: the report has them
-            report = convert_checkpoint(source, output, model=model, use_ema=use_ema)
-    except (CheckpointError, ValueError) as error:
-        fail(error)
+    with torch.device("meta"):
+        model = create_model(model_name, **head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values that are not finite: the report has them
+        report = convert_checkpoint(source, output, model=model, use_ema=use_ema)
     kind = "averaged (EMA)" if report.origin in EMA_KEYS else "raw" if report.origin else "the only"
     where = f"{report.origin!r} of {source}" if report.origin else source
-    typer.echo(f"{len(report.loaded)} tensors, {kind} weights, from {where}")
+    say(f"{len(report.loaded)} tensors, {kind} weights, from {where}")
     if report.nonfinite:
-        typer.secho(f"warning: NaN or infinite values in {', '.join(report.nonfinite)}", fg="yellow", err=True)
-    typer.echo(f"written to {output} ({output.stat().st_size / 2**20:.1f} MiB). To use it:\n")
-    typer.echo("    from inline_attention import create_model\n")
-    typer.echo(f"    {_loading_line(model_name, output, head)}")
+        warn(f"warning: NaN or infinite values in {', '.join(report.nonfinite)}")
+    say(f"written to {output} ({output.stat().st_size / 2**20:.1f} MiB). To use it:\n")
+    say("    from inline_attention import create_model\n")
+    say(f"    {_loading_line(model_name, output, head)}")
 
 
 def _loading_line(model_name: str, output: Path, head: dict[str, Any]) -> str:

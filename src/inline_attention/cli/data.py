@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from inline_attention.cli.printing import fail, make_console, progress_bar, say
+
 data_app = typer.Typer(no_args_is_help=True, help="Make and check datasets.")
 MOST_WORKERS = 16
 
@@ -35,19 +37,14 @@ def scenes(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace scenes that are there.")] = False,
 ) -> None:
     """Draw scenes of textured shapes, and write them as a dataset of COCO's and ADE20K's format."""
-    from rich.console import Console
-
-    from inline_attention.cli.printing import fail, progress_bar
     from inline_attention.data.scenes import ScenesPlan, leftovers, write_scenes
-    from inline_attention.data.sources import DataError
 
     plan = ScenesPlan(images, validation_images or max(1, images // 10), size, seed)
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     for path in leftovers(output):
         console.print(
             f"{path} is unfinished: a killed generation has left it, or one is running; "
-            + ("removed" if overwrite else "--overwrite removes it"),
-            highlight=False,
+            + ("removed" if overwrite else "--overwrite removes it")
         )
     try:
         with progress_bar(console) as progress:
@@ -59,12 +56,10 @@ def scenes(
                 workers=workers or min(os.cpu_count() or 1, MOST_WORKERS),
                 on_progress=lambda: progress.advance(task),
             )
-    except DataError as error:
-        fail(error)
     except OSError as error:
         fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output, or free some space")
-    typer.echo(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
-    typer.echo(output)
+    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
+    say(output)
 
 
 @data_app.command("check")
@@ -87,13 +82,10 @@ def check(
     ] = False,
 ) -> None:
     """Say what is wrong with a dataset before it is trained on: how many faults, the first by name, what to do."""
-    from rich.console import Console
-
-    from inline_attention.cli.printing import fail, progress_bar
     from inline_attention.data.coco import open_and_check_coco
     from inline_attention.data.segmentation import open_and_check_pairs
 
-    with progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(make_console(stderr=True)) as progress:
         counter = progress.add_task("checking", total=None)
 
         def advance() -> None:
@@ -111,10 +103,10 @@ def check(
                 on_progress=advance,
             )
     for report in opened.reports:
-        typer.echo(report)
+        say(report)
     reported = {problem for report in opened.reports for problem in report.problems}
     for problem in opened.problems:
         if problem not in reported:
-            typer.echo(problem)
+            say(problem)
     if opened.problems:
         fail(f"{folder} is not fit for training as it is")

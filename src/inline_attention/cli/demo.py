@@ -12,6 +12,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, InjectivityResult, measure_injectivity
 from inline_attention.analysis.predictions import predict_dataset
@@ -25,13 +26,12 @@ from inline_attention.benchmark.cost import (
     measure_attention_cost,
 )
 from inline_attention.cli.demo_training import RUNS, TrainedModel, accuracy_table, explain_lead, train_all
-from inline_attention.cli.printing import fail, progress_bar, writing_to
+from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
-from inline_attention.engine.checkpoints import LAST, CheckpointWriteError
-from inline_attention.engine.config import ConfigError
+from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.interruption import InterruptedBySignalError
-from inline_attention.engine.trainer import CHECKPOINTS, DivergedError
+from inline_attention.engine.trainer import CHECKPOINTS
 
 SHOWN_PREDICTIONS = 40
 
@@ -55,16 +55,16 @@ def run_demo(
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
-    console = Console()
+    console = make_console(log_width=None)
     written, cost = _show_injectivity_and_cost(output, console, sizes or DEFAULT_SIZES)
     runs: list[Path] = []
     if training:
         files, runs = _show_training(output, console, epochs)
         written += files
-    typer.echo(f"{', '.join(written[:-1])} and {written[-1]} are in")
-    typer.echo(output)
+    say(f"{', '.join(written[:-1])} and {written[-1]} are in")
+    say(output)
     if runs:
-        typer.echo("All of it as one page, to open in a browser:")
+        say("All of it as one page, to open in a browser:")
         run_report(runs, output / "report.html", device="cpu", cost=cost, console=console)
 
 
@@ -109,7 +109,7 @@ def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[
     with writing_to(output):
         trained = _train_or_fail(output, console, epochs)
         console.print(accuracy_table(trained))
-        typer.echo(explain_lead(trained), nl=False)
+        say(explain_lead(trained), nl=False)
         _write_csv(
             output / "accuracy.csv",
             [field.name for field in dataclasses.fields(TrainedModel)],
@@ -127,10 +127,8 @@ def _train_or_fail(output: Path, console: Console, epochs: int | None) -> list[T
     try:
         return train_all(output, console, epochs=epochs)
     except InterruptedBySignalError as error:
-        typer.echo(f"{error}. What was measured is in {output}; the next demo trains anew", err=True)
+        say(f"{error}. What was measured is in {output}; the next demo trains anew", err=True)
         raise typer.Exit(error.exit_code) from error
-    except (ConfigError, CheckpointWriteError, DivergedError) as error:
-        fail(error)
 
 
 def _measure_cost_with_progress(console: Console, sizes: Sequence[int]) -> list[CostPoint]:
@@ -151,7 +149,7 @@ def _injectivity_table(results: Sequence[InjectivityResult]) -> Table:
     table.add_column("min |Δw|", justify="right")
     table.add_column("verdict")
     for index, result in enumerate(results):
-        verdict = f"[bold red]{result.verdict}[/]" if result.verdict == "collide" else f"[green]{result.verdict}[/]"
+        verdict = Text(result.verdict, style="bold red" if result.verdict == "collide" else "green")
         table.add_row(
             result.case.name,
             result.feature_map_name,

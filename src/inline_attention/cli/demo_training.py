@@ -88,9 +88,7 @@ def train_all(output: Path, console: Console, *, epochs: int | None = None) -> l
             trained.append(_train(attention, config, show))
             progress.remove_task(task)
             result = trained[-1]
-            console.print(
-                f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s", highlight=False
-            )
+            console.print(f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s")
     return trained
 
 

@@ -8,15 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from inline_attention.cli.printing import fail, failing_cleanly_out_of_memory
-from inline_attention.data.broken import BrokenImagesError
-from inline_attention.data.loading import DataWorkerError
-from inline_attention.data.sources import DataError
+from inline_attention.cli.printing import fail, say
 from inline_attention.engine.measuring import evaluate_checkpoint
-from inline_attention.engine.processes import DeviceError
-from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.tasks.task import MetricTable
 
 
@@ -28,26 +21,20 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
     """
     notes: list[str] = []
 
-    def say(note: str) -> None:
-        notes.append(note)
-        typer.echo(note, err=True)
+    def note(text: str) -> None:
+        notes.append(text)
+        say(text, err=True)
 
-    try:
-        if results_file is not None:  # before the work is done, not after
-            if results_file.is_dir():
-                fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
-            results_file.parent.mkdir(parents=True, exist_ok=True)
-        with failing_cleanly_out_of_memory():
-            metrics = evaluate_checkpoint(checkpoint, on_note=say, **options)
-    except (
-        CheckpointError, DataError, DeviceError, BrokenImagesError, DataWorkerError, ImportError, ValueError, OSError
-    ) as error:  # fmt: skip
-        fail(error)
+    if results_file is not None:  # before the work is done, not after
+        if results_file.is_dir():
+            fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
+        results_file.parent.mkdir(parents=True, exist_ok=True)
+    metrics = evaluate_checkpoint(checkpoint, on_note=note, **options)
     if metrics is None:
         return  # another process speaks
-    typer.echo(str(metrics))
+    say(str(metrics))
     for table in metrics.tables:
-        typer.echo("\n" + "\n".join(_lines(table)))
+        say("\n" + "\n".join(_lines(table)))
     if results_file is not None:
         assert dataclasses.is_dataclass(metrics)
         assert not isinstance(metrics, type)

@@ -10,8 +10,10 @@ import typer
 from inline_attention import __version__
 from inline_attention.cli.analyze import analyze_app
 from inline_attention.cli.data import data_app
+from inline_attention.cli.errors import Commands
+from inline_attention.cli.printing import say
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(analyze_app, name="analyze")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 app.add_typer(bench_app, name="bench")
@@ -28,7 +30,7 @@ BenchmarkDtype = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"inline-attention {__version__}")
+        say(f"inline-attention {__version__}")
         raise typer.Exit
 
 
@@ -154,7 +156,7 @@ def train(
     from inline_attention.cli.train import flags_help, run_train
 
     if list_flags:
-        typer.echo(flags_help())
+        say(flags_help())
         return
     run_train(recipe, settings or [], context.args)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from itertools import groupby
 
-import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from inline_attention.benchmark.model_size import ModelSize, measure_model_size
-from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.printing import fail, make_console, progress_bar, say_json
 from inline_attention.models import list_models
 from inline_attention.models.published import PUBLISHED_TOP1
+from inline_attention.support.text import did_you_mean
 
 
 def run_models(pattern: str | None, *, with_twins: bool, as_json: bool) -> None:
@@ -30,14 +27,14 @@ def run_models(pattern: str | None, *, with_twins: bool, as_json: bool) -> None:
     """
     names = list_models(pattern or ("*" if with_twins else "inline_*"))
     if not names:
-        fail(f"no model matches {pattern!r}; {_suggestion(pattern or '')}")
+        fail(f"no model matches {pattern!r}{_suggestion(pattern or '')}")
     sizes = _measure_with_progress(names)
     families = [sorted(family, key=lambda name: sizes[name].macs) for _, family in groupby(names, _family)]
     if as_json:
         rows = [_as_json(name, sizes[name]) for family in families for name in family]
-        typer.echo(json.dumps(rows, indent=2))
+        say_json(rows)
     else:
-        Console().print(_table(families, sizes))
+        make_console(log_width=None).print(_table(families, sizes))
 
 
 def _family(name: str) -> str:
@@ -48,14 +45,13 @@ def _family(name: str) -> str:
 def _suggestion(pattern: str) -> str:
     core = pattern.strip("*").lower()
     if core and list_models(f"*{core}*"):
-        return f"try '*{core}*'"
-    nearest = difflib.get_close_matches(core, list_models(), n=3)
-    return f"did you mean {' or '.join(nearest)}?" if nearest else "`inline models --all` lists all names"
+        return f"; try '*{core}*'"
+    return did_you_mean(core, list_models(), most=3) or "; `inline models --all` lists all names"
 
 
 def _measure_with_progress(names: list[str]) -> dict[str, ModelSize]:
     sizes: dict[str, ModelSize] = {}
-    with progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(make_console(stderr=True)) as progress:
         for name in progress.track(names, description="counting parameters and multiply-adds"):
             sizes[name] = measure_model_size(name)
     return sizes

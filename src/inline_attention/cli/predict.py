@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from inline_attention.cli.predictors import PredictOptions, Predictor, Result, build_predictor
-from inline_attention.cli.printing import fail, progress_bar
+from inline_attention.cli.printing import fail, make_console, progress_bar, say, say_json, warn
 from inline_attention.data.images import find_images, load_image
-from inline_attention.models.checkpoints import CheckpointError
 
 WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -31,7 +28,8 @@ def run_predict(
     """Run a model on pictures and print what it found in each; see `inline predict --help` for the arguments.
 
     Raises:
-        typer.Exit: With code 1 where no picture could be read, or nothing could be run or saved; the reason is printed.
+        typer.Exit: With code 1 if a picture that was named could not be read, or none could, or nothing could be run or
+            saved. The reason is printed.
     """
     files = find_images(paths)
     if not files:
@@ -39,13 +37,10 @@ def run_predict(
     targets = _save_targets(files, save) if save else [None] * len(files)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on odd pictures and weights; what matters of them is in the results
-        try:
-            predictor = build_predictor(checkpoint, options)
-        except (CheckpointError, ValueError) as error:
-            fail(error)
+        predictor = build_predictor(checkpoint, options)
         contents: list[dict[str, Any]] = []
         stream = _failing_cleanly(predictor.results(files))
-        with progress_bar(Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
+        with progress_bar(make_console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
             for target, result in zip(targets, progress.track(stream, len(files), description="images"), strict=True):
                 found = {"error": result.error} if result.error else predictor.content(result)
                 contents.append({"path": str(result.path), **found})
@@ -54,14 +49,16 @@ def run_predict(
                 if target and not result.error:
                     _save_annotated(result, predictor, target)
     if as_json:
-        typer.echo(json.dumps(contents, indent=2, ensure_ascii=False))
-    broken = sum("error" in content for content in contents)
-    if broken == len(contents):
-        fail(f"no picture could be used, of {broken} tried")
-    if broken:
-        typer.secho(f"{broken} of {len(contents)} files skipped", fg="yellow", err=True)
+        say_json(contents)
+    broken = [file for file, content in zip(files, contents, strict=True) if "error" in content]
+    if len(broken) == len(files):
+        fail(f"no picture could be used, of {len(files)} tried")
     if save:
-        typer.echo(f"annotated: {save}", err=as_json)
+        say(f"annotated: {save}", err=as_json)
+    if broken:
+        warn(f"{len(broken)} of {len(files)} files skipped")
+    if not set(broken).isdisjoint(paths):  # asked for by name; what else a folder holds is no error
+        raise typer.Exit(1)
 
 
 def _failing_cleanly(results: Iterator[Any]) -> Iterator[Any]:
@@ -74,11 +71,11 @@ def _failing_cleanly(results: Iterator[Any]) -> Iterator[Any]:
 
 def _print_result(result: Result, predictor: Predictor) -> None:
     if result.error:
-        typer.secho(f"skipped {result.path}: {result.error}", fg="red", err=True)
+        say(f"skipped {result.path}: {result.error}", err=True, color="red")
         return
-    typer.secho(result.path, bold=True)
+    say(result.path, bold=True)
     for line in predictor.lines(result):
-        typer.echo(f"  {line}")
+        say(f"  {line}")
 
 
 def _save_targets(files: list[Path], save: Path) -> list[Path]:

@@ -1,47 +1,101 @@
-"""What all commands print alike: errors and progress."""
+"""What all commands print alike: text, errors, tables, JSON and progress.
+
+Everything that comes from files (names of files and classes, metadata) is printed by this module: control characters
+and lone surrogates are escaped, and rich's markup is not interpreted.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inline_attention.support.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+LOG_WIDTH = 140  # columns of a table in a log, which has no width of its own
+
+
+def say(message: object, *, err: bool = False, color: str | None = None, bold: bool = False, nl: bool = True) -> None:
+    """Print text, colored if the stream is a terminal and NO_COLOR is not set."""
+    text = printable_lines(message)
+    if (color or bold) and _takes_color(sys.stderr if err else sys.stdout):
+        text = typer.style(text, fg=color, bold=bold)
+    typer.echo(text, err=err, nl=nl)
+
+
+def warn(message: object) -> None:
+    """Print a note in yellow on stderr."""
+    say(message, err=True, color="yellow")
 
 
 def fail(message: object) -> NoReturn:
     """Print an error in red on stderr and exit with code 1."""
-    typer.secho(f"error: {message}", fg="red", err=True)
+    say(f"error: {message}", err=True, color="red")
     raise typer.Exit(1)
+
+
+def printable_lines(message: object) -> str:
+    """Return text that is safe on a terminal, with its line breaks."""
+    return "\n".join(printable(line) for line in str(message).split("\n"))
+
+
+def say_json(content: object) -> None:
+    """Print JSON in valid UTF-8. Characters that are not printable are escaped, as JSON allows."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    typer.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
+
+
+def make_console(*, stderr: bool = False, log_width: int | None = LOG_WIDTH) -> Console:
+    """Return a console that prints text as it is, whatever it contains.
+
+    Args:
+        stderr: Print there instead of stdout.
+        log_width: Columns where it is no terminal; None for rich's default.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable_lines(text), **options)
+
+    console = PlainConsole(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if log_width is not None and not console.is_terminal:
+        console.width = log_width
+    return console
+
+
+def progress_bar(console: Console, **options: Any) -> Progress:
+    """Return a bar with count and time that disappears at the end; it is not shown unless the console is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    class Description(TextColumn):
+        def render(self, task: Any) -> Any:
+            task.description = printable(task.description)
+            return super().render(task)
+
+    columns = (Description("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, **options)
 
 
 @contextmanager
 def writing_to(output: Path) -> Iterator[None]:
-    """Where files are written: what the system refuses ends the command with a sentence."""
+    """Turn the system's refusal to write into one sentence."""
     try:
         yield
     except OSError as error:
         fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")
 
 
-@contextmanager
-def failing_cleanly_out_of_memory() -> Iterator[None]:
-    """Where models run: too little memory ends the command with a sentence."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        fail("the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu")
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch has no other name for it on a CPU
-            raise
-        fail("memory is too small for this; try smaller images or a smaller --batch-size")
-
-
-def progress_bar(console: Console, **options: Any) -> Progress:
-    """A bar that counts, tells the time and goes away; on a console that is no terminal it is not shown."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, **options)
+def _takes_color(stream: Any) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

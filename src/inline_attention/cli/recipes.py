@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
-from inline_attention.cli.printing import fail
+from inline_attention.cli.printing import make_console, say
 from inline_attention.recipes import get_recipe, list_recipes
-from inline_attention.recipes.catalog import UnknownRecipeError
-
-WIDTH_OF_FILES = 140  # a recipe on a line, so that `inline recipes | grep swin` gives commands
 
 
 def run_recipes_list() -> None:
     """Print a table of all recipes."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH_OF_FILES
+    console = make_console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("recipe", "top-1", "command"):
         table.add_column(column, no_wrap=column != "command")
@@ -30,7 +23,4 @@ def run_recipes_list() -> None:
 
 def run_recipes_show(name: str) -> None:
     """Print a recipe as YAML, ready to be saved, edited and given to `inline train`."""
-    try:
-        typer.echo(get_recipe(name).to_yaml(), nl=False)
-    except UnknownRecipeError as error:
-        fail(error)
+    say(get_recipe(name).to_yaml(), nl=False)

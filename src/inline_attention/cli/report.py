@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
 from inline_attention.benchmark.cost import CostPoint
-from inline_attention.cli.printing import fail
-from inline_attention.engine.config import ConfigError
-from inline_attention.engine.processes import DeviceError
-from inline_attention.report.evidence import ForeignFileError, KeptMeasurements, NoRunError, find_runs, gather
+from inline_attention.cli.printing import fail, make_console, say, warn
+from inline_attention.report.evidence import KeptMeasurements, find_runs, gather
 from inline_attention.report.page import write_page
 
 PAGE_SUFFIXES = (".html", ".htm")
@@ -41,7 +38,7 @@ def run_report(
         typer.Exit: With code 1 where a path is no run, or nothing can be written, or only over what is not a report's;
             the reason is printed.
     """
-    console = console or Console()
+    console = console or make_console()
     if output.is_dir():
         fail(f"expected a file to write, such as {output / 'report.html'}, got the folder {output}")
     if output.suffix.lower() not in PAGE_SUFFIXES:
@@ -54,11 +51,9 @@ def run_report(
                 find_runs(runs), kept, ablations=ablations, cost=cost, device=device, on_step=status.update
             )
         write_page(evidence, output)
-    except (NoRunError, ForeignFileError, ConfigError, DeviceError) as error:
-        fail(error)
     except OSError as error:
         fail(f"cannot write {output}: {error.strerror or error}; choose another file with --output")
     for section, reasons in evidence.missing.items():
         for reason in reasons:
-            typer.secho(f"left out of {section}: {reason}", fg="yellow", err=True)
-    typer.echo(output)
+            warn(f"left out of {section}: {reason}")
+    say(output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 from collections.abc import Sequence
@@ -12,27 +11,16 @@ from typing import NoReturn
 
 import typer
 
-from inline_attention.cli.printing import fail
-from inline_attention.data.broken import BrokenImagesError
-from inline_attention.data.loading import DataWorkerError
+from inline_attention.cli.printing import fail, say
 from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
-from inline_attention.engine.checkpoints import BEST, LAST, CheckpointWriteError
-from inline_attention.engine.config import (
-    FLAGS,
-    ConfigError,
-    TrainConfig,
-    check_recipe_file,
-    read_config,
-    with_overrides,
-)
+from inline_attention.engine.checkpoints import BEST, LAST
+from inline_attention.engine.config import FLAGS, TrainConfig, check_recipe_file, read_config, with_overrides
 from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.interruption import InterruptedBySignalError
-from inline_attention.engine.processes import DeviceError
 from inline_attention.engine.running import train
-from inline_attention.engine.trainer import CHECKPOINTS, DivergedError
-from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.recipes import get_recipe
-from inline_attention.recipes.catalog import UnknownRecipeError
+from inline_attention.support.text import did_you_mean
 
 
 def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> None:
@@ -53,20 +41,15 @@ def run_train(recipe: str, settings: Sequence[str], flags: Sequence[str]) -> Non
         config = read_settings(recipe, [*overrides_of(flags), *settings])
         folder, metrics = train(config)
     except InterruptedBySignalError as error:
-        typer.echo(f"{error}; saved. Go on with the same command and --resume {error.folder}", err=True)
+        say(f"{error}; saved. Go on with the same command and --resume {error.folder}", err=True)
         raise typer.Exit(error.exit_code) from error
-    except (
-        ConfigError, DeviceError, DivergedError, UnknownRecipeError,
-        BrokenImagesError, DataWorkerError, CheckpointWriteError, CheckpointError,
-    ) as error:  # fmt: skip
-        fail(error)
     except OSError as error:  # the run's folder: nothing else is written, and pictures have errors of their own
         fail(f"{error}; make room or make it writable, then go on with --resume auto")
     if int(os.environ.get("RANK", "0")) > 0:  # of torchrun's processes the first speaks for all
         return
     if metrics is not None:
-        typer.echo(str(metrics))
-    typer.echo(_where_weights_are(folder / CHECKPOINTS))
+        say(str(metrics))
+    say(_where_weights_are(folder / CHECKPOINTS))
 
 
 def read_settings(recipe: str, overrides: Sequence[str]) -> TrainConfig:
@@ -96,8 +79,7 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     given, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         names = [name for flag in FLAGS for name in flag.names]
-        nearest = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "; `inline train --help` lists the flags"
+        hint = did_you_mean(unknown[0], names) or "; `inline train --flags` lists the flags"
         fail(f"unknown argument {unknown[0]}{hint}")
     return [override for number, values in vars(given).items() for override in FLAGS[int(number)].overrides(*values)]
 

@@ -35,6 +35,7 @@ from inline_attention.data.scenes.preview import draw_preview
 from inline_attention.data.scenes.rendering import render_scene
 from inline_attention.data.scenes.scene import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number
 from inline_attention.data.sources import DataError
+from inline_attention.support.signals import children_ignore_interrupts
 
 MANIFEST = "scenes.json"
 UNFINISHED = ".unfinished-"
@@ -179,10 +180,19 @@ def _mapping(workers: int) -> Iterator[Callable[[Callable[[int], _Drawn], Iterab
         return
     # Not forked: a process that has run torch holds threads, and a fork of it may never wake up.
     executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+    def map_in_order(function: Callable[[int], _Drawn], items: Iterable[int]) -> Iterator[_Drawn]:
+        with children_ignore_interrupts():
+            return executor.map(function, items, chunksize=8)
+
     try:
-        yield partial(executor.map, chunksize=8)
+        yield map_in_order
     except BrokenProcessPool as error:
         raise DataError("a process that draws scenes died, perhaps for want of memory; use fewer workers") from error
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():
+            process.terminate()  # `shutdown` would wait for the scenes that they draw
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
 

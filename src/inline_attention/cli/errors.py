@@ -1,0 +1,86 @@
+"""The one place that turns errors into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from inline_attention.cli.printing import fail
+from inline_attention.support.signals import stop_on_signal
+
+TRACEBACK = "INLINE_TRACEBACK"
+# Optional packages, as they are imported, and the extra of pyproject.toml that installs them.
+EXTRAS = {
+    "faster_coco_eval": "detection",
+    "matplotlib": "plots",
+    "onnx": "export",
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "tensorboard": "train",
+    "torchmetrics": "segmentation",
+}
+
+
+class Commands(TyperGroup):
+    """A group whose commands end with one sentence, never with a traceback.
+
+    The environment variable INLINE_TRACEBACK=1 shows the traceback instead.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Raises:
+            typer.Exit: With code 1 after an error, 130 or 143 after SIGINT or SIGTERM.
+        """
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(stop_on_signal.exit_code or 130) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if os.environ.get(TRACEBACK) or _is_of_usage(error):
+                raise
+            if stop_on_signal.exit_code is not None:  # such as a data worker that the signal ended first
+                raise typer.Exit(stop_on_signal.exit_code) from None
+            fail(sentence(error))
+
+
+def sentence(error: Exception) -> str:
+    """Return what an error says to users."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        return _missing_module(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return "the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:  # torch has no other name for it on a CPU
+        return "memory is too small for this; try smaller images or a smaller --batch-size"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{_path(error)}{error.strerror}"
+    if isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("inline_attention"):
+        return text
+    return (
+        f"unexpected {type(error).__name__}: {text.splitlines()[0]}; if this is a bug in inline-attention, "
+        f"{TRACEBACK}=1 shows where"
+    )
+
+
+def _missing_module(error: ModuleNotFoundError) -> str:
+    package = (error.name or "").partition(".")[0]
+    if package in EXTRAS:
+        return f"this needs {package}, which is not installed: pip install 'inline-attention[{EXTRAS[package]}]'"
+    return f"this needs {package or error}, which is not installed: pip install {package or 'it'}"
+
+
+def _path(error: OSError) -> str:
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+    return f"{' and '.join(names)}: " if names else ""
+
+
+def _is_of_usage(error: Exception) -> bool:
+    """True for the command line's own errors, which typer prints with the usage."""
+    return hasattr(error, "format_message")
