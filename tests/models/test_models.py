@@ -12,6 +12,7 @@ import inline_attention
 from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
 from inline_attention.models.base import blocks_of
+from inline_attention.models.registry import FAMILIES
 
 ALL = inline_attention.list_models()
 PYRAMIDS = ("pvt", "swin", "cswin")
@@ -502,3 +503,22 @@ def test_a_backbone_takes_less_memory_than_its_softmax_twin(family, is_training)
         return torch.cuda.max_memory_allocated() - before
 
     assert peak("inline") < peak("softmax")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *(("inline_deit_tiny", {key: value}) for key in ("depth", "num_heads") for value in (-1, 0, 1.5, "2", True)),
+        *((f"inline_{family}_tiny", {"img_size": size}) for family in FAMILIES for size in (-32, (9, -1), (1, 2, 3))),
+        ("inline_deit_tiny", {"patch_size": 0}),
+        *((f"inline_{family}_tiny", {"depths": (1, -1, 1, 1)}) for family in ("pvt", "swin", "cswin")),
+        *((f"inline_{family}_tiny", {"num_classes": -1}) for family in FAMILIES),
+        *((f"inline_{family}_tiny", {"in_chans": 0}) for family in FAMILIES),
+        ("inline_swin_tiny", {"window_size": -7}),
+        ("inline_swin_tiny", {"global_blocks": (-1, 0, 0, 0)}),
+        ("inline_cswin_tiny", {"stripe_widths": (1, 0, 7)}),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_are_refused_at_construction(name, arguments):
+    with torch.device("meta"), pytest.raises(ValueError, match=next(iter(arguments))):
+        timm.create_model(name, **arguments)

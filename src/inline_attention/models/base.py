@@ -10,7 +10,8 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from numbers import Integral
+from typing import Any, cast
 
 import torch
 from timm.layers.format import Format
@@ -38,6 +39,8 @@ class VisionModel(nn.Module):
 
     def __init__(self, num_features: int, num_classes: int, in_chans: int, global_pool: str, drop_rate: float) -> None:
         super().__init__()
+        check_counts(in_chans=in_chans)
+        check_counts(least=0, num_classes=num_classes)
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -224,6 +227,7 @@ class VisionModel(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Put in a new classifier (none for 0), and another pooling if given."""
+        check_counts(least=0, num_classes=num_classes)
         if global_pool is not None:
             self.global_pool = self._checked_pool(global_pool)
         self.num_classes = num_classes
@@ -341,6 +345,31 @@ def global_attention(
     """The attention over the whole map of an `I` block: InLine, or vanilla linear in the linear twin."""
     layer = LinearAttention if kind == "linear" else InLineAttention
     return layer(dim, num_heads, **(arguments | dict(options or {})))
+
+
+def check_counts(least: int = 1, **counts: object) -> None:
+    """Check arguments that count something: whole numbers, or sequences of them, from `least` on.
+
+    Raises:
+        ValueError: With the argument's name.
+    """
+    for name, value in counts.items():
+        for count in cast("Sequence[object]", value if isinstance(value, (tuple, list)) else [value]):
+            if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
+                raise ValueError(f"{name} must be made of whole numbers ≥ {least}, got {value!r}")
+
+
+def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
+    """Return height and width of an image size, which may be one number.
+
+    Raises:
+        ValueError: If it is not one or two whole numbers ≥ 1.
+    """
+    sides = tuple(img_size) if isinstance(img_size, Sequence) else (img_size, img_size)
+    check_counts(img_size=sides)
+    if len(sides) != 2:
+        raise ValueError(f"img_size must be one side or (height, width), got {img_size!r}")
+    return sides[0], sides[1]
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:

@@ -17,7 +17,14 @@ from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid, positions_for, resample_after_prefix
 from inline_attention.layers.watching import has_hooks
-from inline_attention.models.base import VisionModel, drop_path_rates, global_attention, initialize
+from inline_attention.models.base import (
+    VisionModel,
+    check_counts,
+    drop_path_rates,
+    global_attention,
+    image_sides,
+    initialize,
+)
 from inline_attention.models.registry import (
     AttentionKind,
     build,
@@ -74,11 +81,11 @@ class InLineDeiT(VisionModel):
             attn_drop_rate: Dropout rate of the attention.
             drop_path_rate: Rate of stochastic depth at the last block.
         """
+        check_counts(embed_dim=embed_dim, num_heads=num_heads, patch_size=patch_size, depth=depth)
         super().__init__(embed_dim, num_classes, in_chans, global_pool, drop_rate)
         self.largest_stride = patch_size
         self.patch_embed = ConvEmbedding(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
-        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-        self.position_grid = Grid(height, width).coarser(patch_size).size
+        self.position_grid = Grid(*image_sides(img_size)).coarser(patch_size).size
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + self.position_grid[0] * self.position_grid[1], embed_dim))
         arguments: dict[str, Any] = {"num_prefix_tokens": 1, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
@@ -137,8 +144,7 @@ class InLineDeiT(VisionModel):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Make another image size the native one, resampling the positions."""
-        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-        grid_size = Grid(height, width).coarser(self.largest_stride).size
+        grid_size = Grid(*image_sides(img_size)).coarser(self.largest_stride).size
         self.pos_embed = nn.Parameter(resample_after_prefix(self.pos_embed.detach(), self.position_grid, grid_size, 1))
         self.position_grid = grid_size
 
@@ -170,6 +176,7 @@ default_cfgs = with_twins(
 
 def _deit(variant: str, pretrained: bool, **arguments: Any) -> nn.Module:
     depth: int = arguments.get("depth", 12)
+    check_counts(depth=depth)
     quarters = sorted({max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)})
     return build(InLineDeiT, variant, pretrained, **merged(arguments, out_indices=tuple(quarters)))
 

@@ -16,7 +16,7 @@ from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid
-from inline_attention.models.base import drop_path_rates, global_attention
+from inline_attention.models.base import check_counts, drop_path_rates, global_attention, image_sides
 from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
 from inline_attention.models.registry import (
     AttentionKind,
@@ -65,7 +65,8 @@ class InLinePVT(PyramidModel):
             attn_drop_rate: Dropout rate of the attention.
             drop_path_rate: Rate of stochastic depth at the last block.
         """
-        pixels = Grid(*((img_size, img_size) if isinstance(img_size, int) else img_size))
+        check_counts(depths=depths)
+        pixels = Grid(*image_sides(img_size))
         embeddings = [
             ConvEmbedding(
                 in_chans if stage == 0 else DIMS[stage - 1],
@@ -103,7 +104,7 @@ class InLinePVT(PyramidModel):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Make another image size the native one, resampling the positions of every stage."""
-        pixels = Grid(*((img_size, img_size) if isinstance(img_size, int) else img_size))
+        pixels = Grid(*image_sides(img_size))
         for embedding, stride in zip(self.embeddings, STRIDES, strict=False):
             assert isinstance(embedding, ConvEmbedding)
             embedding.set_position_grid(pixels.coarser(stride).size)

@@ -15,7 +15,7 @@ from torch import nn
 from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding, PatchMerging
 from inline_attention.layers.window_attention import WindowAttention, resample_relative_positions
-from inline_attention.models.base import blocks_of, drop_path_rates, global_attention
+from inline_attention.models.base import blocks_of, check_counts, drop_path_rates, global_attention, image_sides
 from inline_attention.models.pyramid import PyramidModel, rename
 from inline_attention.models.registry import (
     AttentionKind,
@@ -73,7 +73,9 @@ class InLineSwin(PyramidModel):
             attn_drop_rate: Dropout rate of the attention.
             drop_path_rate: Rate of stochastic depth at the last block.
         """
-        del img_size
+        check_counts(embed_dim=embed_dim, depths=depths, num_heads=num_heads, window_size=window_size)
+        check_counts(least=0, global_blocks=global_blocks)
+        image_sides(img_size)
         dims = [embed_dim * 2**stage for stage in range(4)]
         stem = ConvEmbedding(in_chans, embed_dim, kernel_size=4, stride=4, norm_eps=NORM_EPS)
         merging = [PatchMerging(dim, norm_eps=NORM_EPS) for dim in dims[:-1]]
