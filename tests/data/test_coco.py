@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from data.coco_files import SQUARE, annotation, some_mask, write_coco
 from data.conftest import noise
 from inline_attention.data.coco import (
     CocoSource,
@@ -24,7 +25,6 @@ from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 
 reference = pytest.importorskip("pycocotools.mask")
-SQUARE = [10.0, 10.0, 30.0, 10.0, 30.0, 30.0, 10.0, 30.0]
 
 
 def packed(mask):
@@ -33,46 +33,6 @@ def packed(mask):
 
 def text(segmentation):
     return {**segmentation, "counts": segmentation["counts"].decode()}
-
-
-def some_mask(seed=0, size=(40, 48)):
-    mask = np.zeros(size, dtype=np.uint8)
-    random = np.random.default_rng(seed)
-    for _ in range(3):
-        top, left = random.integers(0, 20, 2)
-        mask[top : top + 12, left : left + 15] ^= 1
-    return mask
-
-
-def annotation(number, image_id=1, category_id=7, box=(10, 10, 20, 20), segmentation=None, **others):
-    return {
-        "id": number,
-        "image_id": image_id,
-        "category_id": category_id,
-        "bbox": list(box),
-        "area": 400.0,
-        "iscrowd": 0,
-        "segmentation": [SQUARE] if segmentation is None else segmentation,
-        **others,
-    }
-
-
-def write_coco(root, annotations, images=3, split="train", **others):
-    """Pictures 1.jpg, … of 48×40 pixels, with categories 3, 7 and 90."""
-    folder = root / f"{split}2017"
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(1, images + 1):
-        noise(number).save(folder / f"{number}.jpg")
-    content = {
-        "images": [{"id": n, "file_name": f"{n}.jpg", "height": 40, "width": 48} for n in range(1, images + 1)],
-        "categories": [{"id": 90, "name": "kite"}, {"id": 3, "name": "car"}, {"id": 7, "name": "train"}],
-        "annotations": annotations,
-        **others,
-    }
-    file = root / "annotations" / f"instances_{split}2017.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(content))
-    return file
 
 
 @settings(max_examples=40, deadline=None)
@@ -371,17 +331,19 @@ def test_one_picture_is_enough_to_find_the_image_folder(tmp_path, there):
     assert find_image_folder(tmp_path, annotations, "train") == tmp_path / "images" / "train"
 
 
-@pytest.mark.parametrize("leading_out", ["{root}/elsewhere/0.jpg", "../elsewhere/0.jpg"])
+@pytest.mark.parametrize("leading_out", ["{root}/elsewhere/0.jpg", "../../elsewhere/0.jpg"])
 def test_names_that_lead_out_of_the_image_folder_say_nothing_about_it(tmp_path, leading_out):
     leading_out = leading_out.format(root=tmp_path)
     touch(tmp_path / "elsewhere", ["0.jpg"])
     others = [f"{number}.jpg" for number in range(250)]
-    touch(tmp_path, others[-1:])
-    annotations = annotations_of_pictures(tmp_path, [leading_out] * 250 + others)
-    assert find_image_folder(tmp_path, annotations, "train") == tmp_path
+    root = tmp_path / "data"
+    touch(root, others[-1:])
+    annotations = annotations_of_pictures(root, [leading_out] * 250 + others)
+    assert find_image_folder(root, annotations, "train") == root
 
-    alone = annotations_of_pictures(tmp_path, [leading_out])
-    folder = find_image_folder(tmp_path, alone, "train")
+    alone = annotations_of_pictures(root, [leading_out])
+    assert find_image_folder(root, alone, "train").is_dir(), "for a check to say what is wrong"
+    folder = find_image_folder(root, alone, "train", allow_outside=True)
     assert folder.is_dir()
     assert (folder / leading_out).is_file()
 
@@ -392,6 +354,9 @@ def test_names_that_lead_out_of_the_image_folder_say_nothing_about_it(tmp_path, 
 def test_names_that_no_file_can_have_are_not_found(tmp_path, name):
     touch(tmp_path / "train2017", ["1.jpg"])
     assert find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name, "1.jpg"]), "train").name == "train2017"
+    if "\0" in name:  # a check says what is wrong
+        assert find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name]), "train").is_dir()
+        return
     with pytest.raises(DataError, match="none of the pictures"):
         find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name]), "train")
 

@@ -3,8 +3,8 @@ import json
 import pytest
 from PIL import Image
 
+from data.coco_files import SQUARE, annotation, some_mask, write_coco
 from data.conftest import noise
-from data.test_coco import SQUARE, annotation, some_mask, write_coco
 from inline_attention.data.coco import CocoSource, check_annotations, decode_mask, encode_mask, read_annotations
 
 GOOD = [annotation(1, image_id=1, category_id=3), annotation(2, image_id=2, category_id=90), annotation(3)]

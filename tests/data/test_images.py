@@ -257,7 +257,7 @@ def test_flipped_bytes_are_read_or_refused(tmp_path, suffix):
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(ImageError, match=r"absent\.png: cannot be opened: No such file"):
         load_image(tmp_path / "absent.png")
-    with pytest.raises(ImageError, match="cannot be opened: Is a directory"):
+    with pytest.raises(ImageError, match="cannot be opened: it is a folder"):
         load_image(tmp_path)
 
 

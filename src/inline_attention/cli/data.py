@@ -80,6 +80,9 @@ def check(
     reduce_zero_label: Annotated[
         bool, typer.Option("--reduce-zero-label", help="0 in maps means other, 1 is the first class, as in ADE20K.")
     ] = False,
+    allow_outside_files: Annotated[
+        bool, typer.Option("--allow-outside-files", help="Read files that the data names outside of its folder.")
+    ] = False,
 ) -> None:
     """Say what is wrong with a dataset before it is trained on: how many faults, the first by name, what to do."""
     from inline_attention.data.coco import open_and_check_coco
@@ -92,7 +95,7 @@ def check(
             progress.advance(counter)
 
         if task is Task.detection:
-            opened = open_and_check_coco(folder, masks=masks, on_progress=advance)
+            opened = open_and_check_coco(folder, masks=masks, allow_outside=allow_outside_files, on_progress=advance)
         else:
             opened = open_and_check_pairs(
                 folder,
@@ -100,6 +103,7 @@ def check(
                 image_folder=image_folder,
                 map_folder=map_folder,
                 reduce_zero_label=reduce_zero_label,
+                allow_outside=allow_outside_files,
                 on_progress=advance,
             )
     for report in opened.reports:

@@ -233,6 +233,9 @@ def evaluate(
     repair: Annotated[
         bool, typer.Option("--repair", help="Of detectors and segmenters: repair faults of the data in what is used.")
     ] = False,
+    allow_outside_files: Annotated[
+        bool, typer.Option("--allow-outside-files", help="Read files that the data names outside of its folder.")
+    ] = False,
     model: Annotated[
         str | None, typer.Option(help="The model that the weights are of.", show_default="as the file says")
     ] = None,
@@ -265,7 +268,8 @@ def evaluate(
 
     run_eval(
         checkpoint, results_file, data_dir=data_dir, dataset=dataset, split=split, repair=repair, model_name=model,
-        size=size, use_ema=use_ema, image_folder=image_folder, map_folder=map_folder, batch_size=batch_size,
+        allow_outside_files=allow_outside_files, size=size, use_ema=use_ema, image_folder=image_folder,
+        map_folder=map_folder, batch_size=batch_size,
         workers=workers, amp=amp, device=device,
     )  # fmt: skip
 

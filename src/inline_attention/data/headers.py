@@ -37,12 +37,12 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def image_sizes(
-    paths: Iterable[Path], on_progress: Callable[[], None] | None = None
+    paths: Iterable[Path | ImageError], on_progress: Callable[[], None] | None = None
 ) -> Iterator[tuple[int, int] | ImageError]:
     """`image_size` of many files at once, in their order, with the errors among them.
 
     Args:
-        paths: The files.
+        paths: The files, or errors in their place, which are passed on.
         on_progress: Called after each.
     """
     with ThreadPoolExecutor(READERS) as executor:
@@ -52,9 +52,9 @@ def image_sizes(
                 on_progress()
 
 
-def _size_or_error(path: Path) -> tuple[int, int] | ImageError:
+def _size_or_error(path: Path | ImageError) -> tuple[int, int] | ImageError:
     try:
-        return image_size(path)
+        return path if isinstance(path, ImageError) else image_size(path)
     except ImageError as error:
         return error
 

@@ -1,19 +1,31 @@
-"""Pictures from files: whatever their mode, upright and in RGB, or an error that names the file and what is wrong."""
+"""Read image files of any mode as upright RGB, or raise an error that names the file and the fault.
+
+Files may come from strangers. Only regular files are opened, only formats that Pillow decodes itself, and sizes are
+checked before pixels are decoded.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from inline_attention.support.files import NotARegularFileError, open_regular
+from inline_attention.support.text import printable
+
 DEFAULT_MAX_PIXELS = 200_000_000
-# What Pillow decodes itself: some others start programs (EPS) or draw what they please (WMF).
+SMALL_FILE = 2**26  # bytes that any file may have
+BYTES_PER_PIXEL = 8  # 16-bit RGBA, uncompressed: the most that a file needs
+MAX_READS = 5_000_000  # Pillow reads some headers byte by byte, however long they are
+MAX_TIFF_STRIPS = 1_000_000  # Pillow keeps some 300 bytes for each
+# Formats that Pillow decodes itself. Others start programs (EPS) or run drawing commands (WMF).
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
     "PNG": (".png", ".apng"),
@@ -36,6 +48,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+STRIP_TAGS = (ExifTags.Base.StripOffsets, ExifTags.Base.StripByteCounts, ExifTags.Base.TileOffsets)
 INTEGERS_OF_16_BITS = ("PNG", "PPM")  # formats in which integers that Pillow widens to 32 bits have 16
 
 
@@ -53,7 +66,7 @@ class ImageError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return printable(f"{self.path}: {self.reason}")
 
 
 def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
@@ -111,25 +124,35 @@ def open_image(
             error in the body of the `with` statement.
     """
     path = Path(path)
+    size = 0
     try:
-        Image.init()
-        known = [name for name in formats if name in Image.OPEN]
-        file = path if content is None else BytesIO(content)
-        with _pillow_limit.lifted(), Image.open(file, formats=known) as image:
-            pixels = image.width * image.height
-            if pixels > max_pixels:
-                reason = "is a decompression bomb, or merely larger than the limit of"
-                raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels")
-            yield image
+        with _LimitedReads(io.BytesIO(content) if content is not None else open_regular(path)) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size > BYTES_PER_PIXEL * max_pixels + SMALL_FILE:
+                raise ImageError(path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels")
+            if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
+                raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
+            Image.init()
+            known = [name for name in formats if name in Image.OPEN]
+            with _pillow_limit.lifted(), Image.open(file, formats=known) as image:
+                pixels = image.width * image.height
+                if pixels > max_pixels:
+                    reason = "is a decompression bomb, or merely larger than the limit of"
+                    raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels")
+                yield image
     except ImageError:
         raise
+    except NotARegularFileError:
+        raise ImageError(path, "cannot be opened: it is a folder, FIFO, socket or device, not a file") from None
     except UnidentifiedImageError:
-        size = path.stat().st_size if content is None else len(content)
         reason = f"is damaged or no {what}" if size else "is empty"
         raise ImageError(path, f"{reason}; expected {', '.join(formats)}") from None
     except OSError as error:
         reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
         raise ImageError(path, reason) from error
+    except MemoryError as error:
+        raise ImageError(path, "does not fit into memory") from error
     except Exception as error:  # a damaged file can fail anywhere
         raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
 
@@ -157,6 +180,39 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         below = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not file.is_dir())
         found += (file for file in sorted(below) if not any(p.startswith(".") for p in file.relative_to(path).parts))
     return found
+
+
+class _LimitedReads(io.BufferedReader):
+    """A file that can be read in at most `MAX_READS` calls."""
+
+    def __init__(self, file: BinaryIO):
+        super().__init__(file)  # pyright: ignore[reportArgumentType] (a buffered file will do as well)
+        self._reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads += 1
+        if self._reads > MAX_READS:
+            raise ValueError("its header has no end")
+        return super().read(size)
+
+
+def _tiff_strips(file: BinaryIO) -> int:
+    """Return how many strips or tiles the first image of a TIFF announces, 0 for other formats."""
+    header = file.read(16)
+    order: Literal["little", "big"] = "little" if header[:2] == b"II" else "big"
+    version = int.from_bytes(header[2:4], order) if header[:2] in (b"II", b"MM") else 0
+    # Bytes of an offset, of the number of entries, and of an entry, as in a TIFF and in a BigTIFF.
+    word, number, entry = {42: (4, 2, 12), 43: (8, 8, 20)}.get(version, (0, 0, 0))
+    most = 0
+    if word:
+        file.seek(int.from_bytes(header[word : 2 * word], order))
+        entries = min(int.from_bytes(file.read(number), order), 2**16)
+        table = file.read(entries * entry)
+        for start in range(0, len(table), entry):
+            if int.from_bytes(table[start : start + 2], order) in STRIP_TAGS:
+                most = max(most, int.from_bytes(table[start + 4 : start + 4 + word], order))
+    file.seek(0)
+    return most
 
 
 class _PillowLimit:

@@ -41,6 +41,7 @@ def build_task(config: TrainConfig) -> Task:
         settings.reduce_zero_label,
         settings.image_folder,
         settings.map_folder,
+        settings.allow_outside_files,
     )
     start = config.model.initial_checkpoint
     arguments = model_arguments(config)

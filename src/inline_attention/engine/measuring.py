@@ -37,6 +37,7 @@ def evaluate_checkpoint(
     data_dir: Path | None = None,
     split: str = "validation",
     repair: bool = False,
+    allow_outside_files: bool = False,
     model_name: str | None = None,
     model_arguments: dict[str, Any] | None = None,
     size: int | None = None,
@@ -57,6 +58,7 @@ def evaluate_checkpoint(
         data_dir: Its folder.
         split: Split or subfolder.
         repair: Of detectors and segmenters: repair what can be repaired in what is used.
+        allow_outside_files: Read files that annotations or `image_folder` name outside of `data_dir`.
         model_name: Of a classifier, the model; as the file says, if None.
         model_arguments: Of a classifier, further arguments of the model, besides those that the file names.
         size: Pixels of the side of a classifier's images, or of the shorter side of others'; the model's own, if None.
@@ -86,6 +88,7 @@ def evaluate_checkpoint(
         repair=repair,
         image_folder=image_folder,
         map_folder=map_folder,
+        allow_outside_files=allow_outside_files,
     )
     notes: tuple[str, ...] = ()
     with joined_processes(device) as processes:

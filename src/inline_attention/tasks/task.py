@@ -45,6 +45,7 @@ class DataChoice:
         reduce_zero_label: As for `LabelRules`.
         image_folder: As for `find_pair_folders`.
         map_folder: As for `find_pair_folders`.
+        allow_outside_files: Read files that annotations or `image_folder` name outside of `folder`.
     """
 
     dataset: str
@@ -57,6 +58,7 @@ class DataChoice:
     reduce_zero_label: bool = False
     image_folder: str | None = None
     map_folder: str | None = None
+    allow_outside_files: bool = False
 
 
 @dataclass(frozen=True)

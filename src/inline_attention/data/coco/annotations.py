@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.folders import SPLIT_FOLDERS
+from inline_attention.data.listed_files import ListedFiles, OutsideError, is_plain
 from inline_attention.data.sources import DataError
 
 Entry = TypeVar("Entry")
@@ -197,8 +198,16 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
     )
 
 
-def find_image_folder(root: str | os.PathLike[str], annotations: CocoAnnotations, split: str) -> Path:
-    """The folder that the file names of the annotations are relative to: the one that holds most of them.
+def find_image_folder(
+    root: str | os.PathLike[str], annotations: CocoAnnotations, split: str, *, allow_outside: bool = False
+) -> Path:
+    """Return the folder that the file names of the annotations are relative to: the one that holds most of them.
+
+    Args:
+        root: Folder of the dataset.
+        annotations: The annotations.
+        split: Such as "train".
+        allow_outside: Accept file names that lead out of the folder.
 
     Raises:
         DataError: If there is none that holds any.
@@ -211,22 +220,24 @@ def find_image_folder(root: str | os.PathLike[str], annotations: CocoAnnotations
     named = [parent / name for name in dict.fromkeys((own, split, *split_names)) for parent in (root, root / "images")]
     existing = [folder for folder in (*named, root / "images", root) if folder.is_dir()]
     names = [image.file_name for image in annotations.images]
-    plain = [name for name in names if _stays_below(name)]
+    plain = [name for name in names if is_plain(name)]
+    folders = [ListedFiles(folder, root, allow_outside=allow_outside) for folder in existing]
     # A few will do as a rule. All are looked for only where none of those is there, and names that lead out of a folder
     # only at the very last: an absolute one is "in" whatever folder it is looked for.
     for looked_for in (plain[:: max(1, len(plain) // NAMES_TRIED)], plain, names):
-        held = [sum(os.path.isfile(folder / name) for name in looked_for) for folder in existing]
+        held = [sum(_is_file(files.path_or_error(name)) for name in looked_for) for files in folders]
         if any(held):
             return existing[held.index(max(held))]
+    if existing and not plain and all(isinstance(folders[0].path_or_error(name), OutsideError) for name in names):
+        return existing[0]  # there is something wrong that a check says better
     raise DataError(
         f"none of the pictures in {annotations.location}, such as {names[0]!r}, is in any of "
         f"{', '.join(str(folder) for folder in named[:4])} or {root}; put them there"
     )
 
 
-def _stays_below(name: str) -> bool:
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts
+def _is_file(path: Path | OutsideError) -> bool:
+    return not isinstance(path, OutsideError) and os.path.isfile(path)
 
 
 def _entries(

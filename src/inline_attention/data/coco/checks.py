@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
@@ -22,6 +21,7 @@ from inline_attention.data.coco.masks import MaskError, MaskSizeError, mask_area
 from inline_attention.data.findings import DataReport, Findings
 from inline_attention.data.headers import image_sizes
 from inline_attention.data.images import ImageError
+from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 
 Extent = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
@@ -45,7 +45,7 @@ class CheckedAnnotations:
 
 def check_annotations(
     annotations: CocoAnnotations,
-    image_folder: Path,
+    image_folder: ListedFiles | str | os.PathLike[str],
     *,
     masks: bool = True,
     every_category: bool = True,
@@ -65,7 +65,7 @@ def check_annotations(
     """
     findings = Findings()
     _check_entries(annotations.malformed, findings)
-    images = _check_images(annotations.images, image_folder, findings, on_progress)
+    images = _check_images(annotations.images, ListedFiles.of(image_folder), findings, on_progress)
     categories = _check_categories(annotations.categories, findings)
     # Objects are left out with their image, which is one fault, not many.
     objects = _Objects(
@@ -107,12 +107,12 @@ def _ids_of_malformed_images(malformed: Iterable[MalformedEntry]) -> set[int]:
 
 
 def _check_images(
-    images: Iterable[CocoImage], folder: Path, findings: Findings, on_progress: Callable[[], None] | None
+    images: Iterable[CocoImage], files: ListedFiles, findings: Findings, on_progress: Callable[[], None] | None
 ) -> list[CocoImage]:
     images = list(images)
     shared = _shared_ids(images)
     kept: dict[int, CocoImage] = {}
-    found = image_sizes((folder / image.file_name for image in images), on_progress)
+    found = image_sizes((files.path_or_error(image.file_name) for image in images), on_progress)
     for image, size in zip(images, found, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:
@@ -121,9 +121,15 @@ def _check_images(
                 name,
                 repair="left out with their objects, as nobody knows whose those are",
             )
+        elif isinstance(size, OutsideError):
+            findings.add(
+                "images whose file is outside of the data folder",
+                name,
+                repair=f"left out with their objects; {ALLOW_OUTSIDE} reads them",
+            )
         elif isinstance(size, ImageError):
             # Not `Path.exists`, which raises for names that no file can have.
-            missing = not os.path.exists(folder / image.file_name)
+            missing = not os.path.exists(size.path)
             fault = "images whose file is missing" if missing else "images whose file cannot be read"
             findings.add(fault, name if missing else f"{name}: {size.reason}", repair="left out with their objects")
         elif image.id in kept:

@@ -15,6 +15,7 @@ from inline_attention.data.coco.annotations import (
 from inline_attention.data.coco.checks import check_annotations, check_same_categories
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.findings import DataReport
+from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
 
 
@@ -45,6 +46,7 @@ def open_and_check_coco(
     masks: bool = True,
     num_classes: int | None = None,
     repair: bool = False,
+    allow_outside: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> OpenedCoco:
     """Open `data_dir/annotations/instances_*.json` and the pictures they are about, and check both.
@@ -56,11 +58,20 @@ def open_and_check_coco(
         masks: Whether masks are used.
         num_classes: Categories that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
+        allow_outside: Read images that the annotations name outside of `data_dir`.
         on_progress: Called after each image.
     """
-    train = _open_split(data_dir, train_split, training=True, masks=masks, repair=repair, on_progress=on_progress)
-    validation = _open_split(
-        data_dir, validation_split, training=False, masks=masks, repair=repair, on_progress=on_progress
+    train, validation = (
+        _open_split(
+            data_dir,
+            split,
+            training=training,
+            masks=masks,
+            repair=repair,
+            allow_outside=allow_outside,
+            on_progress=on_progress,
+        )
+        for split, training in ((train_split, True), (validation_split, False))
     )
     problems = [*train.problems, *validation.problems]
     if train.annotations is not None and validation.annotations is not None:
@@ -92,14 +103,16 @@ def _open_split(
     training: bool,
     masks: bool,
     repair: bool,
+    allow_outside: bool,
     on_progress: Callable[[], None] | None,
 ) -> _OpenedSplit:
     """Open and check a split, to train on it (images with an object, which every category needs) or to validate."""
     try:
         read = read_annotations(find_annotation_file(data_dir, split))
-        folder = find_image_folder(data_dir, read, split)
+        folder = find_image_folder(data_dir, read, split, allow_outside=allow_outside)
+        files = ListedFiles(folder, data_dir, allow_outside=allow_outside)
         checked = check_annotations(
-            read, folder, masks=masks, every_category=training, repair=repair, on_progress=on_progress
+            read, files, masks=masks, every_category=training, repair=repair, on_progress=on_progress
         )
     except DataError as error:
         return _OpenedSplit(problems=[str(error)])
@@ -107,6 +120,6 @@ def _open_split(
     if opened.problems:
         return opened
     try:
-        return replace(opened, source=CocoSource(checked.annotations, folder, masks=masks, skip_empty=training))
+        return replace(opened, source=CocoSource(checked.annotations, files, masks=masks, skip_empty=training))
     except DataError as error:
         return replace(opened, problems=[str(error)])

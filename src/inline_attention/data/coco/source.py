@@ -9,7 +9,6 @@ import copy
 import json
 import os
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoObject
 from inline_attention.data.coco.masks import MaskError, decode_mask
 from inline_attention.data.images import ImageError, load_image
+from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
 
 Target = dict[str, Tensor]
@@ -38,7 +38,7 @@ class CocoSource:
     def __init__(
         self,
         annotations: CocoAnnotations,
-        image_folder: str | os.PathLike[str],
+        image_folder: ListedFiles | str | os.PathLike[str],
         *,
         masks: bool = True,
         crowds: bool = False,
@@ -57,7 +57,7 @@ class CocoSource:
             DataError: If no image is left.
         """
         self.location, self.class_names = annotations.location, annotations.class_names
-        self._folder, self._masks = Path(image_folder), masks
+        self._files, self._masks = ListedFiles.of(image_folder), masks
         labels = annotations.category_to_label
         by_image: defaultdict[int, list[CocoObject]] = defaultdict(list)
         for item in annotations.objects:
@@ -79,15 +79,15 @@ class CocoSource:
 
     def name(self, index: int) -> str:
         """The picture's path."""
-        return os.path.join(self._folder, os.fsdecode(self._names[index]))
+        return os.path.join(self._files.folder, os.fsdecode(self._names[index]))
 
     def load(self, index: int) -> Image.Image:
         """The picture, upright and in RGB.
 
         Raises:
-            ImageError: If it cannot be read, or is not of the annotated size.
+            ImageError: If it cannot be read, is outside of the data folder, or is not of the annotated size.
         """
-        image = load_image(self.name(index))
+        image = load_image(self._files.path(os.fsdecode(self._names[index])))
         height, width = map(int, self.sizes[index])
         if image.size != (width, height):
             raise ImageError(

@@ -43,6 +43,7 @@ def open_and_check_pairs(
     reduce_zero_label: bool = False,
     num_classes: int | None = None,
     repair: bool = False,
+    allow_outside: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> OpenedPairs:
     """Open `data_dir/images/{training,validation}` and `data_dir/annotations/{training,validation}`, and check them.
@@ -57,6 +58,7 @@ def open_and_check_pairs(
         reduce_zero_label: As for `LabelRules`: True for ADE20K and for scenes.
         num_classes: Classes that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
+        allow_outside: As for `find_pair_folders`.
         on_progress: Called after each pair.
     """
     try:
@@ -73,7 +75,7 @@ def open_and_check_pairs(
     seen: dict[tuple[Path, Path], str] = {}
     for split, is_for_training in ((train_split, True), (validation_split, False)):
         try:
-            folders = find_pair_folders(data_dir, split, image_folder, map_folder)
+            folders = find_pair_folders(data_dir, split, image_folder, map_folder, allow_outside=allow_outside)
             if seen.setdefault(folders, split) != split:
                 raise DataError(
                     f"{folders[0]} has the pictures of {train_split!r} and of {validation_split!r}: what is trained on "

@@ -11,6 +11,7 @@ from timm.utils.misc import natural_key
 
 from inline_attention.data.folders import SPLIT_FOLDERS
 from inline_attention.data.images import SUFFIXES
+from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.segmentation.label_maps import MAP_SUFFIXES
 from inline_attention.data.sources import DataError
 
@@ -45,7 +46,12 @@ class FoundPairs:
 
 
 def find_pair_folders(
-    root: str | os.PathLike[str], split: str, image_folder: str | None = None, map_folder: str | None = None
+    root: str | os.PathLike[str],
+    split: str,
+    image_folder: str | None = None,
+    map_folder: str | None = None,
+    *,
+    allow_outside: bool = False,
 ) -> tuple[Path, Path]:
     """The folders of pictures and of maps of a split: `images/training` and `annotations/training` in ADE20K.
 
@@ -55,11 +61,16 @@ def find_pair_folders(
         image_folder: Folder of pictures below `root`, "{split}" in it standing for the split; if None, one of the usual
             names, as `images/training` or `training/images`.
         map_folder: Folder of maps, likewise.
+        allow_outside: Accept folders that are not below `root`.
 
     Raises:
-        DataError: If there are none.
+        DataError: If there are none, or one is outside of `root`.
     """
     root = Path(root)
+    for setting, given in (("image_folder", image_folder), ("map_folder", map_folder)):
+        reason = None if given is None or allow_outside else why_outside(root, given.replace("{split}", split))
+        if reason is not None:
+            raise DataError(f"{setting} {given!r} {reason}; allow it with {ALLOW_OUTSIDE}")
     known = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
     splits = tuple(dict.fromkeys((split, *known)))
     images = _first_folder(root, image_folder, IMAGE_FOLDERS, splits)

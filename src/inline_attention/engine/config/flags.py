@@ -64,6 +64,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--val-split", "data.val_split={0}"),
     _flag("--class-map", "data.class_map={0}"),
     _flag("--repair", "data.repair=true"),
+    _flag("--allow-outside-files", "data.allow_outside_files=true"),
     _flag("--workers", "-j", "data.workers={0}"),
     _flag("--crop-pct", "data.crop_pct={0}"),
     _flag("--scale", "augmentation.scale=[{0}, {1}]"),

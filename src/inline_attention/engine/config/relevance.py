@@ -13,6 +13,7 @@ ALL = ("classification", "detection", "segmentation")
 USED_BY: dict[str, tuple[str, ...]] = {
     "augmentation.hflip": ALL,
     "augmentation.": ("classification",),
+    "data.allow_outside_files": ("detection", "segmentation"),
     "data.class_map": ("classification", "segmentation"),
     "data.crop_pct": ("classification",),
     "data.image_folder": ("segmentation",),

@@ -152,6 +152,7 @@ class DataSection:
     repair: bool = _option(
         False, "Repair faults of coco and pairs in what is used, as the report before training says; files stay."
     )
+    allow_outside_files: bool = _option(False, "Read files that annotations or folder settings name outside of dir.")
     reduce_zero_label: bool = _option(
         False, "Of pairs: 0 in maps means other and is ignored, 1 is the first class, as in ADE20K and in scenes."
     )

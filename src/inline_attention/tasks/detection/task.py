@@ -27,6 +27,7 @@ from inline_attention.data.coco.transforms import (
     detection_evaluation_transform,
     detection_training_transform,
 )
+from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.loading import Loader, SampleLoader
 from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import UnequalBatch
@@ -149,6 +150,7 @@ class DetectionTask:
             masks=self.options.finds_masks,
             num_classes=choice.num_classes,
             repair=choice.repair,
+            allow_outside=choice.allow_outside_files,
         )
         annotations = opened.validation_annotations
         if opened.problems or opened.train is None or opened.validation is None or annotations is None:
@@ -168,7 +170,11 @@ class DetectionTask:
         choice, masks = self._data, self.options.finds_masks
         folder, split = choice.folder or "", choice.validation_split
         read = read_annotations(find_annotation_file(folder, split))
-        images = find_image_folder(folder, read, split)
+        images = ListedFiles(
+            find_image_folder(folder, read, split, allow_outside=choice.allow_outside_files),
+            folder,
+            allow_outside=choice.allow_outside_files,
+        )
         checked = check_annotations(read, images, masks=masks, every_category=False, repair=choice.repair)
         if checked.report.problems:
             raise DataError("\n".join(checked.report.problems))

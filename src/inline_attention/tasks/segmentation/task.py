@@ -120,6 +120,7 @@ class SegmentationTask:
             reduce_zero_label=choice.reduce_zero_label,
             num_classes=choice.num_classes,
             repair=choice.repair,
+            allow_outside=choice.allow_outside_files,
         )
         if opened.problems or opened.train is None or opened.validation is None:
             raise unusable(opened.problems, opened.reports)
@@ -138,7 +139,9 @@ class SegmentationTask:
         folder, split = choice.folder or "", choice.validation_split
         self._check_same_classes(class_names)
         rules = LabelRules(len(class_names), reduce_zero_label=choice.reduce_zero_label)
-        folders = find_pair_folders(folder, split, choice.image_folder, choice.map_folder)
+        folders = find_pair_folders(
+            folder, split, choice.image_folder, choice.map_folder, allow_outside=choice.allow_outside_files
+        )
         found, location = find_pairs(*folders), f"{Path(folder)} ({split})"
         checked = check_pairs(found, location, class_names, rules, every_class=False, repair=choice.repair)
         if checked.source is None:
