@@ -1,6 +1,8 @@
 """Folders of small pictures, whole and broken."""
 
+import io
 import struct
+import tarfile
 import zlib
 
 import numpy as np
@@ -31,6 +33,18 @@ def write_pictures(root, classes=("cat", "dog"), each=8):
         for picture in range(each):
             noise(100 * number + picture).save(root / name / f"{picture}.jpg", quality=90)
     return root
+
+
+def jpeg(seed):
+    content = io.BytesIO()
+    noise(seed).save(content, "JPEG")
+    return content.getvalue()
+
+
+def add_to_tar(archive, name, content):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
 
 
 @pytest.fixture

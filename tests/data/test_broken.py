@@ -46,6 +46,6 @@ def test_too_many_name_the_first_and_the_count():
 def test_report(tmp_path):
     images = [BrokenImage("a,b\udcff.jpg", 'is "odd"'), BrokenImage("c.jpg", "is empty")]
     assert write_report(tmp_path, images) == tmp_path / "broken_images.csv"
-    with (tmp_path / "broken_images.csv").open(newline="", errors="surrogateescape") as file:
-        assert list(csv.reader(file)) == [["path", "reason"], ["a,b\udcff.jpg", 'is "odd"'], ["c.jpg", "is empty"]]
+    with (tmp_path / "broken_images.csv").open(newline="", encoding="utf-8") as file:
+        assert list(csv.reader(file)) == [["path", "reason"], [r"a,b\udcff.jpg", 'is "odd"'], ["c.jpg", "is empty"]]
     assert [path.name for path in tmp_path.iterdir()] == ["broken_images.csv"]

@@ -129,10 +129,10 @@ def test_a_mask_of_another_size():
 
 def test_without_the_library_run_lengths_can_be_read_and_polygons_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "faster_coco_eval.core", None)
-    assert decode_mask(encode_mask(some_mask()), 40, 48).any()
-    for segmentation in ([SQUARE], packed(some_mask())):
-        with pytest.raises(DataError, match=r"pip install 'inline-attention\[detection\]'"):
-            decode_mask(segmentation, 40, 48)
+    for segmentation in (encode_mask(some_mask()), packed(some_mask())):
+        np.testing.assert_array_equal(decode_mask(segmentation, 40, 48), some_mask())
+    with pytest.raises(DataError, match=r"pip install 'inline-attention\[detection\]'"):
+        decode_mask([SQUARE], 40, 48)
 
 
 def test_targets_are_those_of_torchvision(tmp_path):

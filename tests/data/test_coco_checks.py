@@ -1,11 +1,21 @@
 import json
+import os
 
 import pytest
 from PIL import Image
 
 from data.coco_files import SQUARE, annotation, some_mask, write_coco
 from data.conftest import noise
-from inline_attention.data.coco import CocoSource, check_annotations, decode_mask, encode_mask, read_annotations
+from inline_attention.data.coco import (
+    CocoSource,
+    check_annotations,
+    decode_mask,
+    encode_mask,
+    open_and_check_coco,
+    read_annotations,
+)
+from inline_attention.data.images import ImageError
+from inline_attention.data.sources import DataError
 
 GOOD = [annotation(1, image_id=1, category_id=3), annotation(2, image_id=2, category_id=90), annotation(3)]
 
@@ -309,3 +319,82 @@ def test_only_the_first_offenders_are_named(tmp_path):
     assert "12 boxes without area (object 10 in 1.jpg: 0×0, " in problem
     assert "object 14 in 1.jpg: 0×0 and 7 more); repairing: left out" in problem
     assert "object 15" not in problem
+
+
+NAN_POLYGON = [float("nan")] * 6
+HOSTILE_MASKS = {
+    "packed, longer than the image": {"size": [40, 48], "counts": "0" + "o" * 7 + "0"},
+    "packed, a number without end": {"size": [40, 48], "counts": "o" * 100_000},
+    "packed, other characters": {"size": [40, 48], "counts": "\ud800\0é"},
+    "packed, empty": {"size": [40, 48], "counts": ""},
+    "packed, negative": {"size": [40, 48], "counts": "0@"},
+    "counts, huge": {"size": [40, 48], "counts": [2**62, 2**62]},
+    "counts, negative": {"size": [40, 48], "counts": [-1, 40 * 48 + 1]},
+    "counts, nested": {"size": [40, 48], "counts": [[[1920]]]},
+    "size, huge": {"size": [2**40, 2**40], "counts": [2**80]},
+    "size, text": {"size": "no", "counts": []},
+    "polygon, not finite": [NAN_POLYGON],
+    "polygon, whole numbers of 4,000 digits": [[10**4000] * 6],
+    "polygon, an outline without end": [[0, 0, 48, 40] * 2_000_000],
+    "nested": [[[[[[1, 2, 3]]]]]],
+    "text": "1,2,3,4,5,6",
+    "number": 7,
+}
+
+
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("kind", HOSTILE_MASKS)
+def test_hostile_masks_are_faults_and_are_not_kept(tmp_path, kind, masks):
+    item = annotation(9, segmentation=HOSTILE_MASKS[kind])
+    found = check(tmp_path, [item], masks=masks, repair=True)
+    assert bool(found.report) == masks
+    source = CocoSource(found.annotations, tmp_path / "train2017", masks=masks)
+    assert sum(len(source.target(index)["labels"]) for index in range(3)) == 3 + (not masks)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, "is no JSON"),
+        (b'{"images": ' + b"[" * 900 + b"]" * 900 + b"}", "."),
+        (b'{"images": [' + b"9" * 10_000 + b"]}", "is no JSON"),
+        (b'{"images":[],"categories":[{"id":1,"name":' + b"[" * 500 + b"]" * 500 + b'}],"annotations":[]}', None),
+        (b'\xff\xfe{"images": []}', "is no JSON"),
+        (b'{"images": {}, "categories": 1, "annotations": null}', "has no list 'images'"),
+        (b"", "is no JSON"),
+        (b'"images"', "must hold an object"),
+        (b'{"images":[{"id":NaN,"file_name":"\\u001b[m","height":-Infinity}],"categories":[],"annotations":[]}', None),
+    ],
+    ids=["deep", "deep entry", "digits", "deep name", "UTF-16", "no lists", "empty", "text", "no numbers"],
+)  # fmt: skip
+def test_hostile_annotation_files_give_a_sentence(tmp_path, content, message):
+    for split in ("train", "val"):
+        (tmp_path / f"instances_{split}.json").write_bytes(content)
+    opened = open_and_check_coco(tmp_path)
+    assert opened.problems
+    assert all(problem.isprintable() and len(problem) < 1500 for problem in opened.problems)
+    if message is not None:
+        with pytest.raises(DataError, match=message):
+            read_annotations(tmp_path / "instances_train.json")
+
+
+def test_names_without_end_are_malformed_entries(tmp_path):
+    categories = [{"id": 7, "name": "y" * 100_000}, {"id": 8, "name": {"a": 1}}]
+    found = check(tmp_path, categories=categories)
+    assert found.report.count("malformed entries") == 2
+    assert all(len(problem) < 4000 for problem in found.report.problems)
+
+
+def test_an_annotation_file_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "instances_train.json")
+    (tmp_path / "instances_val.json").symlink_to("/dev/zero")
+    problems = open_and_check_coco(tmp_path).problems
+    assert len(problems) == 2
+    assert all("is not a regular file" in problem for problem in problems)
+
+
+def test_masks_that_fill_the_memory_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("inline_attention.data.coco.source.MOST_MASK_PIXELS", 3000)
+    source = CocoSource(check(tmp_path, [annotation(9)]).annotations, tmp_path / "train2017")
+    with pytest.raises(ImageError, match=r"has 3 masks of 48×40 pixels, too many"):
+        source.target(0)

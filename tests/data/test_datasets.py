@@ -1,6 +1,5 @@
 """Datasets by the names that users of timm write."""
 
-import io
 import os
 import pickle
 import sys
@@ -10,7 +9,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from data.conftest import noise, write_pictures
+from data.conftest import add_to_tar, jpeg, noise, write_pictures
 from inline_attention.data import BrokenImages, EvaluationBatches, ImageLoader, evaluation_transform
 from inline_attention.data.checks import open_and_check
 from inline_attention.data.cifar10 import CLASS_NAMES
@@ -178,12 +177,6 @@ def unpack(root, contents):
         (root / name).write_bytes(content)
 
 
-def add_to_tar(archive, name, content):
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    archive.addfile(member, io.BytesIO(content))
-
-
 def test_the_fake_of_python_2_is_a_true_one():
     content = pickle.loads(as_python_2_wrote_it(CIFAR_PIXELS[0], CIFAR_LABELS[0]), encoding="bytes")
     np.testing.assert_array_equal(content[b"data"], CIFAR_PIXELS[0])
@@ -230,15 +223,18 @@ class _RunsCode:
         (pickle.dumps({b"data": _RunsCode()}, protocol=2), "was not run"),
         (
             pickle.dumps({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}, protocol=2),
-            "array of type 'f8', expected bytes",
+            r"expected an array \[N, 3072\] of bytes",
         ),
-        (pickle.dumps({b"data": np.zeros((2, 7), np.uint8), b"labels": [1, 2]}, protocol=2), r"expected \[N, 3072\]"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 7), np.uint8), b"labels": [1, 2]}, protocol=2),
+            r"expected an array \[N, 3072\]",
+        ),
         (
             pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, protocol=2),
             "2 classes from 0 to 9",
         ),
         (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, protocol=2), "2 classes from 0 to 9"),
-        (pickle.dumps({b"other": 1}), "is damaged: 'data'"),
+        (pickle.dumps({b"other": 1}), "is damaged: .* as 'data'"),
         (b"", "is damaged"),
         (as_python_2_wrote_it(CIFAR_PIXELS[0], CIFAR_LABELS[0])[:5000], "is damaged"),
     ],
@@ -265,12 +261,6 @@ def test_cifar10_incomplete(tmp_path):
     (tmp_path / "other" / "cifar-10-python.tar.gz").write_bytes(b"half a download")
     with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz is damaged: .*; fetch it again"):
         open_dataset("cifar10", tmp_path / "other")
-
-
-def jpeg(seed):
-    content = io.BytesIO()
-    noise(seed).save(content, "JPEG")
-    return content.getvalue()
 
 
 def write_shards(root, name, targets, folder=""):

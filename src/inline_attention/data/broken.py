@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from inline_attention.support.files import write_atomically
+from inline_attention.support.text import printable
 
 FIRST_OFFENDERS = 5
 REPORT_NAME = "broken_images.csv"
@@ -32,7 +36,7 @@ class BrokenImage:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+        return printable(f"{self.name}: {self.reason}")
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,14 @@ class BrokenImages:
 
 
 def write_report(folder: str | os.PathLike[str], images: Iterable[BrokenImage]) -> Path:
-    """List broken images in a CSV file with the columns path and reason, over the one from before; returns the file."""
+    """List broken images in a CSV file with the columns path and reason, over the one from before; returns the file.
+
+    Names that are not UTF-8 are escaped, as all text that comes from files.
+    """
     path = Path(folder) / REPORT_NAME
-    unfinished = path.with_name(f"{path.name}.tmp")
-    # Names on a file system are bytes, and need not be text.
-    with unfinished.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "reason"])
-        writer.writerows([image.name, image.reason] for image in images)
-    unfinished.replace(path)
+    content = io.StringIO(newline="")
+    writer = csv.writer(content)
+    writer.writerow(["path", "reason"])
+    writer.writerows([printable(image.name), printable(image.reason)] for image in images)
+    write_atomically(path, content.getvalue())
     return path

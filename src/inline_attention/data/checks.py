@@ -16,6 +16,7 @@ from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import ImageError
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.support.text import printable
 
 NAMED = 5  # classes listed in a message
 
@@ -76,7 +77,7 @@ def open_and_check(
             validation = validation.with_classes(train.class_names)
     if validation is not None:
         problems += check_readable(validation)
-    return OpenedData(train, validation, list(dict.fromkeys(problems)))
+    return OpenedData(train, validation, [printable(problem) for problem in dict.fromkeys(problems)])
 
 
 def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:

@@ -1,26 +1,39 @@
 """CIFAR-10 as its authors distribute it: the Python or the binary version, unpacked or not.
 
-The Python version consists of pickles, and a pickle is a program. Here one is read by an unpickler that knows the
-few names by which an array of bytes is described, and builds something of its own for each.
+The Python version consists of pickles, and a pickle is a program. It is not run here: the reader looks through its
+operations for the pixels and the labels.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
+import pickletools
 import tarfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from inline_attention.data.archives import open_tar_gz
 from inline_attention.data.sources import ArraySource, DataError
 from inline_attention.data.splits import is_training_split
+from inline_attention.support.files import read_bounded
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32
+MAX_FILE_BYTES = 2**26  # of 10,000 pictures, which take 31 MB, or 47 MB as text in a pickle
+MAX_ARCHIVE_BYTES = 2**29  # decompressed; the authors' take 178 MB
+MAX_OPERATIONS = 1_000_000  # of a pickle; the authors' have about 60,000
+# Names that a pickled array of bytes needs.
+KNOWN_NAMES = (
+    "numpy ndarray",
+    "numpy dtype",
+    "numpy.core.multiarray _reconstruct",
+    "numpy._core.multiarray _reconstruct",
+    "_codecs encode",
+)
 
 
 class _Version(NamedTuple):
@@ -72,19 +85,30 @@ def _read_files(root: Path, version: _Version, names: tuple[str, ...]) -> dict[s
             missing = [name for name in names if not (folder / name).is_file()]
             if missing:
                 raise DataError(f"{folder} lacks {', '.join(missing)}; unpack {version.archive} again")
-            return {name: (folder / name).read_bytes() for name in names}
+            try:
+                return {name: read_bounded(folder / name, MAX_FILE_BYTES) for name in names}
+            except (OSError, ValueError) as error:
+                raise DataError(f"a file of CIFAR-10 in {folder} cannot be read: {error}") from error
     archive_path = root / version.archive
     if not archive_path.is_file():
         return None
+    wanted = {f"{version.folder}/{name}": name for name in names}
     contents: dict[str, bytes] = {}
     try:
-        with tarfile.open(archive_path, "r:gz") as archive:
-            for name in names:
-                file = archive.extractfile(f"{version.folder}/{name}")
-                contents[name] = file.read() if file else b""
-    except (tarfile.TarError, OSError, EOFError, KeyError) as error:
+        with open_tar_gz(archive_path, MAX_ARCHIVE_BYTES) as members:
+            for member, file in members:
+                if (name := wanted.get(member.name)) is not None:
+                    if member.size > MAX_FILE_BYTES:
+                        raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
+                    contents[name] = file.read()
+                if len(contents) == len(wanted):
+                    break
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise DataError(f"{archive_path} is damaged: {error}; fetch it again") from error
-    return contents
+    missing = [name for name in names if name not in contents]
+    if missing:
+        raise DataError(f"{archive_path} is damaged: it lacks {', '.join(missing)}; fetch it again")
+    return {name: contents[name] for name in names}
 
 
 def _parse_binary(content: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -97,74 +121,59 @@ def _parse_binary(content: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parse_pickle(content: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
+    entries: dict[str, list[Any]] = {"data": [], "labels": []}
+    current: list[Any] = []  # the values of an entry follow its key
     try:
-        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-        entries = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
-        pixels = entries["data"].as_numpy()
-        targets = np.array(entries["labels"], dtype=np.int64)
+        for value in _values(content):
+            key = value.decode("latin1") if isinstance(value, bytes) and len(value) < 20 else None
+            if key in ("data", "labels", "filenames", "batch_label"):
+                current = entries.setdefault(key, [])
+            else:
+                current.append(value)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle can fail anywhere
         raise DataError(f"{where} is damaged: {str(error) or type(error).__name__}; fetch it again") from error
-    if pixels.ndim != 2 or pixels.shape[1] != PIXELS:
-        raise DataError(f"{where} is damaged: expected [N, {PIXELS}] bytes, got {list(pixels.shape)}; fetch it again")
-    return pixels, _checked_targets(targets, len(pixels), where)
+    data = entries["data"]
+    places = [place for place, value in enumerate(data) if isinstance(value, bytes) and len(value) >= PIXELS]
+    column_major = any(data[place - 1] is True for place in places)  # a flag before the array's content
+    if b"u1" not in data or len(places) != 1 or len(data[places[0]]) % PIXELS or column_major:
+        raise DataError(f"{where} is damaged: expected an array [N, {PIXELS}] of bytes (u1) as 'data'; fetch it again")
+    pixels = np.frombuffer(data[places[0]], dtype=np.uint8).reshape(-1, PIXELS)
+    targets = [value if isinstance(value, int) and 0 <= value < len(CLASS_NAMES) else -1 for value in entries["labels"]]
+    return pixels, _checked_targets(np.array(targets, dtype=np.int64), len(pixels), where)
+
+
+def _values(content: bytes) -> Iterator[bytes | int | bool]:
+    """Yield the texts and numbers of a pickle in order, which is not run; texts as bytes."""
+    texts: list[str] = []  # the last few
+    memo: dict[int, str] = {}
+    for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        name = operation.name
+        if count >= MAX_OPERATIONS:
+            raise DataError(f"has more than {MAX_OPERATIONS:,} operations, CIFAR-10 has fewer; do not trust it")
+        if name in ("GLOBAL", "STACK_GLOBAL", "INST"):
+            asked = argument if isinstance(argument, str) else " ".join(texts)
+            if asked not in KNOWN_NAMES:
+                shown = asked.replace(" ", ".")
+                raise DataError(f"asks for {shown}, which CIFAR-10 does not need, and was not run; do not trust it")
+        elif name.endswith("GET"):
+            texts = [*texts[-1:], memo.get(int(argument or 0), "")]
+        elif name.endswith("PUT") or name == "MEMOIZE":
+            memo[len(memo) if argument is None else int(argument)] = texts[-1] if texts else ""
+        elif isinstance(argument, (str, bytes)):
+            texts = [*texts[-1:], argument if isinstance(argument, str) else argument.decode("latin1")]
+            yield texts[-1].encode("latin1")
+        elif name in ("NEWTRUE", "NEWFALSE"):
+            yield name == "NEWTRUE"
+        elif isinstance(argument, int) and name not in ("PROTO", "FRAME"):
+            yield argument
 
 
 def _checked_targets(targets: np.ndarray, length: int, where: str) -> np.ndarray:
     if targets.shape != (length,) or length == 0 or targets.min() < 0 or targets.max() >= len(CLASS_NAMES):
         raise DataError(f"{where} is damaged: expected {length} classes from 0 to 9, one per picture; fetch it again")
     return targets.astype(np.int64)
-
-
-class _Dtype:
-    """Stands in for `numpy.dtype`; bytes are the only type there is."""
-
-    def __init__(self, code: object = None, *_options: object):
-        if code not in ("u1", b"u1", "|u1", b"|u1"):
-            raise DataError(f"has an array of type {code!r}, expected bytes ('u1'); fetch the file again")
-
-    def __setstate__(self, _state: object) -> None:
-        pass
-
-
-class _Array:
-    """Stands in for `numpy.ndarray`, and for the function that makes an empty one to be filled."""
-
-    def __init__(self, *_arguments: object):
-        self._state: Any = None
-
-    def __setstate__(self, state: object) -> None:
-        self._state = state
-
-    def as_numpy(self) -> np.ndarray:
-        _version, shape, dtype, is_fortran, content = self._state
-        if not isinstance(dtype, _Dtype) or is_fortran or not isinstance(content, bytes):
-            raise DataError("has no plain array of bytes; fetch the file again")
-        return np.frombuffer(content, dtype=np.uint8).reshape(shape)
-
-
-def _encode(text: str, _encoding: str) -> bytes:
-    """Stands in for `_codecs.encode`, by which Python 3 spells bytes in old pickles."""
-    return text.encode("latin1")
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    _STAND_INS = {  # noqa: RUF012 (never written to)
-        ("numpy", "ndarray"): _Array,
-        ("numpy", "dtype"): _Dtype,
-        ("numpy.core.multiarray", "_reconstruct"): _Array,
-        ("numpy._core.multiarray", "_reconstruct"): _Array,
-        ("_codecs", "encode"): _encode,
-    }
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        stand_in = self._STAND_INS.get((module_name, global_name))
-        if stand_in is None:
-            raise DataError(
-                f"asks for {module_name}.{global_name}, which CIFAR-10 does not need, and was not run; do not trust it"
-            )
-        return stand_in
 
 
 _VERSIONS = (

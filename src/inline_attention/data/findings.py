@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from inline_attention.support.text import printable
+
 FIRST_OFFENDERS = 5
+LONGEST_NAME = 400  # characters
 
 
 @dataclass
@@ -28,7 +31,7 @@ class Finding:
         """Count one."""
         self.count += 1
         if len(self.first) < FIRST_OFFENDERS:
-            self.first.append(offender)
+            self.first.append(offender if len(offender) <= LONGEST_NAME else f"{offender[:LONGEST_NAME]}…")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class DataReport:
         if self.repaired:
             return []
         return [
-            _printable(f"{self.location}: {_described(finding)}; repairing: {finding.repair}")
+            printable(f"{self.location}: {_described(finding)}; repairing: {finding.repair}")
             for finding in self.findings
         ]
 
@@ -78,7 +81,7 @@ class DataReport:
         for finding in self.findings:
             done = f": {finding.repair}" if self.repaired else f" (repairing: {finding.repair})"
             lines.append(f"  {_described(finding)}{done}")
-        return "\n".join(map(_printable, lines))
+        return "\n".join(map(printable, lines))
 
 
 class Findings:
@@ -94,13 +97,6 @@ class Findings:
     def report(self, location: str, checked: str, *, repaired: bool) -> DataReport:
         """All faults met so far."""
         return DataReport(location, checked, tuple(self._by_fault.values()), repaired)
-
-
-def _printable(sentence: str) -> str:
-    """With control characters and halves of characters escaped: names from files may hold what no terminal takes."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in sentence
-    )
 
 
 def _described(finding: Finding) -> str:

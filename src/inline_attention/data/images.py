@@ -129,7 +129,7 @@ def open_image(
         with _LimitedReads(io.BytesIO(content) if content is not None else open_regular(path)) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
-            if size > BYTES_PER_PIXEL * max_pixels + SMALL_FILE:
+            if size > most_bytes(max_pixels):
                 raise ImageError(path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels")
             if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
                 raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
@@ -155,6 +155,11 @@ def open_image(
         raise ImageError(path, "does not fit into memory") from error
     except Exception as error:  # a damaged file can fail anywhere
         raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
+
+
+def most_bytes(max_pixels: int) -> int:
+    """Return how many bytes a file with so many pixels may have."""
+    return BYTES_PER_PIXEL * max_pixels + SMALL_FILE
 
 
 def exif_orientation(image: Image.Image) -> int:

@@ -75,6 +75,11 @@ class ListedFiles:
         return None if any(_is_below(real, root) for root in self._roots) else f"leads to {real}, outside of the data"
 
 
+def is_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
+    """True if a path, with all links followed, leads into a folder."""
+    return "\0" not in os.fspath(path) and _is_below(os.path.realpath(path), os.path.realpath(folder))
+
+
 def is_plain(name: str) -> bool:
     """True if a name is relative and has no `..` in it."""
     return _foreign_form(name) is None and not os.path.isabs(name) and ".." not in Path(name).parts

@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from inline_attention.data.images import SUFFIXES, ImageError, load_image_bytes
+from inline_attention.data.archives import open_tar
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, SUFFIXES, ImageError, load_image_bytes, most_bytes
 from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.support.files import open_regular
 
+MOST_SHARDS = 1_000_000
 MOST_CLASSES = 1_000_000  # more than datasets have; a larger number is a date, an identifier or a mistake
 
 
@@ -56,12 +59,14 @@ class ShardSource(ImageSource):
         """Read the picture's bytes out of its archive."""
         shard, offset, size = self._positions[index].tolist()
         name = self.name(index)
+        if size > most_bytes(DEFAULT_MAX_PIXELS):
+            raise ImageError(name, f"has {size:,} bytes, too many for an image")
         try:
-            with open(self._shards[shard], "rb") as file:
+            with open_regular(self._shards[shard]) as file:
                 file.seek(offset)
                 content = file.read(size)
         except OSError as error:
-            raise ImageError(name, f"cannot be opened: {error.strerror}") from error
+            raise ImageError(name, f"cannot be opened: {error.strerror or error}") from error
         return load_image_bytes(content, name)
 
     def name(self, index: int) -> str:
@@ -94,8 +99,10 @@ def _expand_ranges(pattern: str) -> list[str]:
     if match is None:
         return [pattern]
     first, last = match.groups()
-    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     rests = _expand_ranges(pattern[match.end() :])
+    if len(first + last) > 18 or (int(last) - int(first) + 1) * len(rests) > MOST_SHARDS:
+        raise DataError(f"the pattern {pattern!r} names more than {MOST_SHARDS:,} archives; correct its range")
+    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return [f"{pattern[: match.start()]}{number}{rest}" for number in numbers for rest in rests]
 
 
@@ -104,17 +111,16 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
     pictures: dict[str, tarfile.TarInfo] = {}
     targets: dict[str, int] = {}
     try:
-        with tarfile.open(shard, "r:") as archive:  # uncompressed: only then can one read from the middle
-            for member in archive:
-                if not member.isreg():
-                    continue
+        with open_tar(shard) as members:
+            for member, file in members:
                 folder, _, file_name = member.name.rpartition("/")
                 stem, _, suffix = file_name.partition(".")
                 key = f"{folder}/{stem}"
                 if f".{suffix.lower()}" in SUFFIXES:
                     pictures[key] = member
-                elif suffix == "cls" and (file := archive.extractfile(member)):
-                    targets[key] = int(file.read(64))
+                elif suffix == "cls":
+                    file.seek(member.offset_data)
+                    targets[key] = int(file.read(min(member.size, 64)))
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise DataError(f"{shard} cannot be read as an uncompressed tar archive with classes: {error}") from error
     unlabelled = [member.name for key, member in pictures.items() if targets.get(key, -1) < 0]

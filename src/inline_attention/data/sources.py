@@ -10,9 +10,14 @@ from typing import Self
 import numpy as np
 from PIL import Image
 
+from inline_attention.support.text import printable
+
 
 class DataError(ValueError):
-    """A dataset cannot be opened or used as asked."""
+    """A dataset cannot be opened or used as asked. Names from files in the message are shown as text."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class ImageSource(ABC):

@@ -15,8 +15,11 @@ from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.folders import SPLIT_FOLDERS
 from inline_attention.data.listed_files import ListedFiles, OutsideError, is_plain
 from inline_attention.data.sources import DataError
+from inline_attention.support.files import read_bounded
 
 Entry = TypeVar("Entry")
+MAX_FILE_BYTES = 2**33  # eight gigabytes; COCO's own files have less than half of one
+LONGEST_NAME = 4096  # characters, as paths have at most
 ID_LIMIT = 2**63  # ids are kept as int64
 NAMES_TRIED = 100  # pictures, at least, that are looked for in a folder to see whether it is theirs
 
@@ -162,11 +165,18 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_bytes())
+        text = read_bounded(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is too large: {error}") from error
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:  # the latter from lists within lists within lists
         raise DataError(f"{path} is no JSON, or only the beginning of it: {error}") from error
+    except MemoryError as error:
+        raise DataError(f"{path} does not fit into memory") from error
+    del text
     if not isinstance(content, dict):
         raise DataError(f"{path} must hold an object with images, annotations and categories, not a list")
     malformed: list[MalformedEntry] = []
@@ -263,15 +273,15 @@ def _entries(
 
 
 def _image(item: Mapping[str, Any]) -> CocoImage:
-    file_name = _value(item, "file_name")
-    if not isinstance(file_name, str):
-        raise ValueError(f"file_name is {reprlib.repr(file_name)}, no text")
+    file_name = _text("file_name", _value(item, "file_name"))
     height, width = (_whole_number(side, item.get(side) or 0) for side in ("height", "width"))
     return CocoImage(_id(item, "id"), file_name, height, width)
 
 
 def _category(item: Mapping[str, Any]) -> CocoCategory:
-    return CocoCategory(_id(item, "id"), str(item.get("name", item["id"])))
+    number = _id(item, "id")
+    name = item.get("name", number)
+    return CocoCategory(number, str(name) if isinstance(name, (int, float)) else _text("name", name))
 
 
 def _object(item: Mapping[str, Any]) -> CocoObject:
@@ -302,6 +312,13 @@ def _value(item: Mapping[str, Any], key: str) -> Any:
     if key not in item:
         raise ValueError(f"has no {key!r}")
     return item[key]
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST_NAME:
+        what = "no text" if not isinstance(value, str) else f"longer than {LONGEST_NAME:,} characters"
+        raise ValueError(f"{key} is {reprlib.repr(value)}, {what}")
+    return value
 
 
 def _whole_number(key: str, value: Any) -> int:

@@ -237,7 +237,10 @@ class _Objects:
                 return None
             item, extent = with_mask
         with_box = self._with_usable_box(item, image, extent)
-        return None if with_box is None else self._with_usable_area(with_box, image)
+        usable = None if with_box is None else self._with_usable_area(with_box, image)
+        if usable is None or self._masks or usable.segmentation is None:
+            return usable
+        return replace(usable, segmentation=None)  # nobody has checked it
 
     def _with_usable_mask(self, item: CocoObject, image: CocoImage) -> tuple[CocoObject, Extent] | None:
         try:

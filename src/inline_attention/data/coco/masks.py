@@ -16,6 +16,9 @@ import numpy as np
 
 from inline_attention.data.sources import DataError
 
+LONGEST_PACKED_NUMBER = 8  # characters, for 40 bits
+LONGEST_OUTLINE = 2**28  # pixels that a polygon's outline may pass; drawing it takes memory for each
+
 
 class MaskError(ValueError):
     """A segmentation is not what the format allows; the message says what is wrong with it."""
@@ -119,7 +122,7 @@ def mask_library() -> ModuleType:
         from faster_coco_eval.core import mask
     except ImportError as error:
         raise DataError(
-            "polygons and packed run lengths of COCO are decoded by faster-coco-eval, which is not installed: "
+            "polygons of COCO are decoded by faster-coco-eval, which is not installed: "
             "pip install 'inline-attention[detection]'"
         ) from error
     return mask
@@ -133,14 +136,29 @@ def _decode_run_lengths(segmentation: dict[str, Any], height: int, width: int) -
         raise MaskError(f"the 'size' of run lengths must be whole numbers, got {list(size)}")
     if list(size) != [height, width]:
         raise MaskSizeError(f"the mask's (height, width) is {tuple(size)}, the image's {(height, width)}")
-    if isinstance(counts, list):
-        return _from_numbers(counts, height, width)
-    library = mask_library()
-    packed = counts.encode() if isinstance(counts, str) else counts
-    try:
-        return library.decode({"size": [height, width], "counts": packed})
-    except (ValueError, RuntimeError) as error:
-        raise MaskError(f"packed run lengths are damaged: {error}") from error
+    return _from_numbers(counts if isinstance(counts, list) else _unpacked(counts), height, width)
+
+
+def _unpacked(text: str | bytes) -> list[int]:
+    """Return the run lengths that are packed into a text.
+
+    A number takes groups of five bits, the lowest first, in characters from "0" on; a sixth bit says that more follow.
+    From the fourth on, numbers are differences to the last but one.
+    """
+    raw = text.encode("latin1", "replace") if isinstance(text, str) else text
+    codes = np.frombuffer(raw, np.uint8).astype(np.int64) - ord("0")
+    last = (codes & 0x20) == 0
+    if not len(codes) or codes.min() < 0 or codes.max() > 0x3F or not last[-1]:
+        raise MaskError("packed run lengths are damaged")
+    starts = np.concatenate([[0], np.flatnonzero(last)[:-1] + 1])
+    lengths = np.diff(np.append(starts, len(codes)))
+    if lengths.max() > LONGEST_PACKED_NUMBER:
+        raise MaskError("packed run lengths are damaged: a number is too long")
+    places = np.arange(len(codes)) - np.repeat(starts, lengths)
+    numbers = np.add.reduceat((codes & 0x1F) << (5 * places), starts)
+    numbers -= np.where(codes[last] & 0x10, 1 << (5 * lengths), 0)  # the highest bit is the sign
+    numbers[1::2], numbers[2::2] = np.cumsum(numbers[1::2]), np.cumsum(numbers[2::2])
+    return numbers.tolist()
 
 
 def _from_numbers(counts: list[Any], height: int, width: int) -> np.ndarray:
@@ -176,7 +194,12 @@ def _surely_covers_a_pixel(polygon: list[float], height: int, width: int) -> boo
     # Lists instead of arrays, which take longer to make than to use: most polygons have few corners.
     next_x, next_y = [*x[1:], x[0]], [*y[1:], y[0]]
     area = abs(sum(map(mul, x, next_y)) - sum(map(mul, next_x, y))) / 2
-    return area > sum(map(abs, map(sub, next_x, x))) + sum(map(abs, map(sub, next_y, y)))
+    return area > _perimeter(x, y)
+
+
+def _perimeter(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the length of a polygon's outline, taken along the axes."""
+    return sum(sum(map(abs, map(sub, [*line[1:], line[0]], line))) for line in (x, y))
 
 
 def _is_polygon(polygon: Any, height: int, width: int) -> bool:
@@ -187,7 +210,11 @@ def _is_polygon(polygon: Any, height: int, width: int) -> bool:
     if not all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in polygon):
         return False
     x, y = polygon[0::2], polygon[1::2]
-    return -width <= min(x) and max(x) <= 2 * width and -height <= min(y) and max(y) <= 2 * height
+    if not (-width <= min(x) and max(x) <= 2 * width and -height <= min(y) and max(y) <= 2 * height):
+        return False
+    if 3 * len(x) * (height + width) <= LONGEST_OUTLINE:
+        return True
+    return _perimeter(x, y) <= LONGEST_OUTLINE
 
 
 def _polygon_fault(segmentation: Any) -> str:

@@ -17,6 +17,7 @@ from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.findings import DataReport
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
+from inline_attention.support.text import printable
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def open_and_check_coco(
             f"{train.annotations.location} has {count} categories, the model {num_classes}; use num_classes={count}"
         )
     reports = [split.report for split in (train, validation) if split.report is not None]
-    # Once each: both may be the same split.
-    return OpenedCoco(train.source, validation.source, validation.annotations, reports, list(dict.fromkeys(problems)))
+    problems = [printable(problem) for problem in dict.fromkeys(problems)]  # once each: both may be the same split
+    return OpenedCoco(train.source, validation.source, validation.annotations, reports, problems)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
 
 Target = dict[str, Tensor]
+MOST_MASK_PIXELS = 2**33  # of all masks of an image
 
 
 class CocoSource:
@@ -128,6 +129,10 @@ class CocoSource:
 
     def _decoded(self, objects: list[dict[str, Any]], index: int) -> Tensor:
         height, width = map(int, self.sizes[index])
+        if len(objects) * height * width > MOST_MASK_PIXELS:
+            raise ImageError(
+                self.name(index), f"has {len(objects):,} masks of {width}×{height} pixels, too many to decode"
+            )
         masks = np.empty((len(objects), height, width), dtype=np.uint8)
         for mask, item in zip(masks, objects, strict=True):
             try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -35,10 +34,11 @@ from inline_attention.data.scenes.preview import draw_preview
 from inline_attention.data.scenes.rendering import render_scene
 from inline_attention.data.scenes.scene import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number
 from inline_attention.data.sources import DataError
+from inline_attention.support.files import UNFINISHED, read_bounded, unfinished
 from inline_attention.support.signals import children_ignore_interrupts
+from inline_attention.support.untrusted import parse_json
 
 MANIFEST = "scenes.json"
-UNFINISHED = ".unfinished-"
 JPEG_QUALITY = (80, 96)
 FEW_FOR_PROCESSES = 64  # starting processes takes longer than drawing so many
 SPLITS = {"training": "train", "validation": "val"}  # ADE20K's name of each, and COCO's
@@ -97,29 +97,31 @@ def write_scenes(
     _check_free(folder, overwrite)
     if plan.images + plan.validation_images < FEW_FOR_PROCESSES:
         workers = 1
-    with _replacing(folder, overwrite) as unfinished, _mapping(workers) as mapped:
+    with _replacing(folder, overwrite) as new, _mapping(workers) as mapped:
         for split, short_name in SPLITS.items():
             for kind in ("images", "annotations"):
-                (unfinished / kind / split).mkdir(parents=True)
-            draw = partial(_write_scene, unfinished, plan, split)
+                (new / kind / split).mkdir(parents=True)
+            draw = partial(_write_scene, new, plan, split)
             found: list[_Drawn] = []
             for drawn in mapped(draw, range(plan.count(split))):
                 found.append(drawn)
                 if on_progress is not None:
                     on_progress()
             annotations = _annotations(found)
-            (unfinished / "annotations" / f"instances_{short_name}.json").write_text(json.dumps(annotations.to_json()))
-        (unfinished / "classes.txt").write_text("".join(f"{name}\n" for name in SEMANTIC_CLASSES))
+            (new / "annotations" / f"instances_{short_name}.json").write_text(json.dumps(annotations.to_json()))
+        (new / "classes.txt").write_text("".join(f"{name}\n" for name in SEMANTIC_CLASSES))
         preview = [render_scene(plan.seed, "training", index, plan.size) for index in range(min(8, plan.images))]
-        draw_preview(preview).save(unfinished / "preview.png")
-        (unfinished / MANIFEST).write_text(json.dumps({"kind": "inline scenes", **asdict(plan)}, indent=2) + "\n")
+        draw_preview(preview).save(new / "preview.png")
+        (new / MANIFEST).write_text(json.dumps({"kind": "inline scenes", **asdict(plan)}, indent=2) + "\n")
     return folder
 
 
 def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     """What killed generations of this dataset have left, or running ones are writing, beside it."""
-    folder = Path(folder).absolute()
-    return sorted(folder.parent.glob(f"{UNFINISHED}{folder.name}-*")) if folder.parent.is_dir() else []
+    folder = Path(folder).resolve()
+    if not folder.parent.is_dir():
+        return []
+    return sorted(path for path in folder.parent.iterdir() if path.name.startswith(f"{UNFINISHED}{folder.name}-"))
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 def _is_dataset(folder: Path) -> bool:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = parse_json(read_bounded(folder / MANIFEST, 2**16))
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and manifest.get("kind") == "inline scenes"
@@ -221,19 +223,19 @@ def _is_dataset(folder: Path) -> bool:
 @contextmanager
 def _replacing(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A fresh folder that takes the place of `folder` in the end, and is removed if anything goes wrong."""
-    target = folder.absolute()
+    target = folder.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     if overwrite:
         for old in leftovers(target):
             shutil.rmtree(old)
-    unfinished, replaced = (target.with_name(f"{UNFINISHED}{target.name}-{secrets.token_hex(4)}") for _ in range(2))
-    unfinished.mkdir()
+    new, replaced = unfinished(target), unfinished(target)
+    new.mkdir()
     try:
-        yield unfinished
+        yield new
         if target.exists():
             target.rename(replaced)
-        unfinished.rename(target)
+        new.rename(target)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from inline_attention.data.sources import DataError
+from inline_attention.support.files import read_bounded
+from inline_attention.support.untrusted import parse_json
 
+MAX_BYTES = 2**20
 CLASS_FILES = ("classes.txt", "classes.json", "objectInfo150.txt")
 
 
@@ -37,14 +40,14 @@ def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = 
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
         raise DataError(f"the list of classes {path} cannot be read: {error}") from error
     is_json = path.suffix.lower() == ".json"
     names = _from_json(path, text, reduce_zero_label) if is_json else _from_text(path, text)
     if not names:
         raise DataError(f"the list of classes {path} is empty; write a name on each line")
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(
             f"the list of classes {path} has {twice[0]!r} more than once; give each class a name of its own"
@@ -72,7 +75,7 @@ def _from_text(path: Path, text: str) -> list[str]:
 
 def _from_json(path: Path, text: str, reduce_zero_label: bool) -> list[str]:
     try:
-        content: Any = json.loads(text)
+        content: Any = parse_json(text)
         if isinstance(content, dict):
             return _by_number([(int(label), str(name)) for label, name in content.items()], reduce_zero_label)
         if not isinstance(content, list) or not all(isinstance(name, str) for name in content):

@@ -13,6 +13,7 @@ from inline_attention.data.segmentation.classes import find_class_file, read_cla
 from inline_attention.data.segmentation.pairs import find_pair_folders, find_pairs
 from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
 from inline_attention.data.sources import DataError
+from inline_attention.support.text import printable
 
 
 @dataclass(frozen=True)
@@ -96,5 +97,5 @@ def open_and_check_pairs(
         reports.append(checked.report)
         problems += checked.report.problems
         sources[is_for_training] = checked.source
-    # Once each: both may be the same split.
-    return OpenedPairs(sources.get(True), sources.get(False), reports, list(dict.fromkeys(problems)))
+    problems = [printable(problem) for problem in dict.fromkeys(problems)]  # once each: both may be the same split
+    return OpenedPairs(sources.get(True), sources.get(False), reports, problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
 from inline_attention.data.on_device import training_augmentation
 from inline_attention.data.sampling import TrainingBatches
-from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
 from inline_attention.models.described import create_described_model
+from inline_attention.support.files import read_bounded
 from inline_attention.tasks.classification.evaluation import ClassificationEvaluator
 from inline_attention.tasks.classification.objective import Objective, mixing
 from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, UnusableDataError
@@ -113,9 +113,10 @@ class ClassificationTask:
         if choice.class_file is None:
             return TaskData(opened.train, opened.validation)
         try:
-            names = [line.strip() for line in Path(choice.class_file).read_text().splitlines() if line.strip()]
+            lines = read_bounded(choice.class_file, 2**24).decode().splitlines()
+            names = [line.strip() for line in lines if line.strip()]
             return TaskData(opened.train.with_classes(names), opened.validation.with_classes(names))
-        except (OSError, UnicodeDecodeError, DataError) as error:
+        except (OSError, ValueError) as error:
             raise UnusableDataError([str(error)], "data.class_map") from error
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:

@@ -1,0 +1,182 @@
+"""Archives from strangers: CIFAR-10 and shards."""
+
+import gzip
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+
+from data.conftest import add_to_tar, jpeg
+from inline_attention.data import cifar10
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.sources import DataError
+from inline_attention.support.text import printable
+
+
+def header(name, size, kind=tarfile.REGTYPE):
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def packed(*parts):
+    return b"".join(part.ljust(-(-len(part) // 512) * 512, b"\0") for part in parts) + bytes(1024)
+
+
+def pax(**values):
+    lines = b""
+    for key, value in values.items():
+        line = f" {key}={value}\n"
+        length = len(line) + len(str(len(line) + 3))
+        lines += f"{length}{line}".encode()
+    return [header("pax", len(lines), tarfile.XHDTYPE), lines]
+
+
+SHARDS = {
+    "a negative size": packed(header("0.jpg", -512), b"x"),
+    "a negative size in a pax header": packed(*pax(size=-1024), header("0.jpg", 1), b"x"),
+    "a size beyond the end": packed(header("0.jpg", 2**60), b"x"),
+    "a long name without end": packed(header("x", 2**40, tarfile.GNUTYPE_LONGNAME), b"x"),
+    "a pax header without end": packed(header("x", 2**40, tarfile.XHDTYPE), b"x"),
+    "pax headers without end": packed(*(pax(comment="x") * 5000)),
+    "no number": packed(*pax(size="9" * 5000), header("0.jpg", 1), b"x"),
+    "a sparse file": packed(header("0.jpg", 1, tarfile.GNUTYPE_SPARSE)),
+    "links and devices": packed(*(header("0.jpg", 0, kind) for kind in (b"1", b"2", b"3", b"4", b"5", b"6", b"7"))),
+    "names": packed(header("\x1b[31m/../0.jpg", 1), b"x", header("0.cls", 1), b"0"),
+    "half a header": b"0.jpg" + bytes(300),
+}
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_hostile_shards_give_a_sentence(tmp_path, kind):
+    (tmp_path / "train.tar").write_bytes(SHARDS[kind])
+    with pytest.raises(DataError) as caught:
+        open_dataset("wds/train.tar", tmp_path)
+    assert str(caught.value) == printable(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
+def test_shards_that_are_no_files(tmp_path, kind):
+    path = tmp_path / "train.tar"
+    {"FIFO": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    with pytest.raises(DataError, match=r"does not exist|cannot be read|no file fits"):
+        open_dataset("wds/train.tar", tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["{0..999999999}.tar", "{0..9999}{0..9999}.tar", "{0..%s}.tar" % ("9" * 5000)])
+def test_ranges_of_shards_are_bounded(tmp_path, pattern):
+    with pytest.raises(DataError, match="names more than 1,000,000 archives"):
+        open_dataset(f"wds/{pattern}", tmp_path)
+
+
+def test_members_of_a_shard_name_no_files(tmp_path):
+    (tmp_path / "secret.jpg").write_bytes(jpeg(0))
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        add_to_tar(archive, "0.cls", b"0")
+        link = tarfile.TarInfo("0.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret.jpg")
+        archive.addfile(link)
+    with pytest.raises(DataError, match="no picture in 1 archives"):
+        open_dataset("wds/train.tar", tmp_path)
+
+
+def cifar_archive(path, contents, compress=gzip.compress):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in contents.items():
+            add_to_tar(archive, f"cifar-10-batches-py/{name}", content)
+    (path / "cifar-10-python.tar.gz").write_bytes(compress(file.getvalue()))
+
+
+LIMITED = """
+import resource, sys
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.sources import DataError
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
+try: open_dataset("cifar10", sys.argv[1], "test")
+except DataError as error: print(error)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("name", ["test_batch", "junk"])
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, b"Z"])
+def test_an_archive_that_unpacks_to_gigabytes_takes_little_memory(tmp_path, name, kind):
+    zeros = gzip.compress(bytes(2**24), 9)
+    start = gzip.compress(header(f"cifar-10-batches-py/{name}", 2**33 - 1, kind))
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(start + zeros * 512)
+    result = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert "a member announces 8,589,934,591 bytes" in result.stdout, result.stdout + result.stderr
+    assert result.stdout.count("\n") == 1
+
+
+PIXELS = np.zeros((4, 3072), np.uint8)
+
+
+class _Calls:
+    def __init__(self, function, *arguments):
+        self._call = function, arguments
+
+    def __reduce__(self):
+        return self._call
+
+
+PICKLES = {
+    "calls": pickle.dumps({b"data": _Calls(os.mkdir, "code-ran"), b"labels": [1]}),
+    "an allowed call, for gigabytes": b"\x80\x02cnumpy\ndtype\nX\x04\0\0\0aaaa" + b"q\0h\0h\0\x86R" * 100_000 + b".",
+    "deep": b"\x80\x02)" + b"\x85" * 900_000 + b".",
+    "deeper": b"\x80\x02" + b"(" * 3_000_000 + b".",
+    "a long that has no end": b"\x80\x02\x8b\xff\xff\xff\x7f" + b"1" * 100,
+    "a text that has no end": b"\x80\x02X\xff\xff\xff\xff" + b"1" * 100,
+    "digits": b"I" + b"9" * 100_000 + b"\n.",
+    "extension": b"\x80\x02\x82\x01.",
+    "persistent": b"Pname\n.",
+    "no stop": b"\x80\x02K\x01" * 1000,
+    "labels": pickle.dumps({b"data": PIXELS, b"labels": [2**80, -1, "x", None]}, 2),
+    "two arrays": pickle.dumps({b"data": [PIXELS, PIXELS + 1], b"labels": [1] * 4}, 2),
+}
+
+
+@pytest.mark.parametrize("packing", ["folder", "archive"])
+@pytest.mark.parametrize("kind", PICKLES)
+def test_hostile_pickles_are_not_run(tmp_path, monkeypatch, kind, packing):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pickle, "Unpickler", None)
+    if packing == "archive":
+        cifar_archive(tmp_path, {"test_batch": PICKLES[kind]})
+    else:
+        (tmp_path / "test_batch").write_bytes(PICKLES[kind])
+    with pytest.raises(DataError, match=r"do not trust it|fetch it again"):
+        open_dataset("cifar10", tmp_path, "test")
+    assert not (tmp_path / "code-ran").exists()
+
+
+@pytest.mark.parametrize("protocol", range(5))
+def test_every_protocol_of_pickle_is_read(tmp_path, protocol):
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 3072), dtype=np.uint8)
+    labels = [number % 10 for number in range(40)]
+    names = [b"x%d.png" % number for number in range(40)]
+    content = {b"batch_label": b"1 of 5", b"labels": labels, b"data": pixels, b"filenames": names}
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(content, protocol))
+    source = open_dataset("cifar10", tmp_path, "test")
+    np.testing.assert_array_equal(source.images, pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    assert source.targets.tolist() == labels
+
+
+def test_files_of_cifar10_are_bounded_regular_files(tmp_path):
+    (tmp_path / "test_batch").symlink_to("/dev/zero")
+    (tmp_path / "test_batch.bin").touch()
+    os.truncate(tmp_path / "test_batch.bin", cifar10.MAX_FILE_BYTES + 1)
+    with pytest.raises(DataError, match="cannot be read: it has more than"):
+        open_dataset("cifar10", tmp_path, "test")
+    (tmp_path / "test_batch").unlink()
+    os.mkfifo(tmp_path / "test_batch")
+    with pytest.raises(DataError, match="cannot be read: it has more than"):
+        open_dataset("cifar10", tmp_path, "test")
