@@ -5,6 +5,7 @@ import pickle
 import sys
 import tarfile
 import tempfile
+import types
 
 import numpy as np
 import pytest
@@ -369,3 +370,63 @@ def test_a_dataset_of_the_hub(tmp_path):
         source.load(1)
     with pytest.raises(DataError, match="split 'absent', cannot be opened"):
         open_dataset(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", "absent")
+
+
+def test_rows_of_the_hub_name_no_files_outside_of_the_cache(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for folder in (tmp_path, cache):
+        noise(0).save(folder / "x.png")
+    (cache / "link.png").symlink_to(tmp_path / "x.png")
+    os.mkfifo(cache / "pipe.png")
+    images = [
+        {"bytes": jpeg(0), "path": "/etc/passwd"},
+        {"bytes": None, "path": str(cache / "x.png")},
+        {"bytes": None, "path": str(tmp_path / "x.png")},
+        {"bytes": None, "path": str(cache / ".." / "x.png")},
+        {"bytes": None, "path": str(cache / "link.png")},
+        {"bytes": None, "path": "https://example.com/x.png"},
+        {"bytes": None, "path": "zip://x.png::https://example.com/a.zip"},
+        {"bytes": b"", "path": "x\0.png"},
+        {"bytes": None, "path": str(cache / "pipe.png")},
+        {"bytes": None, "path": None},
+        None,
+    ]
+
+    class Rows(list):
+        def __getitem__(self, key):
+            return [0] * len(self) if key == "label" else {"image": super().__getitem__(key)}
+
+    reader = types.SimpleNamespace(dataset=Rows(images), image_key="image", label_key="label", class_to_idx={"cat": 0})
+    asked = {}
+    monkeypatch.setattr(
+        "timm.data.dataset_factory.create_dataset",
+        lambda name, **options: asked.update(options) or types.SimpleNamespace(reader=reader),
+    )
+    config = types.ModuleType("datasets.config")
+    config.HF_DATASETS_CACHE = cache
+    package = types.ModuleType("datasets")
+    package.config = config
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    monkeypatch.setitem(sys.modules, "datasets.config", config)
+    for root in (None, cache):
+        source = open_dataset("hfds/someone/something", root, "train")
+        assert asked["trust_remote_code"] is False
+        assert source.load(0).size == source.load(1).size == (48, 40)
+        for index in range(2, len(images)):
+            with pytest.raises(ImageError, match="cannot be opened") as caught:
+                source.load(index)
+            assert str(caught.value).isprintable()
+
+
+def test_names_of_files_and_classes_are_shown_as_text(tmp_path):
+    name = os.fsdecode(b"cat\x1b[31m\xff\n")
+    write_pictures(tmp_path / "train", classes=(name, "dog"), each=1)
+    write_pictures(tmp_path / "val", classes=("dog", "fox"), each=1)
+    problems = open_and_check("folder", tmp_path).problems
+    assert len(problems) == 2
+    assert all(problem.isprintable() for problem in problems)
+    with pytest.raises(DataError) as caught:
+        open_dataset("folder", tmp_path / name.strip())
+    assert str(caught.value).isprintable()
+    assert str(caught.value).encode()

@@ -241,3 +241,25 @@ def test_processes_write_the_same(tmp_path):
     assert len(files) == 2 * 66 + 5
     for file in files:
         assert file.read_bytes() == (two / file.relative_to(one)).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 50_000, b'{"kind": "inline scenes"' + b" " * 2**20 + b"}", b"\xff\xfe", None]
+)
+def test_a_manifest_of_a_stranger_does_not_allow_to_overwrite(tmp_path, content):
+    if content is None:
+        os.mkfifo(tmp_path / MANIFEST)
+    else:
+        (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(DataError, match="something else than scenes"):
+        write_scenes(tmp_path, PLAN, overwrite=True)
+
+
+def test_a_folder_whose_name_is_a_pattern_or_a_link(tmp_path):
+    (tmp_path / ".unfinished-scenes-1").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "s[c]*").symlink_to("real")
+    assert leftovers(tmp_path / "s*") == []
+    write_scenes(tmp_path / "s[c]*", ScenesPlan(images=1, validation_images=1, size=64), overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".unfinished-scenes-1", "real", "s[c]*"]
+    assert (tmp_path / "real" / MANIFEST).is_file()

@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 import zlib
 
@@ -355,3 +356,31 @@ def test_pairs_in_subfolders_and_hidden_files(tmp_path):
 def test_too_many_classes():
     with pytest.raises(DataError, match="1 to 255 classes, got 256"):
         LabelRules(256)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("classes.json", "[" * 100_000),
+        ("classes.json", "[" * 60 + "]" * 60),
+        ("classes.json", '{"0": ' + "9" * 10_000 + "}"),
+        ("classes.json", '{"' + "9" * 10_000 + '": "x"}'),
+        ("classes.json", "7"),
+        ("classes.txt", "x\n" * 1_000_000),
+        ("classes.txt", "\n".join(f"{number}\x1b[31m" for number in range(1000))),
+        ("classes.txt", "\x1b[31m\n\x1b[31m\n"),
+    ],
+)
+def test_hostile_lists_of_classes_give_a_sentence(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    problems = open_and_check_pairs(tmp_path).problems
+    assert len(problems) == 1
+    assert problems[0].isprintable()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_list_of_classes_that_is_no_file(tmp_path, kind):
+    path = tmp_path / "mine.txt"
+    os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
+    (problem,) = open_and_check_pairs(tmp_path, class_file=path).problems
+    assert "is not a regular file" in problem
