@@ -1,5 +1,6 @@
 """Checkpoints that survive: kills at every moment, damage of every kind, full and forbidden disks, races."""
 
+import hashlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ import torch
 
 from engine import saving
 from engine.saving import Child, assert_holds, save
-from inline_attention.engine import checkpoints, durable_files
+from inline_attention.engine import checkpoint_format, checkpoints, durable_files
 from inline_attention.engine.checkpoints import (
     CheckpointError,
     CheckpointStore,
@@ -550,7 +551,7 @@ def test_waiting_for_another_save_ends(store, folder, monkeypatch):
 
 
 def test_without_locks_saves_work_and_leftovers_stay(store, folder, monkeypatch):
-    monkeypatch.setattr(durable_files, "_try_lock", lambda descriptor: None)
+    monkeypatch.setattr(durable_files, "try_lock", lambda descriptor: None)
     leftover = folder / f"{durable_files.UNFINISHED}whose"
     leftover.mkdir(parents=True)
     save(store, 1)
@@ -570,3 +571,123 @@ def test_two_processes_racing(folder, skipped, steps):
         open_training_checkpoint(path).verify()
     assert not any(name.startswith(durable_files.UNFINISHED) for name in names(folder))
     assert not skipped()
+
+
+# What strangers write
+
+
+def forge(manifest, **changes):
+    """Change a manifest and give it the checksum that goes with it."""
+    content = json.loads(manifest.read_text())
+    del content["sha256"]
+    manifest.write_bytes(checkpoint_format._render(content | changes))
+
+
+STORED = {"size": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epoch": -5}, "epoch must be a whole number"),
+        ({"epoch": 10**30}, "epoch must be a whole number"),
+        ({"epoch": True}, "epoch must be a whole number"),
+        ({"epoch": 1.5}, "epoch must be a whole number"),
+        ({"step": "1"}, "step must be a whole number"),
+        ({"step": float("nan")}, "step must be a whole number"),
+        ({"sequence": None}, "sequence must be a whole number"),
+        ({"metric": "1e5"}, "metric must be a number"),
+        ({"metric": [1]}, "metric must be a number"),
+        ({"model": "a\x1b[31mb"}, "model must be a short name"),
+        ({"model": "a" * 1000}, "model must be a short name"),
+        ({"model": 3}, "model must be a short name"),
+        ({"files": {}}, "it must name"),
+        ({"files": [1]}, "damaged"),
+        ({"files": {"../../other": STORED}}, r"it names the file '\.\./\.\./other'"),
+        ({"files": {"model.safetensors": STORED | {"size": -1}, "state.pt": STORED}}, "size of model"),
+        ({"files": {"model.safetensors": STORED | {"sha256": 3}, "state.pt": STORED}}, "checksum of model"),
+        ({"files": {"model.safetensors": {}, "state.pt": STORED}}, "damaged"),
+        ({"format": "one"}, "damaged"),
+        ({"deep": json.loads("[" * 100 + "]" * 100)}, "nested more than 50 deep"),
+        ({"long": "x" * 2_000_000}, "more than"),
+    ],
+)
+def test_a_forged_manifest_is_refused_in_a_sentence(store, changes, message):
+    saved = save(store, 1)
+    forge(saved.path / "manifest.json", **changes)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        open_training_checkpoint(saved.path)
+    assert "\n" not in str(refused.value)
+    assert "\x1b" not in str(refused.value)
+    assert store.latest_valid() is None
+    assert store.names() == [saved.path.name]
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"9" * 10_000, b"\xff", b"", b"null", b"[]", b'{"format": 1}'])
+def test_nonsense_in_place_of_a_manifest_is_refused_in_a_sentence(store, content):
+    saved = save(store, 1)
+    (saved.path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged") as refused:
+        open_training_checkpoint(saved.path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_pipe_in_place_of_a_manifest_is_refused_at_once(store):
+    saved = save(store, 1)
+    (saved.path / "manifest.json").unlink()
+    os.mkfifo(saved.path / "manifest.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_training_checkpoint(saved.path)
+
+
+@pytest.mark.parametrize("target", ["step-00000002", ".", "..", "../..", "step-00000001", "/tmp"])
+def test_a_link_in_place_of_a_checkpoint_is_refused(store, skipped, target):
+    save(store, 1)
+    (store.folder / "step-00000002").symlink_to(target)
+    assert_holds(store.latest_valid(), 1)
+    assert any("step-00000002" in message for message in skipped())
+    save(store, 2)
+    assert_holds(store.latest_valid(), 2)
+    assert (store.folder / "step-00000002").is_symlink()
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_link_in_place_of_a_file_is_refused(store, tmp_path, name):
+    saved = save(store, 1)
+    (saved.path / name).rename(tmp_path / name)
+    (saved.path / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a link"):
+        open_training_checkpoint(saved.path).load()
+
+
+def test_a_pointer_out_of_the_folder_is_not_followed(store, tmp_path):
+    other = save(CheckpointStore(tmp_path / "other"), 5)
+    save(store, 1)
+    (store.folder / "last").unlink()
+    (store.folder / "last").symlink_to(other.path)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        open_training_checkpoint(store.folder / "last")
+
+
+def test_a_tensor_that_claims_more_than_there_is_is_refused(store):
+    saved = save(store, 1)
+    huge = torch.zeros(1).as_strided((2**36,), (0,))
+    torch.save({"optimizer": [{"exp_avg": huge}]}, saved.path / "state.pt")
+    content = (saved.path / "state.pt").read_bytes()
+    files = json.loads((saved.path / "manifest.json").read_text())["files"]
+    files["state.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    forge(saved.path / "manifest.json", files=files)
+    with pytest.raises(CheckpointError, match="larger than its data"):
+        open_training_checkpoint(saved.path).load()
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_one(store, monkeypatch):
+    save(store, 1)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for find in (store.latest_valid, store.best, store.names):
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Permission denied\)"):
+            find()

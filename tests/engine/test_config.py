@@ -1,5 +1,6 @@
 """Configurations: strict reading with all errors at once, YAML there and back, overrides, flags, checks, arithmetic."""
 
+import os
 from dataclasses import fields, replace
 
 import pytest
@@ -196,10 +197,37 @@ class TestYaml:
         file.write_text(to_yaml(TrainConfig()), encoding="utf-8")
         assert read_config(file) == TrainConfig()
         file.write_bytes(b"\xff\xfe")
-        for path, reason in ((file, "UTF-8"), (tmp_path / "missing.yaml", "No such file"), (tmp_path, "directory")):
+        for path, reason in (
+            (file, "UTF-8"),
+            (tmp_path / "missing.yaml", "No such file"),
+            (tmp_path, "not a regular file"),
+        ):
             with pytest.raises(ConfigError, match=reason) as caught:
                 read_config(path)
             assert str(path) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("model:\n  arguments: " + "[" * 5000 + "]" * 5000, "nested more than 50 deep"),
+            ("training:\n  epochs: " + "9" * 10_000, "cannot be read"),
+            ("training:\n  epochs: " + "9" * 400, "expected a whole number"),
+            ("optimizer:\n  lr: " + "9" * 400, "expected a number"),
+            ("a: " + "x" * 2_000_000, "more than"),
+            ("a: &x 1\nb: *x", "aliases"),
+        ],
+        ids=["deep", "digits", "large", "large float", "long", "alias"],
+    )
+    def test_hostile_text_is_refused_in_a_sentence(self, tmp_path, text, message):
+        file = tmp_path / "args.yaml"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config(file)
+
+    def test_a_pipe_in_the_place_of_a_file_is_refused(self, tmp_path):
+        os.mkfifo(tmp_path / "args.yaml")
+        with pytest.raises(ConfigError, match="not a regular file"):
+            read_config(tmp_path / "args.yaml")
 
 
 class TestOverrides:
@@ -222,6 +250,40 @@ class TestOverrides:
         assert (config.augmentation.mixup, config.augmentation.auto_augment) == (0.0, None)
         assert (config.training.amp, config.run.experiment, config.run.output) == ("off", "123", "C: {odd} = name")
         assert config.model.arguments == {"depth": 4, "depths": (1, 2)}
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("photos #2", "photos #2"),
+            ("  a b\t", "  a b\t"),
+            ("~", "~"),
+            ("a: b", "a: b"),
+            ("[1, 2]", "[1, 2]"),
+            ("first\nsecond", "first\nsecond"),
+            ("it's", "it's"),
+            ('"a" and "b"', '"a" and "b"'),
+            ("&anchor", "&anchor"),
+            ("null", None),
+            ('"null"', "null"),
+            ("'a # b'", "a # b"),
+            ("'it''s'", "it's"),
+            ('"tab\\t"', "tab\t"),
+            ("'", "'"),
+            ('"', '"'),
+        ],
+    )
+    def test_text_is_taken_as_it_is_but_for_quotes_around_it(self, text, expected):
+        assert with_overrides(TrainConfig(), [f"data.dir={text}"]).data.dir == expected
+
+    def test_null_is_text_where_nothing_is_no_value(self):
+        assert with_overrides(TrainConfig(), ["run.output=null"]).run.output == "null"
+
+    def test_one_of_several_words_is_text_too(self):
+        assert "training.amp" in problems_of(with_overrides, TrainConfig(), ["training.amp=off # not now"])
+
+    @pytest.mark.parametrize("text", ["[" * 5000 + "]" * 5000, "9" * 10_000, "{a: " * 60 + "}" * 60])
+    def test_deep_and_endless_values_are_refused(self, text):
+        assert "model.arguments" in problems_of(with_overrides, TrainConfig(), [f"model.arguments={text}"])
 
     def test_the_last_one_wins_and_the_original_is_untouched(self):
         base = with_overrides(TrainConfig(), ["model.arguments={depth: 3, patch_size: 2}"])
@@ -271,6 +333,21 @@ class TestFlags:
             "--data-dir --dataset --num-classes --img-size --input-size --class-map --log-wandb --model"
         )
         assert set(expected.split()) <= {name for flag in FLAGS for name in flag.names}
+
+    @pytest.mark.parametrize(
+        "text",
+        ["photos #2", "~", " a ", "'quoted'", '"quoted"', "a\nb", "{0}", "a\\nb", "\udcff", "😀", "a: [", "'", ""],
+    )
+    @pytest.mark.parametrize(
+        ("name", "setting"), [("--data-dir", "data.dir"), ("--output", "run.output"), ("--model", "model.name")]
+    )
+    def test_text_is_taken_as_it_is(self, name, setting, text):
+        config = with_overrides(TrainConfig(), self.flag(name).overrides(text))
+        section, field = setting.split(".")
+        assert getattr(getattr(config, section), field) == text
+
+    def test_null_turns_optional_text_off(self):
+        assert with_overrides(TrainConfig(), self.flag("--aa").overrides("null")).augmentation.auto_augment is None
 
     def flag(self, name):
         return next(flag for flag in FLAGS if name in flag.names)

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine import commands
+from engine.runs import TINY, assert_same_end, checkpoints, config, from_files
 from engine.saving import Child
-from engine.test_training import TINY, assert_same_end, config
-from inline_attention.data import open_dataset
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.engine import running
 from inline_attention.engine.checkpoints import CheckpointStore
@@ -30,10 +29,6 @@ def train_without(denied, output, *arguments):
     command = ["train", "digits", "--output", str(output), "--experiment", "run", *settings, *map(str, arguments)]
     (result,) = Child(commands.run_command, command, denied).received()
     return result
-
-
-def checkpoints(folder):
-    return {path.name for path in (folder / "checkpoints").glob("step-*")}
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tmp_path):
@@ -101,26 +96,6 @@ def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
     assert (stopped.value.exit_code, len(sent)) == (143, 3)
     parts, _ = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
     assert_same_end(whole, parts)
-
-
-@pytest.fixture
-def pictures(tmp_path):
-    """64 digits to train on and 25 to evaluate on, as files."""
-    for split, folder, count in (("train", "train", 64), ("validation", "val", 25)):
-        source = open_dataset("digits", split=split)
-        for index in range(count):
-            path = tmp_path / "digits" / folder / str(source.targets[index]) / f"{index}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            source.load(index).save(path)
-    return tmp_path / "digits"
-
-
-def from_files(tmp_path, pictures, name, *overrides):
-    return config(
-        tmp_path, f"run.experiment={name}", "data.dataset=folder", f"data.dir={pictures}", "data.in_memory=false",
-        "augmentation.crop=resized", "data.workers=1", "training.batch_size=16", "training.total_batch_size=16",
-        *overrides,
-    )  # fmt: skip
 
 
 def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_back(tmp_path, pictures, monkeypatch):
@@ -235,3 +210,103 @@ def test_nothing_in_foreign_weights_is_run(tmp_path):
     with pytest.raises(CheckpointError, match=r"foreign\.pth"):
         running.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.pth'}"))
     assert not (tmp_path / "attacked").exists()
+
+
+def damage_all(folder):
+    for state in folder.glob("checkpoints/step-*/state.pt"):
+        state.write_bytes(state.read_bytes()[:-1])
+
+
+def test_nothing_is_overwritten_if_every_checkpoint_is_damaged(tmp_path):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    damage_all(folder)
+    summary, names = (folder / "summary.csv").read_text(), checkpoints(folder)
+    for resumed in ("auto", folder, folder / "checkpoints"):
+        with pytest.raises(ConfigError, match=r"run\.resume: none of the 1 checkpoints in .* is intact"):
+            running.train(config(tmp_path, "run.experiment=run", f"run.resume={resumed}"))
+    assert ((folder / "summary.csv").read_text(), checkpoints(folder)) == (summary, names)
+    # Told to, the run starts from zero, and what was there is set aside.
+    anew = ["run.experiment=run", "run.resume=auto", "run.start_anew=true"]
+    running.train(config(tmp_path, *anew, "training.epochs=1"))
+    assert (folder / "previous-1" / "summary.csv").read_text() == summary
+    assert checkpoints(folder / "previous-1") == names
+    # And goes on from there, whatever it was told: torchrun restarts with the same command.
+    running.train(config(tmp_path, *anew))
+    assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
+    assert not (folder / "previous-2").exists()
+
+
+def test_start_anew_sets_aside_what_is_there(tmp_path):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    with pytest.raises(ConfigError, match=r"holds checkpoints already; .*--start-anew"):
+        running.train(config(tmp_path, "run.experiment=run"))
+    running.train(config(tmp_path, "run.experiment=run", "run.start_anew=true"))
+    assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
+    assert checkpoints(folder / "previous-1") == {"step-00000005"}
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o555], ids=["unreadable", "unsearchable", "unwritable"])
+def test_checkpoints_that_may_not_be_read_or_written_are_found_before_the_first_update(mode):
+    with tempfile.TemporaryDirectory() as outer:
+        folder, _ = running.train(config(Path(outer), "run.experiment=run", "training.epochs=1"))
+        summary = (folder / "summary.csv").read_text()
+        for path in (Path(outer), *Path(outer).rglob("*")):
+            if not path.is_symlink():
+                os.chmod(path, 0o777 if path.is_dir() else 0o666)
+        os.chmod(folder / "checkpoints", mode)
+        denied = "root" if os.geteuid() == 0 else "nothing"
+        code, output = train_without(denied, outer, "--resume", "auto", "--epochs", "3")
+        os.chmod(folder / "checkpoints", 0o777)
+        assert (code, "Traceback" in output) == (1, False), output
+        assert "checkpoints" in output
+        assert "Permission denied" in output
+        assert (folder / "summary.csv").read_text() == summary
+
+
+def test_a_link_or_a_file_in_place_of_the_checkpoints_is_found_before_the_first_update(tmp_path):
+    for name in ("link", "file"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file" / "checkpoints").write_text("")
+    for name in ("link", "file"):
+        with pytest.raises(ConfigError, match="checkpoints cannot be written"):
+            running.train(config(tmp_path, f"run.experiment={name}"))
+        assert os.listdir(tmp_path / name) == ["checkpoints"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state["position"].update(epoch=-5), "epoch is impossible"),
+        (lambda state: state["position"].update(updates=10**30), "updates is impossible"),
+        (lambda state: state["position"].update(loss_sum=float("nan")), "loss_sum is impossible"),
+        (lambda state: state["position"].update(rows=[3]), "rows is impossible"),
+        (lambda state: state["position"].update(epoch=7), "not the manifest's"),
+        (lambda state: state["position"].update(unknown=1), "TypeError"),
+        (lambda state: state.pop("broken"), "KeyError"),
+        (lambda state: state.update(generators=[{"cpu": torch.zeros(3)}]), "cannot be resumed"),
+        (lambda state: state.update(generators=3), "cannot be resumed"),
+        (lambda state: state.update(optimizer={"state": {}, "param_groups": []}), "cannot be resumed"),
+        (lambda state: state.update(optimizer=[]), "cannot be resumed"),
+        (lambda state: state.update(deal={}), "cannot be resumed"),
+    ],
+)
+def test_a_forged_state_is_refused_in_a_sentence(tmp_path, change, message):
+    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    store = CheckpointStore(folder / "checkpoints")
+    last = store.latest_valid()
+    loaded = last.load()
+    change(loaded.state)
+    store.save(step=last.step, epoch=last.epoch, weights=loaded.weights, state=loaded.state, metadata=loaded.metadata)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+    assert "\n" not in str(refused.value)
+
+
+def test_names_that_are_not_utf8_are_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.experiment: expected a name in UTF-8.*\\udcff"):
+        running.train(config(tmp_path, "run.experiment=a\udcff"))
+    with pytest.raises(ConfigError, match=r"run\.experiment: expected text without NUL"):
+        running.train(config(tmp_path, "run.experiment=a\0b"))
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """Runs that are stopped, poisoned or resumed with other settings: what is kept, what is refused, what is said."""
 
-import csv
 import dataclasses
 import math
 import multiprocessing
@@ -11,17 +10,14 @@ import threading
 import pytest
 import torch
 
-from engine.test_faults import from_files, pictures
-from engine.test_training import assert_same_end, config, final_weights
+from engine.runs import assert_same_end, config, final_weights, from_files, last_checkpoint, rows
 from inline_attention.engine import running, trainer
 from inline_attention.engine.checkpoint_format import find_weights
-from inline_attention.engine.checkpoints import TrainingCheckpoint, open_training_checkpoint
+from inline_attention.engine.checkpoints import TrainingCheckpoint
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.trainer import DivergedError, Trainer
-
-__all__ = ["pictures"]
 
 RESNET = [
     "model.name=resnet10t",
@@ -29,15 +25,6 @@ RESNET = [
     "model.img_size=null",
     "model.drop_path=null",
 ]
-
-
-def rows(folder):
-    with (folder / "summary.csv").open() as stream:
-        return list(csv.DictReader(stream))
-
-
-def last_checkpoint(folder):
-    return open_training_checkpoint(folder / "checkpoints" / "last")
 
 
 def after_update(monkeypatch, number, act):

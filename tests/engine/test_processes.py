@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine import pair
-from engine import test_training as digits
+from engine import runs as digits
 from engine.pair import in_pair
 from inline_attention.data import open_dataset
 from inline_attention.engine import running

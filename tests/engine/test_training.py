@@ -17,11 +17,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from engine.runs import assert_same_end, checkpoints, command, config, final_weights
 from inline_attention.cli.main import app
 from inline_attention.engine import running, trainer
 from inline_attention.engine.checkpoint_format import find_weights
-from inline_attention.engine.checkpoints import open_training_checkpoint
-from inline_attention.engine.config import ConfigError, from_yaml, with_overrides
+from inline_attention.engine.config import ConfigError, from_yaml
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
 from inline_attention.models.checkpoints import CheckpointError
@@ -30,16 +30,6 @@ from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.tasks.classification import evaluation
 from inline_attention.tasks.classification.objective import Objective
 
-TINY = [
-    "model.arguments={patch_size: 2, embed_dim: 32, num_heads: 1, depth: 1}",
-    "model.drop_path=0.1",
-    "training.epochs=2",
-    "training.batch_size=256",
-    "training.total_batch_size=256",
-    "schedule.warmup_epochs=0",
-    "logging.tensorboard=false",
-    "checkpoints.keep_last=2",
-]
 # Worker processes, timm's augmentation, mixing, accumulation and an average: everything that could lose its place.
 ELABORATE = [
     "data.in_memory=false",
@@ -57,27 +47,6 @@ ELABORATE = [
 ON_DEVICE = ["augmentation.auto_augment=rand-m9-mstd0.5-inc1", "augmentation.reprob=0.5"]
 
 
-def config(tmp_path, *overrides):
-    return with_overrides(get_recipe("digits").config, [*TINY, f"run.output={tmp_path}", *overrides])
-
-
-def final_weights(folder: Path, name="model.safetensors"):
-    return load_file(folder / "checkpoints" / "last" / name)
-
-
-def assert_same_end(first: Path, second: Path):
-    for name in ("model.safetensors", "model_ema.safetensors"):
-        if not (first / "checkpoints" / "last" / name).exists():
-            continue
-        weights, others = final_weights(first, name), final_weights(second, name)
-        assert weights.keys() == others.keys()
-        for key in weights:
-            assert torch.equal(weights[key], others[key]), key
-    assert (first / "summary.csv").read_text() == (second / "summary.csv").read_text()
-    best = [open_training_checkpoint(run / "checkpoints" / "best") for run in (first, second)]
-    assert (best[0].step, best[0].metric) == (best[1].step, best[1].metric)
-
-
 @pytest.fixture
 def stop_after(monkeypatch):
     """Send this process a signal after so many updates, once."""
@@ -91,7 +60,8 @@ def stop_after(monkeypatch):
             if update == updates and not sent:
                 sent.append(number)
                 os.kill(os.getpid(), number)
-                os.kill(os.getpid(), number)  # impatience changes nothing
+                if number == signal.SIGTERM:
+                    os.kill(os.getpid(), number)  # schedulers may repeat it
 
         monkeypatch.setattr(RunReport, "update_done", update_done)
 
@@ -103,7 +73,7 @@ def test_ctrl_c_saves_and_leaves_with_130(tmp_path, stop_after):
     with pytest.raises(InterruptedBySignalError) as stopped:
         running.train(config(tmp_path, "run.experiment=run"))
     assert stopped.value.exit_code == 130
-    assert _checkpoints(tmp_path / "run")
+    assert checkpoints(tmp_path / "run")
 
 
 def test_a_padded_crop_needs_data_in_memory(tmp_path):
@@ -231,17 +201,6 @@ def test_resuming_where_nothing_is_says_so(tmp_path, capsys):
     assert f"nothing to resume in {tmp_path / 'new'}" in capsys.readouterr().out.replace("\n", "")
 
 
-def command(tmp_path, *arguments):
-    settings = [word for setting in TINY for word in ("--set", setting)]
-    return [
-        sys.executable, "-m", "inline_attention", "train", "digits", "--output", str(tmp_path), *settings, *arguments
-    ]  # fmt: skip
-
-
-def _checkpoints(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "checkpoints").glob("step-*")}
-
-
 def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
     arguments = ["--set", "checkpoints.interval_steps=1", "--set", "training.epochs=3"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -253,9 +212,9 @@ def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
         process = subprocess.Popen(
             command(tmp_path, "--experiment", "parts", "--resume", "auto", *arguments), stdout=subprocess.DEVNULL
         )
-        known = _checkpoints(parts)
+        known = checkpoints(parts)
         deadline = time.monotonic() + 120
-        while process.poll() is None and _checkpoints(parts) == known and time.monotonic() < deadline:
+        while process.poll() is None and checkpoints(parts) == known and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(kill_after)
         process.kill()
@@ -453,7 +412,7 @@ def test_a_killed_process_is_restarted_by_torchrun_and_the_run_goes_on(tmp_path)
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not _checkpoints(tmp_path / "run") and time.monotonic() < deadline:
+    while not checkpoints(tmp_path / "run") and time.monotonic() < deadline:
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)

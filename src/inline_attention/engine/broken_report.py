@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inline_attention.data.broken import BrokenImage, BrokenImages, write_report
 from inline_attention.engine.processes import Processes
+from inline_attention.support.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class BrokenReport:
         if self._folder is not None:
             where = f", all in {write_report(self._folder, everything)}"
         new = len(everything) - self._known
-        logger.warning("left out %d broken images%s; the last: %s", new, where, everything[-1])
+        logger.warning("left out %d broken images%s; the last: %s", new, where, printable(everything[-1]))
 
     def state(self) -> list[list[tuple[str, str]]]:
         """For a checkpoint: name and reason of each, by dataset."""

@@ -15,6 +15,8 @@ import json
 import math
 import os
 import pickle
+import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +26,18 @@ import torch
 from torch import Tensor
 
 from inline_attention.engine.durable_files import follow_pointer, sync_folder, write_durably
+from inline_attention.engine.plain_data import tensors_in
 from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
+from inline_attention.support.files import open_regular, read_bounded
+from inline_attention.support.text import printable
+from inline_attention.support.untrusted import parse_json
 
 FORMAT = 1
 WEIGHTS, EMA_WEIGHTS, STATE, MANIFEST = "model.safetensors", "model_ema.safetensors", "state.pt", "manifest.json"
 USE_ANOTHER = "use another checkpoint"
+LARGEST_MANIFEST = 1 << 20  # bytes
+LARGEST_NUMBER = 2**53  # of steps, epochs, bytes
+LONGEST_MODEL_NAME = 200
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -86,11 +95,15 @@ class TrainingCheckpoint:
         for name, stored in self.files.items():
             path = self.path / name
             try:
-                size = path.stat().st_size
+                found = path.lstat()
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be found ({error.strerror}); {USE_ANOTHER}") from error
-            if size != stored.size:
-                raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {stored.size}; {USE_ANOTHER}")
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(f"{path} is a link or not a regular file, expected a file; {USE_ANOTHER}")
+            if found.st_size != stored.size:
+                raise CheckpointError(
+                    f"{path} is damaged: it has {found.st_size} bytes, expected {stored.size}; {USE_ANOTHER}"
+                )
 
     def verify(self) -> None:
         """Check every byte of every file.
@@ -192,16 +205,18 @@ def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
     Raises:
         CheckpointError: If there is none, it was altered, or a later version of this library wrote it.
     """
-    folder = Path(path)
+    folder = follow_pointer(Path(path))
     try:
-        folder = follow_pointer(folder)
-        raw = (folder / MANIFEST).read_bytes()
-    except OSError as error:
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder} is a link to {os.readlink(folder)}; name the checkpoint's own folder")
+        raw = read_bounded(folder / MANIFEST, LARGEST_MANIFEST)
+    except (OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: {MANIFEST} cannot be read ({error.strerror}); {USE_ANOTHER}"
+            f"{folder} is no complete checkpoint: {MANIFEST} cannot be read ({reason}); {USE_ANOTHER}"
         ) from error
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
         if content["format"] > FORMAT:
             raise CheckpointError(
                 f"{folder} has the format {content['format']}, expected {FORMAT} or less; "
@@ -210,15 +225,41 @@ def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
         # Rendered again and compared to the byte, so that no alteration passes, be it in white space.
         if _render({name: value for name, value in content.items() if name != "sha256"}) != raw:
             raise ValueError("its contents do not match its checksum")
-        files = {name: StoredFile(**content["files"][name]) for name in (WEIGHTS, STATE)}
-        if EMA_WEIGHTS in content["files"]:
-            files[EMA_WEIGHTS] = StoredFile(**content["files"][EMA_WEIGHTS])
-        metric = None if content["metric"] is None else float(content["metric"])
-        return TrainingCheckpoint(
-            folder, content["sequence"], content["step"], content["epoch"], metric, content["model"], files
-        )
+        return _described(folder, content)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error}); {USE_ANOTHER}") from error
+
+
+def _described(folder: Path, content: Mapping[str, Any]) -> TrainingCheckpoint:
+    """Return what a manifest says. Its checksum is no proof: a stranger can compute one too."""
+    numbers = {name: _whole_number(name, content[name]) for name in ("sequence", "step", "epoch")}
+    files: dict[str, StoredFile] = {}
+    for name, described in content["files"].items():
+        if name not in (WEIGHTS, EMA_WEIGHTS, STATE):
+            raise ValueError(f"it names the file {printable(name)!r}")
+        stored = StoredFile(**described)
+        _whole_number(f"size of {name}", stored.size)
+        if not isinstance(stored.sha256, str) or not re.fullmatch("[0-9a-f]{64}", stored.sha256):
+            raise ValueError(f"the checksum of {name} is none")
+        files[name] = stored
+    if not files.keys() >= {WEIGHTS, STATE}:
+        raise ValueError(f"it must name {WEIGHTS} and {STATE}")
+    metric, model = content["metric"], content["model"]
+    if isinstance(metric, str) and metric in ("nan", "inf", "-inf"):
+        metric = float(metric)
+    if metric is not None and type(metric) not in (int, float):
+        raise ValueError(f"metric must be a number, got {printable(metric)[:40]!r}")
+    if not isinstance(model, str) or len(model) > LONGEST_MODEL_NAME or not printable(model) == model:
+        raise ValueError("model must be a short name")
+    return TrainingCheckpoint(
+        folder, **numbers, metric=None if metric is None else float(metric), model=model, files=files
+    )
+
+
+def _whole_number(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
+        raise ValueError(f"{name} must be a whole number from 0 to 2^53, got {printable(value)[:40]}")
+    return value
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
@@ -229,7 +270,7 @@ def _render(content: Mapping[str, Any]) -> bytes:
 
 def _checksum(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}") from error
@@ -248,4 +289,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as a training's state ({reason}); {USE_ANOTHER}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a dict; {USE_ANOTHER}")
+    for tensor in tensors_in(state):
+        # A view can claim any size: with strides of zero, a copy of it would not fit into any memory.
+        if tensor.layout is not torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{path} holds a tensor that is larger than its data; {USE_ANOTHER}")
     return state

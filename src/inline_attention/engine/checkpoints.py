@@ -35,6 +35,7 @@ from inline_attention.engine.durable_files import (
 )
 from inline_attention.engine.plain_data import plain_copy, tensor_bytes
 from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.support.text import printable
 
 __all__ = [
     "CheckpointError",
@@ -162,11 +163,15 @@ class CheckpointStore:
         return saved
 
     def latest_valid(self) -> TrainingCheckpoint | None:
-        """The checkpoint that was saved last and is as it was written; damaged ones are named in the log."""
+        """Return the newest intact checkpoint, or None. Damaged ones are named in the log.
+
+        Raises:
+            CheckpointError: If the folder cannot be read.
+        """
         return _first_valid(_newest_first(self._readable(report=True)))
 
     def best(self) -> TrainingCheckpoint | None:
-        """The checkpoint with the best finite metric that is as it was written; damaged ones are named in the log."""
+        """Return the intact checkpoint with the best finite metric, or None. Damaged ones are named in the log."""
         return _first_valid(self._best_first(self._readable(report=True)))
 
     def _write(self, contents: Mapping[str, Any]) -> TrainingCheckpoint:
@@ -190,7 +195,9 @@ class CheckpointStore:
         """
         with _only_warning(saved):
             complete = [checkpoint for checkpoint in self._readable() if _is_complete(checkpoint)]
-            replaced = {path for path in self._folders() if _step_of(path) == saved.step} - {saved.path}
+            replaced = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()} - {
+                saved.path
+            }
             current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
             best = self._best_first(current)[: self.keep_best]
             kept = {checkpoint.path for checkpoint in (*_newest_first(current)[: self.keep_last], *best)}
@@ -202,18 +209,39 @@ class CheckpointStore:
                 with _only_warning(saved):
                     remove_folder(path)
 
+    def names(self) -> list[str]:
+        """Return the names of all checkpoints, intact or not.
+
+        Raises:
+            CheckpointError: If the folder cannot be read.
+        """
+        return [path.name for path in self._folders()]
+
     def _folders(self) -> list[Path]:
-        return [path for path in self.folder.glob("step-*") if path.is_dir()]
+        """Checkpoints, and links in their place, which `open_training_checkpoint` refuses."""
+        try:
+            with os.scandir(self.folder) as entries:
+                return [
+                    self.folder / entry.name
+                    for entry in entries
+                    if entry.name.startswith("step-") and (entry.is_symlink() or entry.is_dir())
+                ]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be read ({error.strerror})") from error
 
     def _readable(self, report: bool = False) -> list[TrainingCheckpoint]:
         """All checkpoints with an intact manifest; the others are named in the log if asked."""
         checkpoints: list[TrainingCheckpoint] = []
         for path in self._folders():
             try:
+                if path.is_symlink():  # pointers aside, of which none is called so
+                    raise CheckpointError(f"{path} is a link to {os.readlink(path)}, expected a folder")
                 checkpoints.append(open_training_checkpoint(path))
             except CheckpointError as error:
                 if report:
-                    logger.warning("skipped a checkpoint: %s", error)
+                    logger.warning("skipped a checkpoint: %s", printable(error))
         return checkpoints
 
     def _best_first(self, checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
@@ -237,7 +265,7 @@ def _first_valid(checkpoints: Sequence[TrainingCheckpoint]) -> TrainingCheckpoin
         try:
             checkpoint.verify()
         except CheckpointError as error:
-            logger.warning("skipped a checkpoint: %s", error)
+            logger.warning("skipped a checkpoint: %s", printable(error))
         else:
             return checkpoint
     return None
@@ -261,7 +289,7 @@ def _rename_to_free_name(source: Path, target: Path) -> Path:
     for number in count(1):
         free = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:
-            if not free.exists():
+            if not os.path.lexists(free):
                 source.rename(free)
                 return free
         except OSError as error:
@@ -274,7 +302,7 @@ def _rename_to_free_name(source: Path, target: Path) -> Path:
 def _only_warning(saved: TrainingCheckpoint) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         logger.warning("%s was saved, but what is beside it could not be tidied up: %s", saved.path, error)
 
 

@@ -16,6 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 UNFINISHED = ".unfinished-"
 LOCK_FILE = ".lock"
 LONGEST_NAME = 255  # bytes, on common file systems
@@ -83,10 +88,16 @@ def point_to(pointer: Path, name: str | None) -> None:
 
 
 def follow_pointer(path: Path) -> Path:
-    """What a pointer written as a text file points to; any other path as it is."""
-    if not path.is_file() or path.stat().st_size > LONGEST_NAME:
+    """Return what a pointer, a link or a text file with the name of a folder beside it, points to; else the path."""
+    try:
+        if path.is_symlink():
+            name = os.readlink(path)
+        elif path.is_file() and path.stat().st_size <= LONGEST_NAME:
+            name = path.read_bytes().decode(errors="replace").strip()
+        else:
+            return path
+    except OSError:
         return path
-    name = path.read_bytes().decode(errors="replace").strip()
     return path.with_name(name) if re.fullmatch(r"[\w-]+", name) else path
 
 
@@ -112,7 +123,7 @@ def exclusive(folder: Path) -> Iterator[bool]:
     """
     with (folder / LOCK_FILE).open("ab") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT
-        while (locked := _try_lock(file.fileno())) is False:
+        while (locked := try_lock(file.fileno())) is False:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process has been writing there for {LOCK_TIMEOUT:.0f} seconds; stop it")
             time.sleep(0.02)
@@ -120,30 +131,23 @@ def exclusive(folder: Path) -> Iterator[bool]:
             yield bool(locked)
         finally:
             if locked:
-                _unlock(file.fileno())
+                unlock(file.fileno())
 
 
-if sys.platform == "win32":
-
-    def _try_lock(_descriptor: int) -> bool | None:
+def try_lock(descriptor: int) -> bool | None:
+    """Return True if the lock was taken, False if another has it, None if there are no locks here."""
+    if fcntl is None:
         return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
-    def _unlock(_descriptor: int) -> None:
-        pass
 
-else:
-    import fcntl
-
-    def _try_lock(descriptor: int) -> bool | None:
-        """True if the lock was taken, False if another has it, None if the file system has no locks."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return None
-        return True
-
-    def _unlock(descriptor: int) -> None:
-        # Closing the file would not do: a process forked meanwhile holds it open too.
+def unlock(descriptor: int) -> None:
+    """Give a lock up. Closing the file would not do: a process forked meanwhile holds it open too."""
+    if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -54,18 +54,19 @@ def plain_copy(value: Any, name: str, _depth: int = 0) -> Any:
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in plain data; memory that several share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(value)}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(value)}
     return sum(storages.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in plain data."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, MAPPINGS):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, SEQUENCES):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _describe(value: object) -> str:

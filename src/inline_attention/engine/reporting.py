@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, to_mapping, to_yaml
-from inline_attention.engine.durable_files import unfinished, write_durably
+from inline_attention.support.files import write_atomically
+from inline_attention.support.text import printable
 
 SUMMARY = "summary.csv"
 
@@ -65,8 +66,8 @@ class RunReport:
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "args.yaml", to_yaml(config))
-        _replace(folder / "environment.json", json.dumps(_environment(), indent=2) + "\n")
+        write_atomically(folder / "args.yaml", to_yaml(config))
+        write_atomically(folder / "environment.json", json.dumps(_environment(), indent=2) + "\n")
         if config.logging.tensorboard:
             self._curves += _tensorboard(folder / "tensorboard", self.say)
         if config.logging.wandb:
@@ -85,7 +86,8 @@ class RunReport:
 
     def say(self, line: str) -> None:
         """A line on the console."""
-        self._console.print(line, highlight=False, markup=False)
+        text = "\n".join(map(printable, line.split("\n")))  # it may name files
+        self._console.print(text, highlight=False, markup=False)
 
     def update_done(self, update: int, epoch: int, images: int, loss: float, lr: float) -> None:
         """One update; every so many of them are a line of the log and a point of the curves.
@@ -130,19 +132,12 @@ class RunReport:
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        _replace(self._folder / SUMMARY, text.getvalue())
+        write_atomically(self._folder / SUMMARY, text.getvalue())
         values = {f"epoch/{key}": value for key, value in row.items() if isinstance(value, float)}
         for curves in self._curves:
             curves.add(values, self._update)
         if self._on_epoch is not None:
             self._on_epoch(row)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one step, over the one from before."""
-    fresh = unfinished(path)
-    write_durably(fresh, text.encode())
-    fresh.replace(path)
 
 
 class _Curves(Protocol):
@@ -171,7 +166,11 @@ def _tensorboard(folder: Path, say: Callable[[str], None]) -> list[_Curves]:
     except ImportError:
         say("no curves for TensorBoard: it is not installed (pip install 'inline-attention[train]')")
         return []
-    return [_TensorBoard(SummaryWriter(str(folder)))]
+    try:
+        return [_TensorBoard(SummaryWriter(str(folder)))]
+    except UnicodeError:
+        say("no curves for TensorBoard: it needs a folder whose name is UTF-8")
+        return []
 
 
 class _WeightsAndBiases:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,19 @@ import torch.distributed as dist
 from inline_attention.data.loading import named_worker_error
 from inline_attention.engine.building import build_task, open_sources
 from inline_attention.engine.checkpoint_format import STATE
-from inline_attention.engine.checkpoints import CheckpointStore, TrainingCheckpoint, open_training_checkpoint
-from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
+from inline_attention.engine.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    TrainingCheckpoint,
+    open_training_checkpoint,
+)
+from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, TrainConfig, check, resolve
 from inline_attention.engine.interruption import InterruptedBySignalError, noted_interruptions
-from inline_attention.engine.output_folder import check_output
+from inline_attention.engine.output_folder import CHECKPOINTS, check_output, claimed
 from inline_attention.engine.processes import Processes, joined_processes
-from inline_attention.engine.reporting import RunReport
-from inline_attention.engine.trainer import CHECKPOINTS, Trainer
-from inline_attention.tasks.task import Metrics
+from inline_attention.engine.reporting import SUMMARY, RunReport
+from inline_attention.engine.trainer import Trainer
+from inline_attention.tasks.task import Metrics, TaskData
 
 
 def train(
@@ -40,47 +48,63 @@ def train(
         InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
     """
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
-        problems = check(config, world_size=processes.world_size)
-        if problems:
-            raise ConfigError(problems)
+        _refuse(check(config, world_size=processes.world_size))
         resolved = resolve(config, processes.world_size)
         data = open_sources(config)
-        folder = _run_folder(config, processes)
-        checkpoint = _checkpoint_to_resume(config, folder)
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
             raise ConfigError(
                 [Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")]
             )
-        trainer = Trainer(resolved, build_task(config), data, folder, processes)
-        problems = check_output(folder, trainer.bytes_still_to_write())
-        if problems:
-            raise ConfigError(problems)
-        _check_alike(processes, trainer, checkpoint)
-        notes = _resume(trainer, checkpoint, config, folder)
-        report = RunReport(
-            folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
-        )
-        with report, noted_interruptions() as interruption:
-            for line in (*data.notes, f"run: {folder}", f"data: {len(data.train)} images to train on, "
-                         f"{len(data.validation)} to evaluate on, {len(trainer.class_names)} classes",
-                         *resolved.describe()):  # fmt: skip
-                report.say(line)
-            for note in notes:
-                report.say(note)
-            try:
-                metrics = trainer.run(report, interruption)
-            except InterruptedBySignalError as error:
-                error.folder = folder
-                raise
-            except RuntimeError as error:
-                # Torch tells of a dead data worker wherever the program happens to be, not only in the loader.
-                if (named := named_worker_error(error)) is not None:
-                    raise named from error
-                raise
-            finally:
-                trainer.close()
-        return folder, metrics
+        folder = _run_folder(config, processes)
+        _refuse(check_output(folder))
+        with claimed(folder, processes):
+            return folder, _train_in(folder, resolved, data, processes, on_epoch)
+
+
+def _train_in(
+    folder: Path,
+    resolved: ResolvedValues,
+    data: TaskData,
+    processes: Processes,
+    on_epoch: Callable[[Mapping[str, Any]], None] | None,
+) -> Metrics | None:
+    """Train in a folder that no other run uses."""
+    config = resolved.config
+    checkpoint = _checkpoint_to_resume(config, folder)
+    trainer = Trainer(resolved, build_task(config), data, folder, processes)
+    _refuse(check_output(folder, trainer.bytes_still_to_write()))
+    _check_alike(processes, trainer, checkpoint)
+    notes = _resume(trainer, checkpoint, config, folder)
+    if config.run.start_anew and checkpoint is None and processes.is_main:
+        _set_aside(folder)
+    report = RunReport(
+        folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
+    )
+    with report, noted_interruptions() as interruption:
+        for line in (*data.notes, f"run: {folder}", f"data: {len(data.train)} images to train on, "
+                     f"{len(data.validation)} to evaluate on, {len(trainer.class_names)} classes",
+                     *resolved.describe()):  # fmt: skip
+            report.say(line)
+        for note in notes:
+            report.say(note)
+        try:
+            return trainer.run(report, interruption)
+        except InterruptedBySignalError as error:
+            error.folder = folder
+            raise
+        except RuntimeError as error:
+            # Torch tells of a dead data worker wherever the program happens to be, not only in the loader.
+            if (named := named_worker_error(error)) is not None:
+                raise named from error
+            raise
+        finally:
+            trainer.close()
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_alike(processes: Processes, trainer: Trainer, checkpoint: TrainingCheckpoint | None) -> None:
@@ -146,16 +170,38 @@ def _folder_of(path: Path) -> Path:
 
 
 def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoint | None:
-    resumed = config.run.resume
-    if resumed is None:
-        if any((folder / CHECKPOINTS).glob("step-*")):
-            message = f"{folder} holds checkpoints already; resume them with --resume auto, or choose another name"
-            raise ConfigError([Problem("run.experiment", message)])
-        return None
-    path = Path(resumed)
-    if resumed != "auto" and path.absolute() != folder.absolute() and path.name != CHECKPOINTS:
+    """Return the checkpoint that the run continues; None if it starts from zero.
+
+    Raises:
+        ConfigError: If a start from zero would overwrite what is there.
+    """
+    resumed, path = config.run.resume, Path(config.run.resume or "")
+    if resumed not in (None, "auto") and path.absolute() != folder.absolute() and path.name != CHECKPOINTS:
         return open_training_checkpoint(path)
-    checkpoint = CheckpointStore(folder / CHECKPOINTS).latest_valid()
-    if checkpoint is None and resumed != "auto":
-        raise ConfigError([Problem("run.resume", f"there is no valid checkpoint in {folder}")])
-    return checkpoint
+    store = CheckpointStore(folder / CHECKPOINTS)
+    try:
+        checkpoint = None if resumed is None else store.latest_valid()
+        names = store.names()
+        reason = f"none of the {len(names)} checkpoints in {folder} is intact" if names else ""
+    except CheckpointError as error:
+        checkpoint, reason = None, str(error)
+    if checkpoint is None and resumed not in (None, "auto"):
+        raise ConfigError([Problem("run.resume", reason or f"there is no checkpoint in {folder}")])
+    if checkpoint is not None or not reason or config.run.start_anew:
+        return checkpoint
+    if resumed is None:
+        message = f"{folder} holds checkpoints already; resume them with --resume auto, choose another name"
+        raise ConfigError([Problem("run.experiment", f"{message}, or set them aside with --start-anew")])
+    message = f"{reason}, and a start from zero would overwrite the results; repair that, choose another --experiment"
+    raise ConfigError([Problem("run.resume", f"{message}, or set it all aside with --start-anew")])
+
+
+def _set_aside(folder: Path) -> None:
+    """Move the checkpoints and the table of an earlier run into a folder of their own."""
+    if not os.path.lexists(folder / CHECKPOINTS):
+        return
+    place = next(path for number in count(1) if not (path := folder / f"previous-{number}").exists())
+    place.mkdir()
+    for name in (CHECKPOINTS, SUMMARY):
+        with suppress(FileNotFoundError):
+            (folder / name).rename(place / name)

@@ -7,7 +7,6 @@ learning rates on the number of updates, so a run that was stopped and resumed o
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -22,11 +21,17 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from inline_attention.data.broken import BrokenImageLimit
+from inline_attention.data.broken import BrokenImageLimit, BrokenImagesError
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sampling import TooFewSamplesError
 from inline_attention.engine.broken_report import BrokenReport
-from inline_attention.engine.checkpoints import CheckpointStore, CheckpointWriteError, TrainingCheckpoint
+from inline_attention.engine.checkpoint_format import LARGEST_NUMBER, LoadedCheckpoint
+from inline_attention.engine.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    CheckpointWriteError,
+    TrainingCheckpoint,
+)
 from inline_attention.engine.config import (
     ConfigError,
     Problem,
@@ -38,15 +43,18 @@ from inline_attention.engine.config import (
 from inline_attention.engine.evaluation import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.engine.lockstep import Lockstep
+from inline_attention.engine.output_folder import CHECKPOINTS
 from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import Processes
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.strategies import Replicated, Sharded, Strategy
 from inline_attention.models.checkpoints import notes_on
 from inline_attention.models.reading import where_they_differ
+from inline_attention.support.text import printable
+from inline_attention.support.untrusted import UntrustedDataError, parse_json
 from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
 
-CHECKPOINTS = "checkpoints"
+LARGEST_NOTE = 1 << 24  # bytes of class names in a file of weights
 # What a setting decides in an optimiser's groups, beside the learning rate; other entries may be its state.
 OPTIMIZER_SETTINGS = ("weight_decay", "betas", "eps", "momentum", "lr_scale")
 
@@ -79,6 +87,26 @@ class Position:
     losses: int = 0
     rows: list[dict[str, Any]] | None = None
 
+    @classmethod
+    def from_state(cls, content: Mapping[str, Any]) -> Position:
+        """Read what a checkpoint says, which a stranger may have written.
+
+        Raises:
+            ValueError: If a value is impossible.
+            TypeError: If one is missing or unknown.
+        """
+        position = cls(**content)
+        for name, value in vars(position).items():
+            if name == "loss_sum":
+                is_valid = type(value) is float and math.isfinite(value)
+            elif name == "rows":
+                is_valid = isinstance(value, list) and all(_is_row(row) for row in value)
+            else:
+                is_valid = type(value) is int and 0 <= value <= LARGEST_NUMBER
+            if not is_valid:
+                raise ValueError(f"the position's {name} is impossible")
+        return position
+
     def start_next_epoch(self) -> None:
         """The epoch is over."""
         self.epoch += 1
@@ -91,6 +119,10 @@ class Position:
 
     def _forget_updates(self) -> None:
         self.updates_in_epoch, self.loss_sum, self.losses = 0, 0.0, 0
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, dict) and all(isinstance(key, str) and type(row[key]) in (int, float) for key in row)
 
 
 class Trainer:
@@ -224,6 +256,19 @@ class Trainer:
             raise ConfigError([Problem("run.resume", f"{message}; begin another run with --initial-checkpoint")])
         self._check_classes(checkpoint, loaded.metadata)
         self._check_fits(checkpoint, loaded.weights, loaded.state["optimizer_name"])
+        try:
+            position = Position.from_state(loaded.state["position"])
+            if (position.epoch, position.updates) != (checkpoint.epoch, checkpoint.step):
+                raise ValueError("its position is not the manifest's")
+            return self._restore(loaded, position)
+        except BrokenImagesError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            raise CheckpointError(f"{checkpoint.path} holds a state that cannot be resumed ({reason})") from error
+
+    def _restore(self, loaded: LoadedCheckpoint, position: Position) -> list[str]:
+        """Take over all of a checkpoint; return notes on what is not as it was."""
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
         own_settings = [
@@ -239,7 +284,7 @@ class Trainer:
         self.broken.restore(state["broken"])
         if state["scaler"]:  # empty where the run scaled no losses
             self.precision.scaler.load_state_dict(state["scaler"])
-        self.position = Position(**state["position"])
+        self.position = position
         self._saved_at = self.position.epoch, self.position.updates
         generators = state["generators"]
         if len(generators) == self.processes.world_size:
@@ -279,9 +324,13 @@ class Trainer:
 
     def _check_classes(self, checkpoint: TrainingCheckpoint, metadata: Mapping[str, str]) -> None:
         """Refuse data whose labels mean something else than they did."""
-        theirs = json.loads(metadata.get("class_names", "null"))
+        try:
+            theirs = parse_json(metadata.get("class_names", "null"), max_bytes=LARGEST_NOTE)
+        except UntrustedDataError as error:
+            raise CheckpointError(f"{checkpoint.path} has class names that cannot be read: {error}") from error
         if theirs is not None and theirs != self.class_names:
-            before, now = where_they_differ(theirs, self.class_names)
+            theirs = theirs if isinstance(theirs, list) else [theirs]
+            before, now = where_they_differ([printable(name) for name in theirs], self.class_names)
             message = f"{checkpoint.path} has learnt the classes {before}, the data has {now}"
             advice = "resume with the data of the run, or begin another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])

@@ -8,8 +8,8 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 UNFINISHED = ".unfinished-"
 
@@ -18,7 +18,7 @@ class NotARegularFileError(OSError):
     """A path names a folder, a FIFO, a socket or a device."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading, without waiting for a FIFO's writer or a device.
 
     Raises:

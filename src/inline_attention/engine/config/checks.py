@@ -65,6 +65,7 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
     else:
         of_task = (*check_dense(config, world_size), *_check_arguments(config))
     return [
+        *_check_text(config),
         *check_relevance(config),
         *of_task,
         *_check_batches(config, world_size),
@@ -73,6 +74,24 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
         *_check_metric(config),
         *_check_optimizer(config),
     ]
+
+
+def _check_text(config: TrainConfig) -> Iterator[Problem]:
+    """No name and no path is empty or has a NUL in it, and a run's folder has a name that safetensors can open."""
+    for section, values in to_mapping(config).items():
+        for name, value in values.items():
+            path = f"{section}.{name}"
+            if value == "" or (isinstance(value, str) and "\0" in value):
+                yield Problem(path, f"expected text without NUL characters, got {shown(value)}")
+            elif path in ("run.output", "run.experiment") and value is not None and not _is_utf8(value):
+                yield Problem(path, f"expected a name in UTF-8, in which weights can be read back, got {shown(value)}")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_data(config: TrainConfig) -> Iterator[Problem]:

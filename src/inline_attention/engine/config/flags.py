@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inline_attention.engine.config.settings import SETTINGS, Setting
+from inline_attention.engine.config.settings import SETTINGS, Setting, quoted
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class Flag:
         """The overrides `key=value` that the flag with these values stands for."""
         if len(values) != self.num_values:
             raise ValueError(f"{self.names[0]} takes {self.num_values} values, got {len(values)}: {values}")
-        return [assignment.format(*values) for assignment in self.assignments]
+        texts = map(str, values)
+        if self.setting.is_text:  # as it is: in quotes, no part of it means anything
+            texts = (text if text == "null" and self.setting.is_optional else quoted(text) for text in texts)
+        texts = list(texts)
+        return [assignment.format(*texts) for assignment in self.assignments]
 
 
 def _flag(*names_and_assignments: str, bare: str | None = None) -> Flag:
@@ -50,6 +54,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--output", "run.output={0}"),
     _flag("--experiment", "run.experiment={0}"),
     _flag("--resume", "run.resume={0}"),
+    _flag("--start-anew", "run.start_anew=true"),
     _flag("--device", "run.device={0}"),
     _flag("--model", "model.name={0}"),
     _flag("--num-classes", "model.num_classes={0}"),

@@ -10,9 +10,10 @@ import yaml
 
 from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
 from inline_attention.engine.config.schema import TrainConfig
-from inline_attention.engine.config.settings import SETTINGS
+from inline_attention.engine.config.settings import SETTINGS, shown, unquoted
 from inline_attention.engine.config.yaml_text import parse_value
 from inline_attention.models.described import ModelDescriptionError, argument_problems, check_model_name
+from inline_attention.support.untrusted import UntrustedDataError
 
 
 def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
@@ -20,8 +21,9 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
 
     Args:
         config: The settings to start from.
-        overrides: `section.field=value` each, the value in YAML; later ones win. `model.arguments.depth=4` sets one
-            entry of a mapping.
+        overrides: `section.field=value` each; later ones win. Numbers, lists and mappings are YAML. Text is taken as
+            it is, `#` and blanks included, but for quotes around all of it; `null` stands for nothing where a setting
+            allows that. `model.arguments.depth=4` sets one entry of a mapping.
 
     Raises:
         ConfigError: With everything that is wrong in any of them.
@@ -37,7 +39,11 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
         try:
             value = _parse(path, text)
         except yaml.YAMLError:
-            problems.append(Problem(path, f"expected a value in YAML, such as 0.5, text, null or [1, 2], got {text!r}"))
+            message = f"expected a value in YAML, such as 0.5, text, null or [1, 2], got {shown(text)}"
+            problems.append(Problem(path, message))
+            continue
+        except UntrustedDataError as error:
+            problems.append(Problem(path, f"expected a value in YAML, but {error}"))
             continue
         _assign(content, config, path, value)
     source = "the overrides"
@@ -51,14 +57,13 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
 
 
 def _parse(path: str, text: str) -> Any:
+    """Read the value of a setting. Text is taken as it is, but for quotes around all of it and `null`."""
     setting = SETTINGS.get(path)
-    if setting is None or not setting.accepts_text:
+    if setting is None or not setting.is_text:
         return parse_value(text)
-    try:
-        value = parse_value(text)
-    except yaml.YAMLError:
-        return text  # a file name may be anything
-    return value if value is None or isinstance(value, str) else text  # a shell has no quotes to tell "1" from 1
+    if text == "null" and setting.is_optional:
+        return None
+    return unquoted(text)
 
 
 def _assign(content: dict[str, Any], config: TrainConfig, path: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from inline_attention.engine.config.flags import FLAGS
 from inline_attention.engine.config.schema import TrainConfig
 from inline_attention.engine.config.settings import SECTIONS, SETTINGS, BadValueError, did_you_mean, shown
+from inline_attention.support.text import printable
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class ConfigError(ValueError):
         count = len(self.problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         advice = "" if self.advice is None else f"\n{self.advice}"
-        return f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}{advice}"
+        text = f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}{advice}"
+        return "\n".join(map(printable, text.split("\n")))
 
 
 def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:

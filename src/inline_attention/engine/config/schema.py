@@ -51,6 +51,9 @@ class RunSection:
     resume: str | None = _option(
         None, "Continue a run: auto (the newest valid checkpoint of this experiment, if any), a checkpoint or a run."
     )
+    start_anew: bool = _option(
+        False, "Start from zero if nothing can be resumed; move what is there to previous-N in the run's folder."
+    )
     device: str = _option("auto", "auto, cpu, cuda or cuda:N.")
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from inline_attention.engine.config.schema import Bounds, TrainConfig
+from inline_attention.support.text import printable
 
+LARGEST_INTEGER = 2**63
 SECTIONS: dict[str, type[Any]] = get_type_hints(TrainConfig)
 
 
@@ -41,9 +45,14 @@ class Setting:
         return _in_words(self.annotation, self.bounds)
 
     @property
-    def accepts_text(self) -> bool:
-        """Whether any text at all is a value."""
-        return str in _alternatives(self.annotation)
+    def is_text(self) -> bool:
+        """True if its values are text: any, or one of several words."""
+        return any(kind is str or get_origin(kind) is Literal for kind in _alternatives(self.annotation))
+
+    @property
+    def is_optional(self) -> bool:
+        """True if null is one of its values."""
+        return NoneType in _alternatives(self.annotation)
 
     @property
     def is_switch(self) -> bool:
@@ -92,8 +101,24 @@ class Setting:
 
 def shown(value: Any) -> str:
     """A value as YAML writes it in one line, cut where it is long; text in quotes."""
-    text = f"the text {json.dumps(value, ensure_ascii=False)}" if isinstance(value, str) else _plain_text(value)
+    text = printable(f"the text {quoted(value)}" if isinstance(value, str) else _plain_text(value))
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def quoted(text: str) -> str:
+    """Return text in double quotes, which `unquoted` takes off again."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def unquoted(text: str) -> str:
+    """Return text without the quotes around it, if there are any, as JSON's or YAML's single ones."""
+    if len(text) >= 2 and text[0] == text[-1] == "'" and "'" not in text[1:-1].replace("''", ""):
+        return text[1:-1].replace("''", "'")
+    if len(text) >= 2 and text[0] == text[-1] == '"':
+        with suppress(ValueError):
+            content = json.loads(text, strict=False)
+            return content if isinstance(content, str) else text
+    return text
 
 
 def did_you_mean(word: str, known: Sequence[str], *, prefix: str = "") -> str:
@@ -105,8 +130,8 @@ def did_you_mean(word: str, known: Sequence[str], *, prefix: str = "") -> str:
 def _plain_text(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return repr(value)
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -127,8 +152,9 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, Mapping) and _is_plain(value)
     if annotation is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    # Not isinstance: True is an int to Python, and nobody's number of epochs.
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if annotation is int:  # not isinstance: True is an int to Python, but not a number of epochs
+        return type(value) is int and abs(value) < LARGEST_INTEGER
     return type(value) is annotation
 
 

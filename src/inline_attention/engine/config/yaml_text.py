@@ -14,6 +14,8 @@ import yaml
 from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
 from inline_attention.engine.config.schema import TrainConfig
 from inline_attention.engine.config.settings import SECTIONS, SETTINGS, shown
+from inline_attention.support.files import read_bounded
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
 
 WIDTH = 100
 
@@ -22,12 +24,6 @@ class _StrictLoader(yaml.SafeLoader):
     """Plain values as YAML 1.2 has them: 1e-3 is a number, `off` and `no` are text. No aliases, no double keys."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own way: one table per class
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -72,8 +68,9 @@ def parse_value(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: If it is no YAML.
+        UntrustedDataError: If it is too large, nested too deeply or has a value that cannot be read.
     """
-    return yaml.load(text, Loader=_StrictLoader)
+    return load_yaml(text, _StrictLoader)
 
 
 def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the configuration") -> TrainConfig:
@@ -91,6 +88,8 @@ def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the 
         content = parse_value(text)
     except yaml.YAMLError as error:
         raise ConfigError([Problem("", f"it is no valid YAML: {_in_one_line(error)}")], source) from None
+    except UntrustedDataError as error:
+        raise ConfigError([Problem("", str(error))], source) from None
     if content is None:
         content = {}
     if not isinstance(content, Mapping):
@@ -102,9 +101,10 @@ def read_config(path: str | os.PathLike[str], *, base: TrainConfig | None = None
     """Read settings from a YAML file, such as the `args.yaml` of a run. Arguments and errors: see `from_yaml`."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        text = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError([Problem("", f"cannot be read: {reason}")], str(path)) from error
     return from_yaml(text, base=base, source=str(path))
 

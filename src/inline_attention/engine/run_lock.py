@@ -1,0 +1,242 @@
+"""Lock a run's folder for the life of a run, so that no second run writes to it.
+
+The lock is the operating system's, which ends with the process. A note in the lock file says who holds it. Where the
+file system has no locks, or does not share them between machines, the note decides: a live holder touches the file
+every few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from inline_attention.engine.durable_files import try_lock, unlock
+from inline_attention.support.text import printable
+from inline_attention.support.untrusted import UntrustedDataError, parse_json
+
+LOCK_FILE = ".run-lock"
+LONGEST_NOTE = 4096  # bytes
+HEARTBEAT = 5.0  # seconds between two touches of the lock file
+PATIENCE = 4 * HEARTBEAT  # seconds without a touch after which a holder counts as gone
+GRACE = 5.0  # seconds that a lock may outlive its process
+logger = logging.getLogger(__name__)
+_held: set[int] = set()  # descriptors, which children must not keep open: a lock ends when all copies are closed
+
+
+class FolderInUseError(RuntimeError):
+    """Another run writes to the folder."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock.
+
+    Attributes:
+        host: Name of its machine.
+        pid: Process id there.
+        started: Local time at which it took the lock.
+        process: Boot and start time of the process, which tell it from a later one with the same id.
+        token: Random text, different for every lock.
+    """
+
+    host: str
+    pid: int
+    started: str
+    process: str = ""
+    token: str = ""
+
+    def __str__(self) -> str:
+        return printable(f"process {self.pid} on {self.host}, started {self.started}")
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, which must exist.
+
+    Raises:
+        FolderInUseError: If another run holds it. The message names its host and process id.
+        OSError: If the lock file cannot be written.
+    """
+    path = folder / LOCK_FILE
+    descriptor = _acquire(path)
+    _held.add(descriptor)
+    is_over = threading.Event()
+    touched = descriptor if os.utime in os.supports_fd else path
+    heart = threading.Thread(target=_beat, args=(touched, is_over), name="run lock", daemon=True)
+    heart.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        heart.join()
+        _held.discard(descriptor)
+        with suppress(OSError):
+            if _is_same_file(descriptor, path):
+                path.unlink()  # while it is still locked, so that nobody else's is removed
+        with suppress(OSError):
+            unlock(descriptor)
+        os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    """Return the descriptor of the locked file, with our note in it."""
+    own = Holder(
+        socket.gethostname(),
+        os.getpid(),
+        time.strftime("%Y-%m-%d %H:%M:%S"),
+        _process_identity(os.getpid()),
+        secrets.token_hex(8),
+    )
+    deadline = time.monotonic() + GRACE
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        is_ours = False
+        try:
+            is_ours = _is_acquired(descriptor, path, own, is_last=time.monotonic() > deadline)
+        finally:
+            if not is_ours:
+                os.close(descriptor)
+        if is_ours:
+            return descriptor
+        time.sleep(0.1)
+
+
+def _is_acquired(descriptor: int, path: Path, own: Holder, *, is_last: bool) -> bool:
+    """True if the lock is ours now; False to try again.
+
+    Raises:
+        FolderInUseError: If it is another's.
+    """
+    is_locked, holder = try_lock(descriptor), _read(descriptor)
+    if is_locked is False:
+        # A run that has just started has written no note yet. Processes that a killed run has forked may keep its lock
+        # for a moment.
+        if not is_last and (holder is None or _is_running(holder, own) is False):
+            return False
+        raise _refusal(path, holder)
+    if not _is_same_file(descriptor, path):  # removed by a run that has ended meanwhile
+        return False
+    if holder is not None and _is_alive(holder, own, path, is_locked=bool(is_locked)):
+        raise _refusal(path, holder)
+    _write(descriptor, own)
+    if not is_locked:
+        time.sleep(0.2)  # two runs may have come this far at once: the last note wins
+        if (winner := _read(descriptor)) != own:
+            raise _refusal(path, winner)
+    return True
+
+
+def _is_alive(holder: Holder, own: Holder, path: Path, *, is_locked: bool) -> bool:
+    """True if the holder of a note still runs, though its lock, if there is one, did not stop us."""
+    if holder.host == own.host:
+        if is_locked:
+            return False
+        if (running := _is_running(holder, own)) is not None:
+            return running
+    logger.warning("%s is locked by %s; waiting up to %.0f s for a sign of life", path.parent, holder, PATIENCE)
+    return _is_touched(path, PATIENCE)
+
+
+def _is_touched(path: Path, seconds: float) -> bool:
+    """True if somebody touches a file within some seconds. Clocks of machines may differ, so ages do not count."""
+    before, deadline = _touched_at(path), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, seconds))
+        now = _touched_at(path)
+        if now != before:
+            return now is not None
+    return False
+
+
+def _touched_at(path: Path) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)  # NFS asks the server only when a file is opened
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
+
+
+def _beat(lock_file: int | Path, is_over: threading.Event) -> None:
+    while not is_over.wait(HEARTBEAT):
+        with suppress(OSError):
+            os.utime(lock_file)
+
+
+def _is_running(holder: Holder, own: Holder) -> bool | None:
+    """True if the holder's process exists on this machine; None if that cannot be known."""
+    if holder.host != own.host or sys.platform == "win32":
+        return None
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's process
+        pass
+    return not holder.process or _process_identity(holder.pid) in ("", holder.process)
+
+
+def _process_identity(pid: int) -> str:
+    """Boot and start time of a process, on Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name of the program, in brackets, may contain blanks.
+        return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def _read(descriptor: int) -> Holder | None:
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        content = parse_json(os.read(descriptor, LONGEST_NOTE))
+        holder = Holder(**content)
+    except (OSError, UntrustedDataError, TypeError):
+        return None  # empty, or not ours
+    texts = (holder.host, holder.started, holder.process, holder.token)
+    is_valid = all(isinstance(text, str) for text in texts) and type(holder.pid) is int and 0 < holder.pid < 2**31
+    return holder if is_valid else None
+
+
+def _write(descriptor: int, holder: Holder) -> None:
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.write(descriptor, json.dumps(asdict(holder)).encode())
+    os.fsync(descriptor)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
+    except OSError:
+        return False
+
+
+def _refusal(path: Path, holder: Holder | None) -> FolderInUseError:
+    return FolderInUseError(
+        f"{path.parent} is in use by {holder or 'another process'}; stop that run, or choose another --output or "
+        "--experiment"
+    )
+
+
+def _close_in_child() -> None:
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

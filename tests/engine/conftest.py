@@ -1,0 +1,17 @@
+"""Data that several tests of the engine train on."""
+
+import pytest
+
+from inline_attention.data import open_dataset
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """64 digits to train on and 25 to evaluate on, as files."""
+    for split, folder, count in (("train", "train", 64), ("validation", "val", 25)):
+        source = open_dataset("digits", split=split)
+        for index in range(count):
+            path = tmp_path / "digits" / folder / str(source.targets[index]) / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            source.load(index).save(path)
+    return tmp_path / "digits"
