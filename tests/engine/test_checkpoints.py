@@ -669,16 +669,35 @@ def test_a_pointer_out_of_the_folder_is_not_followed(store, tmp_path):
         open_training_checkpoint(store.folder / "last")
 
 
-def test_a_tensor_that_claims_more_than_there_is_is_refused(store):
-    saved = save(store, 1)
-    huge = torch.zeros(1).as_strided((2**36,), (0,))
-    torch.save({"optimizer": [{"exp_avg": huge}]}, saved.path / "state.pt")
+def replace_state(saved, state):
+    """Write another state, with a manifest to go with it."""
+    torch.save(state, saved.path / "state.pt")
     content = (saved.path / "state.pt").read_bytes()
     files = json.loads((saved.path / "manifest.json").read_text())["files"]
     files["state.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     forge(saved.path / "manifest.json", files=files)
+
+
+def test_a_tensor_that_claims_more_than_there_is_is_refused(store):
+    saved = save(store, 1)
+    replace_state(saved, {"optimizer": [{"exp_avg": torch.zeros(1).as_strided((2**36,), (0,))}]})
     with pytest.raises(CheckpointError, match="larger than its data"):
         open_training_checkpoint(saved.path).load()
+
+
+def test_a_state_that_is_nested_too_deeply_is_refused(store):
+    saved, deep = save(store, 1), ()
+    for _ in range(200):
+        deep = (deep,)
+    replace_state(saved, {"position": deep})
+    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+        open_training_checkpoint(saved.path).load()
+
+
+def test_equal_contents_give_equal_files(tmp_path):
+    first, second = (save(CheckpointStore(tmp_path / name), 3) for name in ("first", "second"))
+    for name in FILES:
+        assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
 
 
 def test_a_folder_that_cannot_be_read_is_no_empty_one(store, monkeypatch):

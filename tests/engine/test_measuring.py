@@ -16,7 +16,7 @@ from engine.pair import in_pair
 from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.measuring import evaluate_checkpoint
-from inline_attention.models.checkpoints import open_checkpoint, save_weights
+from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
 from inline_attention.tasks.detection.models import Detector
 from inline_attention.tasks.detection.prediction import ObjectFinder
 from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
@@ -72,6 +72,13 @@ def expected(pictures, checkpoint):
     by_hand = [100 * hits[:, :count].any(1).sum().item() / len(files) for count in (1, 5)]
     assert by_timm == pytest.approx(by_hand, rel=1e-6)
     return by_hand
+
+
+@pytest.mark.parametrize("name", ["inline_swin_tiny", "softmax_pvt_tiny", "resnet18"])
+def test_a_model_of_another_family_than_the_file_s_is_refused_in_a_sentence(checkpoint, pictures, name):
+    with pytest.raises(CheckpointError, match=f"is of inline_deit_tiny, not of {name}; leave --model out") as refused:
+        evaluate_checkpoint(checkpoint[0], data_dir=pictures, model_name=name, workers=0)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("batch_size", [5, 16, 37, 64])

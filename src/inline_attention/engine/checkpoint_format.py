@@ -28,6 +28,7 @@ from torch import Tensor
 from inline_attention.engine.durable_files import follow_pointer, sync_folder, write_durably
 from inline_attention.engine.plain_data import tensors_in
 from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
+from inline_attention.models.reading import check_pickle_file
 from inline_attention.support.files import open_regular, read_bounded
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json
@@ -278,7 +279,10 @@ def _checksum(path: Path) -> str:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
+        check_pickle_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError:  # torch's own message advises to switch the protection off
         raise UnsafeCheckpointError(
             f"{path} asks for more than plain data, which this library never writes. "

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ TORCHRUN_GRACE = 3.0  # seconds
 END = 0  # no signal has this number
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _wakeup_descriptors: set[int] = set()  # pipes that are written to when a signal comes
-_masks: list[set[signal.Signals]] = []  # signals that were blocked before a fork
+_masks: list[Iterable[int]] = []  # signals that were blocked before a fork
 
 
 class InterruptedBySignalError(RuntimeError):

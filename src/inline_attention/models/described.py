@@ -325,6 +325,11 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
         raise CheckpointError(f"{file.path} does not say which model it is of; give its name with --model")
     class_names = parse_class_names(file)
     if model_name is not None and model_name != noted:
+        if noted and _family(model_name) != _family(noted):
+            raise CheckpointError(
+                f"{file.path} is of {printable(noted)[:60]}, not of {model_name}; leave --model out, or name one of "
+                "the same family"
+            )
         return Description(model_name, {}, class_names)
     crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
     try:
@@ -360,8 +365,14 @@ def _check_parameters(name: str, parameters: int, weights: Mapping[str, Tensor] 
 
 
 def _rules_for(name: str) -> dict[str, Rule]:
+    family = _family(name)
+    return _TIMM_RULES if family is None else _FAMILY_RULES[family]
+
+
+def _family(name: str) -> str | None:
+    """Return the family of a model of this library; None for another."""
     match = re.match(rf"(?:{'|'.join(('inline', *TWINS))})_({'|'.join(FAMILIES)})_", name)
-    return _TIMM_RULES if match is None else _FAMILY_RULES[match[1]]
+    return None if match is None else match[1]
 
 
 def _shown(value: object) -> str:

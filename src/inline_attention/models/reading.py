@@ -221,11 +221,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _read_pickle(path: Path) -> Any:
     try:
-        with open_regular(path) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"
-        if is_archive:
-            _check_archive(path)
-        _check_pickles(path, is_archive)
+        is_archive = check_pickle_file(path)
         with _only_stand_ins_allowed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on unusual pickles; what matters of them is raised
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
@@ -235,6 +231,24 @@ def _read_pickle(path: Path) -> Any:
         raise _refusal(path, error) from None  # torch's own message advises to switch the protection off
     except Exception as error:  # a damaged file can fail anywhere
         raise _unreadable(path, error) from error
+
+
+def check_pickle_file(path: Path) -> bool:
+    """Refuse a file of `torch.save` that is damaged, or whose structures are too deep or too large to build.
+
+    Returns:
+        True if it is an archive, as torch writes since 1.6.
+
+    Raises:
+        CheckpointError: If it is refused.
+        OSError: If it cannot be read.
+    """
+    with open_regular(path) as file:
+        is_archive = file.read(4) == b"PK\x03\x04"
+    if is_archive:
+        _check_archive(path)
+    _check_pickles(path, is_archive)
+    return is_archive
 
 
 def _check_pickles(path: Path, is_archive: bool) -> None:
