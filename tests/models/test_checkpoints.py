@@ -116,7 +116,7 @@ def test_head_of_another_size(tmp_path):
 
     report = load_checkpoint(model, path, reinitialize_head=True)
     assert report.reinitialized == ("head.weight", "head.bias")
-    assert "head left as initialised (head.weight, head.bias)" in str(report)
+    assert "head left as initialized (head.weight, head.bias)" in str(report)
     assert torch.equal(model.head.weight, untouched["head.weight"])
     assert not torch.equal(model.embed.weight, untouched["embed.weight"])
 
@@ -184,7 +184,7 @@ def test_values_that_are_not_finite_are_named_and_kept(tmp_path, state):
     state["embed.weight"][0, 0] = 1e30
     torch.save(state, tmp_path / "weights.pth")
     model = Classifier()
-    with pytest.warns(UserWarning, match=r"weights\.pth gives NaN or infinite values in norm\.bias; they"):
+    with pytest.warns(UserWarning, match=r"weights\.pth has NaN or infinite values in norm\.bias; they"):
         report = load_checkpoint(model, tmp_path / "weights.pth")
     assert report.nonfinite == ("norm.bias",)
     assert model.norm.bias[0].isnan()
@@ -312,7 +312,7 @@ def test_a_note_of_grids_that_makes_no_sense_is_passed_over(tmp_path, note):
 
 def test_positions_of_an_unknown_grid_are_warned_of_where_the_model_has_no_square(tmp_path, recwarn):
     torch.save(small("deit", img_size=(64, 96)).state_dict(), tmp_path / "weights.pth")
-    with pytest.warns(UserWarning, match=r"does not say of which grids .*: pos_embed \(6×4\)"):
+    with pytest.warns(UserWarning, match=r"does not say which grids .*: pos_embed \(6×4\)"):
         load_checkpoint(small("deit", img_size=(96, 64)), tmp_path / "weights.pth")
     recwarn.clear()
     torch.save(small("deit", img_size=96).state_dict(), tmp_path / "weights.pth")

@@ -439,7 +439,7 @@ def test_whoever_looks_from_the_last_block_on_sees_all_tokens(place):
     model(torch.randn(2, 3, 64, 48)).sum().backward()
     handle.remove()
     assert seen == [1 + 4 * 3]
-    assert model.tokens_for_head() == 1
+    assert model.num_head_tokens() == 1
 
 
 def test_a_compiled_model_shows_its_watchers_all_tokens():

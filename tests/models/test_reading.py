@@ -129,7 +129,7 @@ def test_the_set_of_weights_asked_for_must_be_there(tmp_path, state, weights_fil
     path = tmp_path / "checkpoint.pth"
     torch.save({"model": state, "model_ema": None}, path)
     assert_same(read_checkpoint(path), state)
-    with pytest.raises(CheckpointError, match=r"no averaged \(EMA\) weights.*model_ema: it has model; leave use_ema"):
+    with pytest.raises(CheckpointError, match=r"no averaged \(EMA\) weights.*model_ema: it has model; omit use_ema"):
         read_checkpoint(path, use_ema=True)
     torch.save({"model_ema": state, "model": {"type": "a configuration, not weights"}}, path)
     assert_same(read_checkpoint(path), state)
@@ -266,7 +266,7 @@ def test_threads_do_not_disturb_each_other(tmp_path, state):
     assert not failures
 
 
-# Damaged files and what is no checkpoint
+# Damaged files and files that are not checkpoints
 
 
 def write_zip_checkpoint(path, state):
@@ -346,10 +346,10 @@ def test_file_without_checksums_is_read(tmp_path, state):
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"these are not weights\n" * 9, "truncated, damaged or no checkpoint"),
-        (b"ceci\nn'est pas\nun modele\n", "truncated, damaged or no checkpoint"),
-        (bytes(range(256)) * 8, "truncated, damaged or no checkpoint"),
-        (b"\x00" * 100, "truncated, damaged or no checkpoint"),
+        (b"these are not weights\n" * 9, "truncated, damaged or not a checkpoint"),
+        (b"ceci\nn'est pas\nun modele\n", "truncated, damaged or not a checkpoint"),
+        (bytes(range(256)) * 8, "truncated, damaged or not a checkpoint"),
+        (b"\x00" * 100, "truncated, damaged or not a checkpoint"),
         (b"\n<!DOCTYPE html><html>Google Drive</html>", "a web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ],
@@ -372,9 +372,9 @@ def test_missing_file_and_folder(tmp_path):
 def test_content_that_is_no_state_dict(tmp_path):
     path = tmp_path / "content.pth"
     for content, message in (
-        ([torch.ones(1)], "holds a list, expected a dict"),
-        ({}, "holds no weights.*an empty dict"),
-        ({"epoch": 3, "net": {"w": 1}}, "holds no weights.*got the entries epoch, net"),
+        ([torch.ones(1)], "contains a list, expected a dict"),
+        ({}, "contains no weights.*an empty dict"),
+        ({"epoch": 3, "net": {"w": 1}}, "contains no weights.*got the entries epoch, net"),
     ):
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""The model zoo: importing it registers every model with timm."""
+"""Models by name. Importing this package registers every model with timm."""
 
 from inline_attention.models import cswin, deit, pvt, swin
 from inline_attention.models.checkpoints import load_checkpoint

@@ -1,7 +1,7 @@
-"""What all models share: images of any size, batches of unequal images, and timm's contract.
+"""Base class of all models: images of any size, batches of unequal images, and timm's contract.
 
-Shapes: `B` batch, `N` tokens, `C` channels, `h`×`w` token grid. Where a batch holds images of unequal size, each image
-occupies the top left corner of its canvas; `image_sizes` or `pixel_mask` say how much of it.
+Shapes: `B` batch, `N` tokens, `C` channels, `h`×`w` token grid. In a batch of unequal images, each image is at the top
+left of its canvas; `image_sizes` or `pixel_mask` give its size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ImageSizes = Sequence[tuple[int, int]] | torch.Tensor
 
 
 class VisionModel(nn.Module):
-    """Base of the four families. A subclass says how an image becomes tokens and tokens become features."""
+    """Base class of the four families. A subclass defines the embedding and the levels of the network."""
 
     num_prefix_tokens = 0
     largest_stride: int
@@ -53,49 +53,51 @@ class VisionModel(nn.Module):
 
     @abstractmethod
     def levels(
-        self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
+        self, x: torch.Tensor, grid: Grid, last: int, num_tokens: int | None = None
     ) -> Iterator[tuple[torch.Tensor, Grid]]:
-        """Tokens `[B, N, C]` and their grid after each level 0 … last (a block of a ViT, a stage of a pyramid).
+        """Yield tokens `[B, N, C]` and their grid after each level 0 … last.
+
+        A level is a block of a ViT, or a stage of a pyramid.
 
         Args:
             x: Images `[B, in_chans, H, W]`, zero outside each image.
-            grid: The pixels, as a grid.
-            last: Index of the last level wanted.
-            wanted: How many tokens of that level, from the first, are wanted; None for all.
+            grid: Grid of the pixels.
+            last: Index of the last level to run.
+            num_tokens: Number of tokens that the last level returns, counted from the first; None for all.
         """
 
     @abstractmethod
     def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What stands between the last level and the head."""
+        """Apply the norm between the last level and the head."""
 
     @abstractmethod
     def prune_levels(self, last: int) -> None:
-        """Drop the levels after `last`."""
+        """Remove the levels after `last`."""
 
-    def tokens_for_head(self) -> int | None:
-        """How many tokens of the last level, from the first, the head looks at; None for all."""
+    def num_head_tokens(self) -> int | None:
+        """Return the number of tokens that the head reads, counted from the first; None for all."""
         return None
 
     @property
     def position_grids(self) -> dict[str, tuple[int, int]]:
-        """The native grid of each learned position embedding, by the parameter's name."""
+        """Native grid of each learned position embedding, by parameter name."""
         return {}
 
     def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The authors' names to ours; what is no weight is left out."""
+        """Rename the authors' keys to ours and remove entries that are not weights."""
         return dict(state_dict)
 
     def convert_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], position_grids: Mapping[str, tuple[int, int]] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Rename the authors' keys to ours, and resample what depends on the image size to this model's.
+        """Rename the authors' keys to ours, and resample weights that depend on the image size.
 
-        What cannot be resampled stays as it is, for a check of names and shapes to complain about.
+        A weight that cannot be resampled stays unchanged. The later check of names and shapes reports it.
 
         Args:
-            state_dict: Weights in the authors' names or ours.
-            position_grids: Native grids of position embeddings in `state_dict`, by our names, where they are known;
-                others are taken for those of this model if they have as many tokens, for square ones otherwise.
+            state_dict: Weights with the authors' names or ours.
+            position_grids: Known native grids of position embeddings in `state_dict`, by our names. An embedding
+                without an entry has this model's grid if the number of tokens is equal, else a square grid.
         """
         converted = self.translate_state_dict(state_dict)
         for name, grid in self.position_grids.items():
@@ -113,14 +115,14 @@ class VisionModel(nn.Module):
         """Classify images.
 
         Args:
-            x: `[B, in_chans, H, W]`, any H and W.
+            x: Images `[B, in_chans, H, W]` of any height and width.
             image_sizes: Height and width in pixels of each image of a padded batch, `B` pairs or `[B, 2]`.
-            pixel_mask: The same as a mask: `[B, H, W]`, true in a rectangle at the top left.
+            pixel_mask: Mask `[B, H, W]` instead of `image_sizes`, true in a rectangle at the top left.
 
         Returns:
             Logits `[B, num_classes]`.
         """
-        tokens, grid = self._encode(x, image_sizes, pixel_mask, self.tokens_for_head())
+        tokens, grid = self._encode(x, image_sizes, pixel_mask, self.num_head_tokens())
         if self.global_pool == "":
             return self.forward_head(self._shape_features(tokens, grid))
         return self._head(tokens, self._token_mask(tokens, grid), pre_logits=False)
@@ -131,9 +133,17 @@ class VisionModel(nn.Module):
         image_sizes: ImageSizes | None = None,
         pixel_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Unpooled features: `[B, N, C]` of a ViT, `[B, h, w, C]` of a pyramid; zero outside each image.
+        """Return unpooled features.
 
-        Arguments as in `forward`. `forward_head` makes of them what `forward` returns, if given the same sizes.
+        `forward_head` turns them into the output of `forward`, if it gets the same image sizes.
+
+        Args:
+            x: Images `[B, in_chans, H, W]` of any height and width.
+            image_sizes: Height and width in pixels of each image of a padded batch, `B` pairs or `[B, 2]`.
+            pixel_mask: Mask `[B, H, W]` instead of `image_sizes`, true in a rectangle at the top left.
+
+        Returns:
+            `[B, N, C]` for a ViT, `[B, h, w, C]` for a pyramid; zero outside each image.
         """
         tokens, grid = self._encode(x, image_sizes, pixel_mask)
         return self._shape_features(tokens, grid)
@@ -145,13 +155,13 @@ class VisionModel(nn.Module):
         image_sizes: ImageSizes | None = None,
         pixel_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Pool what `forward_features` returned (unless `global_pool` is "") and classify it.
+        """Pool the output of `forward_features` (unless `global_pool` is "") and classify it.
 
         Args:
-            x: The features, zero outside each image.
-            pre_logits: Pool only.
-            image_sizes: What `forward_features` was given; without it the mean counts the padding of unequal images.
-            pixel_mask: The same as a mask.
+            x: Features, zero outside each image.
+            pre_logits: Pool only, and return features instead of logits.
+            image_sizes: Image sizes passed to `forward_features`. Without them, the mean counts the padding.
+            pixel_mask: Mask passed to `forward_features`.
         """
         tokens = x.flatten(1, 2) if x.dim() == 4 and self.global_pool != "" else x
         counts = self._tokens_of_images(x, image_sizes, pixel_mask)
@@ -173,18 +183,18 @@ class VisionModel(nn.Module):
         image_sizes: ImageSizes | None = None,
         pixel_mask: torch.Tensor | None = None,
     ) -> Any:
-        """Features after several levels, as timm's models return them.
+        """Return features after several levels, in the format of timm's models.
 
         Args:
-            x: Images.
-            indices: Levels to take: a list, the last n, or all.
-            norm: Apply the final norm to what it fits.
-            stop_early: Do not run beyond the last level taken.
+            x: Images `[B, in_chans, H, W]`.
+            indices: Levels to return: a list, the last n, or None for all.
+            norm: Apply the final norm to levels with its number of channels.
+            stop_early: Stop after the last level that is returned.
             output_fmt: "NCHW", "NHWC" or "NLC" (without prefix tokens).
-            intermediates_only: Return the list alone, not (final features, list).
-            return_prefix_tokens: Make the list one of pairs (feature, class tokens), for models that have them.
-            image_sizes: As in `forward`.
-            pixel_mask: As in `forward`.
+            intermediates_only: Return only the list, instead of (final features, list).
+            return_prefix_tokens: Return pairs (feature, prefix tokens), if the model has prefix tokens.
+            image_sizes: Height and width in pixels of each image of a padded batch, `B` pairs or `[B, 2]`.
+            pixel_mask: Mask `[B, H, W]` instead of `image_sizes`, true in a rectangle at the top left.
         """
         format_ = Format(output_fmt)
         if format_ not in (Format.NCHW, Format.NHWC, Format.NLC):
@@ -212,7 +222,7 @@ class VisionModel(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what the given levels do not need; returns their absolute indices."""
+        """Remove all layers that the given levels do not need, and return the absolute indices of the levels."""
         take, last = feature_take_indices(len(self.feature_info), indices)
         self.prune_levels(last)
         if prune_norm:
@@ -222,11 +232,11 @@ class VisionModel(nn.Module):
         return list(take)
 
     def get_classifier(self) -> nn.Module:
-        """The last layer."""
+        """Return the last layer."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Put in a new classifier (none for 0), and another pooling if given."""
+        """Replace the classifier (0 classes: remove it), and the pooling if given."""
         check_counts(least=0, num_classes=num_classes)
         if global_pool is not None:
             self.global_pool = self._checked_pool(global_pool)
@@ -240,16 +250,21 @@ class VisionModel(nn.Module):
         self.head.apply(initialize)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trade time for memory in training: recompute each block in the backward pass."""
+        """Recompute each block in the backward pass: less memory, more time."""
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that an optimiser should not decay."""
+        """Return the names of parameters without weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
 
-    def run_block(self, block: nn.Module, tokens: torch.Tensor, grid: Grid, wanted: int | None = None) -> torch.Tensor:
-        """Run a block on tokens `[B, N, C]`, checkpointed if that is on; it gives `wanted` of them, or all."""
-        arguments = grid.size, self._token_mask(tokens, grid), wanted, grid.extents
+    def run_block(
+        self, block: nn.Module, tokens: torch.Tensor, grid: Grid, num_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Run a block on tokens `[B, N, C]` and return the first `num_tokens`, or all.
+
+        Gradient checkpointing applies if it is enabled.
+        """
+        arguments = grid.size, self._token_mask(tokens, grid), num_tokens, grid.extents
         return checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
 
     def _encode(
@@ -257,11 +272,11 @@ class VisionModel(nn.Module):
         x: torch.Tensor,
         image_sizes: ImageSizes | None,
         pixel_mask: torch.Tensor | None,
-        wanted: int | None = None,
+        num_tokens: int | None = None,
     ) -> tuple[torch.Tensor, Grid]:
         x, grid = self._prepare(x, image_sizes, pixel_mask)
         tokens = x
-        for level, level_grid in self.levels(x, grid, len(self.feature_info) - 1, wanted):
+        for level, level_grid in self.levels(x, grid, len(self.feature_info) - 1, num_tokens):
             tokens, grid = level, level_grid
         return self.final_norm(tokens), grid
 
@@ -269,7 +284,7 @@ class VisionModel(nn.Module):
         return tokens_to_map(tokens, grid).permute(0, 2, 3, 1)
 
     def _token_mask(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor | None:
-        """`[B, N]` with the prefix tokens, which are always real."""
+        """Return the padding mask `[B, N]`. Prefix tokens are always real."""
         mask = grid.mask()
         if mask is None or self.num_prefix_tokens == 0:
             return mask
@@ -291,9 +306,9 @@ class VisionModel(nn.Module):
     def _tokens_of_images(
         self, features: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """How many tokens of `forward_features` belong to each image, `[B]`; None when all do.
+        """Return the number of tokens `[B]` of each image in the output of `forward_features`; None if all are real.
 
-        Of the canvas no more is known here than its number of tokens, which is what the sizes are checked against.
+        The size of the canvas is unknown here, so the sizes are checked against the number of tokens.
         """
         if image_sizes is None and pixel_mask is None:
             return None
@@ -303,7 +318,7 @@ class VisionModel(nn.Module):
         counts = [((rows + stride - 1) // stride) * ((columns + stride - 1) // stride) for rows, columns in pairs]
         if any(min(pair) < 1 for pair in pairs) or any(count > number for count in counts):
             raise ValueError(
-                f"images of {pairs} pixels do not have from 1 to {number} tokens, as many as the features; "
+                f"images of {pairs} pixels must have between 1 and {number} tokens (the number in the features); "
                 "pass what forward_features was given"
             )
         return torch.tensor(counts, device=features.device)
@@ -317,7 +332,7 @@ class VisionModel(nn.Module):
     def _prepare(
         self, x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Grid]:
-        """Check the images and clear what lies outside of each."""
+        """Check the images and set all pixels outside of each image to zero."""
         sizes = plain_sizes(x.shape)
         if len(sizes) != 4 or sizes[1] != self.in_chans:
             raise ValueError(
@@ -342,28 +357,28 @@ class VisionModel(nn.Module):
 def global_attention(
     kind: AttentionKind, dim: int, num_heads: int, options: Mapping[str, Any] | None, **arguments: Any
 ) -> TokenAttention:
-    """The attention over the whole map of an `I` block: InLine, or vanilla linear in the linear twin."""
+    """Build the layer that attends to the whole map: InLine, or vanilla linear in the linear twin."""
     layer = LinearAttention if kind == "linear" else InLineAttention
     return layer(dim, num_heads, **(arguments | dict(options or {})))
 
 
 def check_counts(least: int = 1, **counts: object) -> None:
-    """Check arguments that count something: whole numbers, or sequences of them, from `least` on.
+    """Check that arguments are whole numbers, or sequences of them, of at least `least`.
 
     Raises:
-        ValueError: With the argument's name.
+        ValueError: If an argument is anything else; the message names it.
     """
     for name, value in counts.items():
         for count in cast("Sequence[object]", value if isinstance(value, (tuple, list)) else [value]):
             if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
-                raise ValueError(f"{name} must be made of whole numbers ≥ {least}, got {value!r}")
+                raise ValueError(f"{name} must have whole numbers of at least {least}, got {value!r}")
 
 
 def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
-    """Return height and width of an image size, which may be one number.
+    """Return (height, width) of an image size, which may be one number.
 
     Raises:
-        ValueError: If it is not one or two whole numbers ≥ 1.
+        ValueError: If the size is not one or two whole numbers of at least 1.
     """
     sides = tuple(img_size) if isinstance(img_size, Sequence) else (img_size, img_size)
     check_counts(img_size=sides)
@@ -373,12 +388,12 @@ def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Rates of stochastic depth, from 0 at the first block to `rate` at the last."""
+    """Return the stochastic depth rate of each block, from 0 at the first to `rate` at the last."""
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
 def initialize(module: nn.Module) -> None:
-    """Initial weights of linear layers and norms; convolutions keep PyTorch's."""
+    """Initialize linear layers and norms; convolutions keep PyTorch's initialization."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -391,14 +406,14 @@ def initialize(module: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """All transformer blocks of a model, in order."""
+    """Return all transformer blocks of a model, in order."""
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def _fit_positions(
     positions: torch.Tensor, saved: tuple[int, int] | None, grid: tuple[int, int], num_prefix_tokens: int
 ) -> torch.Tensor:
-    """Position embeddings `[1, prefix + h·w, C]` of a grid that may be known, for another; as is where that fails."""
+    """Resample position embeddings `[1, prefix + h·w, C]` to `grid`; return them unchanged if that is impossible."""
     if positions.dim() != 3 or positions.dtype not in FLOATING_DTYPES or positions.numel() == 0:
         return positions
     tokens = positions.shape[1] - num_prefix_tokens
@@ -411,7 +426,7 @@ def _fit_positions(
 
 
 def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Let `load_state_dict` take the authors' names too. In place, as PyTorch's hooks must."""
+    """Make `load_state_dict` accept the authors' names. PyTorch's hooks change the dict in place."""
     del unused
     if not isinstance(model, VisionModel):
         return
@@ -421,7 +436,7 @@ def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix
 
 
 def _pixel_grid(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None) -> Grid:
-    """The pixels of a batch `[B, C, H, W]`, and which of them belong to each image."""
+    """Return the grid of pixels of a batch `[B, C, H, W]`, with the extent of each image."""
     batch, _, height, width = plain_sizes(x.shape)
     if image_sizes is None and pixel_mask is None:
         return Grid(height, width)
@@ -434,14 +449,14 @@ def _pixel_grid(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: tor
 
 
 def _as_int(number: Any) -> int:
-    # A compiler takes operator.index for a reason to compile again for every number.
+    # torch.compile recompiles for every new number that passes through operator.index.
     return number if isinstance(number, int) else operator.index(number)
 
 
 def _image_extents(
     batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
 ) -> list[tuple[int, int]]:
-    """Height and width of each image, from whichever of the two is given."""
+    """Return height and width of each image, from `image_sizes` or `pixel_mask`."""
     if image_sizes is not None and pixel_mask is not None:
         raise ValueError("give image_sizes or pixel_mask, not both")
     if pixel_mask is not None:

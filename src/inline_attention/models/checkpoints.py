@@ -1,6 +1,6 @@
-"""Weights between files and models: check them against a model, load, save and convert them.
+"""Load weights into a model, save them and convert them.
 
-`inline_attention.models.reading` does the reading, and makes sure that nothing in a file is run.
+`inline_attention.models.reading` reads the files without running code from them.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
     "save_weights",
 ]
 
-# The entry of metadata that holds the grids of position embeddings, as JSON.
+# Metadata key of the grids of position embeddings, as JSON.
 GRIDS_NOTE = "position_grids"
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The weights do not fit the model, which was left as it was.
+    """The weights do not fit the model. The model is unchanged.
 
     Attributes:
-        missing: Names that the model has and the file has not.
-        unexpected: Names that the file has and the model has not.
-        mismatched: (name, shape in the file, shape in the model).
+        missing: Names that only the model has.
+        unexpected: Names that only the file has.
+        mismatched: Tuples (name, shape in the file, shape in the model).
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class CheckpointMismatchError(CheckpointError):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was taken from a file. `str()` of it is one line for a log.
+    """Result of loading a file. `str(report)` is one line for a log.
 
     Attributes:
-        path: The file.
-        origin: The entry of the file that held the weights, such as "state_dict_ema"; empty if they were all it held.
-        loaded: Names taken, in the model's spelling.
-        missing: Names that the model has and the file has not (`strict=False`).
-        unexpected: Names that the file has and the model has not (`strict=False`).
-        reinitialized: Names of the head, left as the model initialised it (`reinitialize_head=True`).
+        path: File.
+        origin: Entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict.
+        loaded: Names of loaded weights, as the model spells them.
+        missing: Names that only the model has (`strict=False`).
+        unexpected: Names that only the file has (`strict=False`).
+        reinitialized: Names of the head that keep their initial values (`reinitialize_head=True`).
         cast: Names whose dtype was changed to the model's.
-        nonfinite: Names with a NaN or an infinity in them.
+        nonfinite: Names of weights with NaN or infinite values.
     """
 
     path: Path
@@ -102,7 +102,7 @@ class LoadReport:
         if self.cast:
             parts.append(f"{len(self.cast)} cast to the model's dtype")
         if self.reinitialized:
-            parts.append(f"head left as initialised ({', '.join(self.reinitialized)})")
+            parts.append(f"head left as initialized ({', '.join(self.reinitialized)})")
         named = {"missing": self.missing, "unexpected": self.unexpected, "not finite": self.nonfinite}
         parts += [f"{len(names)} {what} ({some_of(names)})" for what, names in named.items() if names]
         return "; ".join(parts)
@@ -116,22 +116,26 @@ def load_checkpoint(
     strict: bool = True,
     reinitialize_head: bool = False,
 ) -> LoadReport:
-    """Load a file's weights into a model: all of them, or on any error none.
+    """Load the weights of a file into a model. On any error the model is unchanged.
 
-    A model may define `convert_state_dict(state_dict) -> state_dict`, which translates foreign names and shapes to its
-    own. It should leave what it does not know alone: the check that follows lists it. One that also has
-    `position_grids` (by parameter name, (height, width)) is given, as a second argument, those that the file notes.
+    A model can define `convert_state_dict(state_dict) -> state_dict` to translate other names and shapes to its own. It
+    should keep unknown entries: the check that follows reports them. A model that also has `position_grids` ((height,
+    width) by parameter name) gets the grids in the file's metadata as a second argument.
 
     Args:
-        model: The model; weights are cast to its dtypes.
-        path: As for `read_checkpoint`, or what `open_checkpoint` returned.
-        use_ema: As for `read_checkpoint`; what was opened before is taken as it is.
-        strict: If False, names that only the model or only the file has are reported, not refused. Shapes always count.
-        reinitialize_head: Leave the classifier as the model initialised it, whatever the file has.
+        model: Model. Weights are cast to its dtypes.
+        path: A `.safetensors` file, a file of `torch.save`, or the result of `open_checkpoint`.
+        use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
+            Ignored for the result of `open_checkpoint`.
+        strict: Refuse names that only the model or only the file has. If False, report them. Shapes must always agree.
+        reinitialize_head: Keep the initial values of the model's classifier and ignore the file's.
+
+    Returns:
+        A report of the weights that were loaded.
 
     Raises:
         CheckpointMismatchError: If names or shapes differ.
-        CheckpointError: As for `read_checkpoint`.
+        CheckpointError: If the file cannot be read (`read_checkpoint`).
     """
     file = path if isinstance(path, Checkpoint) else open_checkpoint(path, use_ema=use_ema)
     weights, differences = _fit(model, file, strict, reinitialize_head)
@@ -154,19 +158,19 @@ def save_weights(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model's or a state dict's weights as safetensors: the whole file or, on any error, nothing.
+    """Write weights to a safetensors file. On any error an existing file is unchanged.
 
-    Names lose the prefixes of DDP and `torch.compile`; tensors that share memory are written one by one. A checksum
-    goes along, so that `read_checkpoint` notices a damaged file, and so do the name of a model that has one and the
-    grids of its position embeddings.
+    Names lose the prefixes of DDP and `torch.compile`. Tensors that share memory are written separately. The metadata
+    gets a checksum, which `read_checkpoint` checks, and for a model its name and the grids of its position embeddings.
+    Equal weights and metadata give equal bytes.
 
     Args:
-        weights: What to write.
-        path: A path that ends in `.safetensors`.
-        metadata: Notes to write along, such as `source`, `model` or `class_names` (a JSON list).
+        weights: Model or state dict.
+        path: Path that ends in `.safetensors`.
+        metadata: Additional metadata, such as `source`, `model` or `class_names` (a JSON list).
 
     Raises:
-        CheckpointError: If the file cannot be written. One that was there before is unchanged.
+        CheckpointError: If the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() != ".safetensors":
@@ -185,9 +189,9 @@ def save_weights(
 
 
 def _sort_header(path: Path) -> None:
-    """Sort a safetensors file's header in place, so that equal weights and notes give equal bytes.
+    """Sort the header of a safetensors file in place, so that equal content gives equal bytes.
 
-    The library writes metadata in the random order of a hash map.
+    The safetensors library writes metadata in the random order of a hash map.
     """
     with path.open("rb+") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -205,18 +209,21 @@ def convert_checkpoint(
     model: nn.Module | None = None,
     use_ema: bool | None = None,
 ) -> LoadReport:
-    """Write the weights of any readable file as safetensors, bit for bit, with the notes that the file has.
+    """Convert a file of weights to safetensors. Values stay bit for bit; metadata is kept.
 
     Args:
-        source: As for `read_checkpoint`.
-        target: A path that ends in `.safetensors`.
-        model: If given, the weights are checked against it and written in its names, and its own name goes along; it
-            is not changed, and may be on the meta device.
-        use_ema: As for `read_checkpoint`.
+        source: A `.safetensors` file, or a file of `torch.save`.
+        target: Path that ends in `.safetensors`.
+        model: Model that the weights must fit. The new file uses its parameter names and records its name. The model
+            is not changed and may be on the meta device.
+        use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
+
+    Returns:
+        A report of the weights that were written.
 
     Raises:
         CheckpointMismatchError: If names or shapes differ from the model's.
-        CheckpointError: As for `read_checkpoint` and `save_weights`.
+        CheckpointError: If the source cannot be read or the target cannot be written.
     """
     file = open_checkpoint(source, use_ema=use_ema)
     weights = file.weights
@@ -228,30 +235,30 @@ def convert_checkpoint(
 
 
 def number_of_classes(weights: Mapping[str, Tensor], model: nn.Module) -> int | None:
-    """Classes of the head in a set of weights, None without one; the model knows what its head is called."""
+    """Return the number of classes of the head in `weights`, None without a head. The model gives the head's name."""
     names = (f"{head}{kind}" for head in _heads(model) for kind in ("weight", "bias"))
     return next((weights[name].shape[0] for name in names if name in weights and weights[name].dim() > 0), None)
 
 
 def notes_on(model: object) -> dict[str, str]:
-    """What `save_weights` notes on a model, for those who save its state dict: its name and its positions' grids."""
+    """Return the metadata that `save_weights` adds for a model: its name and the grids of its position embeddings."""
     name, grids = _config(model).get("architecture"), _position_grids(model)
     return ({"model": name} if name else {}) | ({GRIDS_NOTE: json.dumps(grids)} if grids else {})
 
 
 def position_grids_in(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """The grids of position embeddings that `save_weights` noted, by parameter name; none where it did not."""
+    """Return the grids of position embeddings in the metadata, by parameter name; empty if there are none."""
     try:
         noted = parse_json(metadata.get(GRIDS_NOTE, "{}"))
         return {str(name): (int(height), int(width)) for name, (height, width) in noted.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError):  # another program's note
+    except (ValueError, TypeError, AttributeError, OverflowError):  # written by another program
         return {}
 
 
 def _fit(
     model: nn.Module, file: Checkpoint, strict: bool, reinitialize_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, ...]]]:
-    """The weights that go into the model, in its names, and the differences that were let pass."""
+    """Return the weights to load, by the model's names, and the differences that `strict=False` accepts."""
     weights = file.weights
     if convert := getattr(model, "convert_state_dict", None):
         noted = position_grids_in(file.metadata)
@@ -277,17 +284,17 @@ def _fit(
     if not mismatched and fitting and not (strict and (missing or unexpected)):
         return fitting, {"missing": missing, "unexpected": unexpected, "reinitialized": reinitialized}
 
-    of_model = f", of {file.metadata['model']}," if "model" in file.metadata else ""
-    lines = [f"{file.path}{of_model} does not fit {type(model).__name__}, which was left as it was"]
+    of_model = f" ({file.metadata['model']})" if "model" in file.metadata else ""
+    lines = [f"{file.path}{of_model} does not fit {type(model).__name__}; the model is unchanged"]
     differing = [f"{name} (file {_describe(weights[name])}, model {_describe(own[name])})" for name in mismatched]
     listed = {"missing in the file": missing, "unknown to the model": unexpected, "of another shape or kind": differing}
     lines += [f"{len(names)} {what}: {some_of(names)}" for what, names in listed.items() if names]
     is_about_heads = all(name.startswith(heads) for name in (*missing, *unexpected, *mismatched))
     classes = number_of_classes(weights, model), number_of_classes(own, model)
-    if is_about_heads or None not in classes:  # of another model's names, one cannot tell whether it has a head
+    if is_about_heads or None not in classes:  # with other names, a head cannot be recognized
         lines += _head_advice(*classes)
     if not is_about_heads:
-        lines.append("create the model that the file was made for: its name, image size and options")
+        lines.append("create the model that the file was made for, with its name, image size and options")
     shapes = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in mismatched]
     raise CheckpointMismatchError("\n  ".join(lines), missing, unexpected, shapes)
 
@@ -311,7 +318,7 @@ def _config(model: object) -> Mapping[str, Any]:
 
 
 def _heads(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the classifier's names."""
+    """Return the prefixes of the classifier's parameter names."""
     classifier = _config(model).get("classifier") or "head"
     return tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
 
@@ -323,7 +330,7 @@ def _position_grids(model: object) -> Mapping[str, tuple[int, int]]:
 def _warn_of_unknown_grids(
     model: nn.Module, file: Checkpoint, weights: Mapping[str, Tensor], noted: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Say which positions were taken as they are though they may be of a grid of another shape."""
+    """Warn about positions that were loaded unchanged although their grid may have another shape."""
     as_they_are = {id(value) for value in file.weights.values()}
     doubtful = [
         f"{name} ({height}×{width})"
@@ -332,8 +339,7 @@ def _warn_of_unknown_grids(
     ]
     if doubtful:
         warnings.warn(
-            f"{file.path} does not say of which grids its positions are; they are taken for the model's: "
-            f"{some_of(doubtful)}",
+            f"{file.path} does not say which grids its positions have; the model's are assumed: {some_of(doubtful)}",
             stacklevel=4,
         )
 
@@ -341,7 +347,7 @@ def _warn_of_unknown_grids(
 def _warn_of_nonfinite(path: Path, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
     names = tuple(name for name, value in weights.items() if not torch.isfinite(value).all())
     if names:
-        warnings.warn(f"{path} gives NaN or infinite values in {some_of(names)}; they are kept", stacklevel=3)
+        warnings.warn(f"{path} has NaN or infinite values in {some_of(names)}; they are kept", stacklevel=3)
     return names
 
 

@@ -1,4 +1,4 @@
-"""InLine-CSWin: a pyramid with InLine attention over the map in the fine stages and crossed stripes in the coarse.
+"""InLine-CSWin: a pyramid with InLine attention over the map in fine stages, crossed stripes in coarse stages.
 
 "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "CSWin
 Transformer: A General Vision Transformer Backbone with Cross-Shaped Windows", CVPR 2022, arXiv 2107.00652.
@@ -30,7 +30,10 @@ NORM_EPS = 1e-5
 
 
 class InLineCSWin(PyramidModel):
-    """Overlapping convolutions between four stages, a depthwise 3×3 of the values in every block, final norm, mean."""
+    """Four stages with overlapping convolutions between them, final norm, mean pooling.
+
+    Every block has a depthwise 3×3 convolution of the values.
+    """
 
     def __init__(
         self,
@@ -55,15 +58,15 @@ class InLineCSWin(PyramidModel):
         """Build the model.
 
         Args:
-            embed_dim: Channels of the first stage; each next one has twice as many.
-            depths: Blocks of each stage.
-            num_heads: Heads of each stage.
-            attention: "inline", or a twin: "softmax" (stripes throughout), "linear".
-            attention_options: Further arguments of the InLine or linear attention layer.
-            img_size: Native image size. Nothing depends on it; accepted for timm's sake.
-            global_stages: How many stages, from the first, have InLine attention. The softmax twin has none.
-            stripe_widths: Tokens across a stripe in the first three stages. In the last, one softmax attention spans
-                the map.
+            embed_dim: Channels of the first stage. Each later stage has twice as many.
+            depths: Number of blocks of each stage.
+            num_heads: Number of heads of each stage.
+            attention: "inline", or "softmax" (stripes in all blocks) or "linear" for a twin.
+            attention_options: Extra arguments of the InLine or linear attention layer.
+            img_size: Native image size. It has no effect; timm passes it.
+            global_stages: Number of stages, counted from the first, with InLine attention. The softmax twin has none.
+            stripe_widths: Width of a stripe in tokens, for the first three stages. The last stage has one softmax
+                attention over the map.
             mlp_ratio: Hidden width of the MLPs in multiples of the channels.
             num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
@@ -71,7 +74,7 @@ class InLineCSWin(PyramidModel):
             drop_rate: Dropout rate before the head.
             proj_drop_rate: Dropout rate after projections.
             attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Rate of stochastic depth at the last block.
+            drop_path_rate: Stochastic depth rate of the last block.
         """
         check_counts(embed_dim=embed_dim, depths=depths, num_heads=num_heads, stripe_widths=stripe_widths)
         check_counts(least=0, global_stages=global_stages)
@@ -116,7 +119,7 @@ class InLineCSWin(PyramidModel):
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, stripe_widths: tuple[int, int, int] | None = None
     ) -> None:
-        """Change the stripes; any image size works as it is."""
+        """Change the stripe widths. `img_size` has no effect."""
         del img_size
         for blocks, width in zip(self.stages, stripe_widths or (), strict=False):
             for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
@@ -124,7 +127,7 @@ class InLineCSWin(PyramidModel):
                     block.attn.stripe_width = width
 
     def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The authors' names to ours."""
+        """Rename the authors' keys to ours."""
         table = [
             (r"stage1_conv_embed\.0\.", "embeddings.0.proj."),
             (r"stage1_conv_embed\.2\.", "embeddings.0.norm."),
@@ -180,6 +183,6 @@ def inline_cswin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
 
 @register_with_twins
 def inline_cswin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-CSWin-B at 384², in stripes of 1, 2 and 12."""
+    """InLine-CSWin-B at 384², with stripes of 1, 2 and 12."""
     defaults = merged(arguments, **(_BASE | {"img_size": 384, "stripe_widths": (1, 2, 12), "drop_path_rate": 0.7}))
     return build(InLineCSWin, "inline_cswin_base_384", pretrained, **defaults)

@@ -65,11 +65,11 @@ class InLineDeiT(VisionModel):
         """Build the model.
 
         Args:
-            embed_dim: Channels C.
-            num_heads: Heads H.
-            attention: "inline", or a twin: "softmax", "linear".
-            attention_options: Further arguments of the InLine or linear attention layer.
-            img_size: Native image size, for which positions are learned; any other works too.
+            embed_dim: Number of channels C.
+            num_heads: Number of heads H.
+            attention: "inline", or "softmax" or "linear" for a twin.
+            attention_options: Extra arguments of the InLine or linear attention layer.
+            img_size: Native image size of the learned positions. Other sizes work too.
             patch_size: Side of a patch in pixels.
             depth: Number of blocks.
             mlp_ratio: Hidden width of the MLPs in multiples of C.
@@ -79,7 +79,7 @@ class InLineDeiT(VisionModel):
             drop_rate: Dropout rate before the head.
             proj_drop_rate: Dropout rate after projections.
             attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Rate of stochastic depth at the last block.
+            drop_path_rate: Stochastic depth rate of the last block.
         """
         check_counts(embed_dim=embed_dim, num_heads=num_heads, patch_size=patch_size, depth=depth)
         super().__init__(embed_dim, num_classes, in_chans, global_pool, drop_rate)
@@ -111,49 +111,52 @@ class InLineDeiT(VisionModel):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def levels(
-        self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
+        self, x: torch.Tensor, grid: Grid, last: int, num_tokens: int | None = None
     ) -> Iterator[tuple[torch.Tensor, Grid]]:
-        """Tokens and grid after each block; of the last, `wanted` tokens, or all."""
+        """Yield tokens and grid after each block; the last block returns the first `num_tokens`, or all."""
         tokens, grid = self.patch_embed(x, grid)
         tokens = tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid)
         class_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
         tokens = torch.cat([class_token, tokens], dim=1)
         for index, block in enumerate(self.blocks[: last + 1]):
-            tokens = self.run_block(block, tokens, grid, wanted if index == last else None)
+            tokens = self.run_block(block, tokens, grid, num_tokens if index == last else None)
             yield tokens, grid
 
     @property
     def position_grids(self) -> dict[str, tuple[int, int]]:
-        """Of the position embedding, whose first token is the class token's."""
+        """Native grid of the position embedding, by parameter name. Its first token is the class token's."""
         return {"pos_embed": self.position_grid}
 
-    def tokens_for_head(self) -> int | None:
-        """The class token, if nobody looks at another: the last MLP and the norm are then computed for it alone."""
+    def num_head_tokens(self) -> int | None:
+        """Return 1 if only the class token is read, else None for all tokens.
+
+        With 1, the last MLP and the norm run for the class token only. Hooks need all tokens.
+        """
         if self.global_pool != "token" or has_hooks(*self.blocks[-1].modules(), *self.norm.modules()):
             return None
         return 1
 
     def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Norm of all tokens."""
+        """Apply the final norm to all tokens."""
         return self.norm(tokens)
 
     def prune_levels(self, last: int) -> None:
-        """Drop the blocks after `last`."""
+        """Remove the blocks after `last`."""
         self.blocks = self.blocks[: last + 1]
         self.feature_info = self.feature_info[: last + 1]
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Make another image size the native one, resampling the positions."""
+        """Change the native image size and resample the positions."""
         grid_size = Grid(*image_sides(img_size)).coarser(self.largest_stride).size
         self.pos_embed = nn.Parameter(resample_after_prefix(self.pos_embed.detach(), self.position_grid, grid_size, 1))
         self.position_grid = grid_size
 
     def no_weight_decay(self) -> set[str]:
-        """Positions and class token."""
+        """Return the names of parameters without weight decay: positions and class token."""
         return {"pos_embed", "cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups for layer-wise learning rates."""
+        """Return the parameter groups for layer-wise learning rates."""
         del coarse
         return {
             "stem": r"^cls_token|pos_embed|patch_embed",

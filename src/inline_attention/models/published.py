@@ -1,8 +1,8 @@
-"""Figures that the paper (arXiv 2412.06590) reports for its authors' weights; we have not measured them."""
+"""Figures that the paper (arXiv 2412.06590) reports for its authors' weights. We have not measured them."""
 
 from __future__ import annotations
 
-# ImageNet-1K top-1 in percent, each model at its native size.
+# ImageNet-1K top-1 accuracy in percent, at the native size of each model.
 PUBLISHED_TOP1: dict[str, float] = {
     "inline_deit_tiny": 74.5,
     "inline_deit_small": 80.2,

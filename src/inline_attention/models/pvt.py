@@ -33,7 +33,7 @@ MLP_RATIOS = (8, 8, 4, 4)
 
 
 class InLinePVT(PyramidModel):
-    """Four stages of strided convolution, learned positions and blocks; mean of the tokens, no final norm."""
+    """Four stages of strided convolution, learned positions and blocks, then mean pooling without a final norm."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class InLinePVT(PyramidModel):
         """Build the model.
 
         Args:
-            depths: Blocks of each stage.
-            attention: "inline", or a twin: "softmax" (over the whole map), "linear".
-            attention_options: Further arguments of the InLine or linear attention layer.
-            img_size: Native image size, for which positions are learned; any other works too.
+            depths: Number of blocks of each stage.
+            attention: "inline", or "softmax" (over the whole map) or "linear" for a twin.
+            attention_options: Extra arguments of the InLine or linear attention layer.
+            img_size: Native image size of the learned positions. Other sizes work too.
             num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
             global_pool: "avg", or "" for no pooling.
             drop_rate: Dropout rate before the head.
             proj_drop_rate: Dropout rate after projections.
             attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Rate of stochastic depth at the last block.
+            drop_path_rate: Stochastic depth rate of the last block.
         """
         check_counts(depths=depths)
         pixels = Grid(*image_sides(img_size))
@@ -103,7 +103,7 @@ class InLinePVT(PyramidModel):
         )
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Make another image size the native one, resampling the positions of every stage."""
+        """Change the native image size and resample the positions of every stage."""
         pixels = Grid(*image_sides(img_size))
         for embedding, stride in zip(self.embeddings, STRIDES, strict=False):
             assert isinstance(embedding, ConvEmbedding)
@@ -111,7 +111,7 @@ class InLinePVT(PyramidModel):
 
     @property
     def position_grids(self) -> dict[str, tuple[int, int]]:
-        """Of every stage's position embedding."""
+        """Native grid of each stage's position embedding, by parameter name."""
         return {
             f"embeddings.{stage}.positions": embedding.position_grid
             for stage, embedding in enumerate(self.embeddings)
@@ -119,7 +119,7 @@ class InLinePVT(PyramidModel):
         }
 
     def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The authors' names to ours."""
+        """Rename the authors' keys to ours."""
         table = [
             entry
             for stage in range(4)

@@ -1,4 +1,4 @@
-"""What PVT, Swin and CSWin share: four stages, each an embedding and its blocks, at strides 4, 8, 16 and 32."""
+"""Base class of PVT, Swin and CSWin: four stages of an embedding and blocks, at strides 4, 8, 16 and 32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRIDES = (4, 8, 16, 32)
 
 
 class PyramidModel(VisionModel):
-    """Stages of embedding and blocks, a final norm, mean pooling and a linear head."""
+    """Four stages of embedding and blocks, then a final norm, mean pooling and a linear head."""
 
     largest_stride = STRIDES[-1]
     output_fmt = "NHWC"
@@ -38,10 +38,10 @@ class PyramidModel(VisionModel):
         """Assemble the model.
 
         Args:
-            embeddings: One per stage; the first takes images.
-            stages: The blocks of each stage.
+            embeddings: One embedding per stage; the first one takes images.
+            stages: Blocks of each stage.
             dims: Channels of each stage.
-            norm: What follows the last stage.
+            norm: Norm after the last stage.
             num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
             global_pool: "avg", or "" for no pooling.
@@ -58,42 +58,42 @@ class PyramidModel(VisionModel):
         self.apply(initialize)
 
     def levels(
-        self, x: torch.Tensor, grid: Grid, last: int, wanted: int | None = None
+        self, x: torch.Tensor, grid: Grid, last: int, num_tokens: int | None = None
     ) -> Iterator[tuple[torch.Tensor, Grid]]:
-        """Tokens and grid after each stage; of the last, `wanted` tokens, or all."""
+        """Yield tokens and grid after each stage; the last stage returns the first `num_tokens`, or all."""
         for index, (embedding, stage) in enumerate(zip(self.embeddings, self.stages, strict=True)):
             if index > last:
                 return
             tokens, grid = embedding(x, grid)
-            blocks: list[nn.Module] = list(stage)  # pyright: ignore[reportArgumentType] - not children(), each only once
+            blocks: list[nn.Module] = list(stage)  # pyright: ignore[reportArgumentType] - children() drops duplicates
             for number, block in enumerate(blocks, start=1):
                 is_last = index == last and number == len(blocks)
-                tokens = self.run_block(block, tokens, grid, wanted if is_last else None)
+                tokens = self.run_block(block, tokens, grid, num_tokens if is_last else None)
             yield tokens, grid
             x = tokens_to_map(tokens, grid)
 
     def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Norm of the last stage's tokens."""
+        """Apply the final norm to the last stage's tokens."""
         return self.norm(tokens)
 
     def prune_levels(self, last: int) -> None:
-        """Drop the stages after `last`."""
+        """Remove the stages after `last`."""
         self.embeddings = self.embeddings[: last + 1]
         self.stages = self.stages[: last + 1]
         self.feature_info = self.feature_info[: last + 1]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups for layer-wise learning rates: by stage if `coarse`, else by block."""
+        """Return the parameter groups for layer-wise learning rates: by stage if `coarse`, else by block."""
         blocks = r"^(?:stages|embeddings)\.(\d+)"
         fine = [(r"^embeddings\.(\d+)", (0,)), (r"^stages\.(\d+)\.(\d+)", None), (r"^norm", (99999,))]
         return {"stem": r"^embeddings\.0\.", "blocks": blocks if coarse else fine}
 
 
 def rename(state_dict: Mapping[str, torch.Tensor], table: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Rename keys by the first pattern that matches from the start; other keys stay.
+    """Rename each key by the first pattern that matches its start; keep keys without a match.
 
     Raises:
-        CheckpointError: If two keys get one name.
+        CheckpointError: If two keys get the same name.
     """
     origins: dict[str, str] = {}
     for key in state_dict:
@@ -104,7 +104,7 @@ def rename(state_dict: Mapping[str, torch.Tensor], table: Sequence[tuple[str, st
                 break
         if name in origins:
             raise CheckpointError(
-                f"the weights hold {name} twice, as {origins[name]!r} and as {key!r}; remove the one that is not wanted"
+                f"the weights hold {name} twice, as {origins[name]!r} and as {key!r}; remove one of them"
             )
         origins[name] = key
     return {name: state_dict[key] for name, key in origins.items()}

@@ -1,8 +1,8 @@
-"""Reading weights from files without running anything that is in them.
+"""Read weights from files without running code from them.
 
-A `.pth` file is a pickle, and a pickle is a program. It is read by torch's restricted unpickler, which builds tensors
-and plain containers only. What else stands beside the weights in an honest training checkpoint (a yacs configuration,
-`argparse` options, NumPy numbers) is met by stand-ins that forget it; any other name is refused.
+A `.pth` file is a pickle, and a pickle is a program. torch's restricted unpickler builds only tensors and plain
+containers. Training checkpoints also contain harmless objects (a yacs configuration, `argparse` options, NumPy
+numbers). Stand-ins replace these objects and discard their content. Any other class or function is refused.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from inline_attention.support.text import printable, some_of
 
 EMA_KEYS = ("state_dict_ema", "model_ema")
 RAW_KEYS = ("model", "state_dict")
-LEGACY_PICKLES = 5  # before the storages, in the format of torch < 1.6
-MAX_EXPANSION = 16  # of memory that tensors share or repeat, when each gets its own
+LEGACY_PICKLES = 5  # number of pickles before the storages, in the format of torch < 1.6
+MAX_EXPANSION = 16  # limit of (bytes of all copies) / (bytes of shared or repeated memory)
 FETCH_AGAIN = "fetch or copy it again, or ask its author for a .safetensors file"
 
 
 class CheckpointError(RuntimeError):
-    """A file of weights cannot be read, does not fit, or cannot be written."""
+    """A file of weights cannot be read or written, or does not fit the model."""
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A file asks for code other than what tensors need. None of it was run."""
+    """A file refers to code that tensors do not need. None of it was run."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a file of weights.
+    """Content of a file of weights.
 
     Attributes:
-        path: The file.
-        weights: Tensors by name, contiguous and on the CPU, without the prefixes that DDP and `torch.compile` add.
-        origin: The entry of the file that held them, such as "state_dict_ema"; empty if they were all it held.
-        metadata: What a safetensors file says of itself, such as the name of its `model`; empty for other files.
+        path: File.
+        weights: Tensors by name, contiguous and on the CPU, without the prefixes of DDP and `torch.compile`.
+        origin: Entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict.
+        metadata: Metadata of a safetensors file, such as the name of its `model`; empty for other files.
     """
 
     path: Path
@@ -66,7 +66,17 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None) -> Checkpoint:
-    """Read a file of weights, and where in it and with which notes they stood. Arguments: see `read_checkpoint`."""
+    """Read the weights of a file, with their origin and the file's metadata.
+
+    Args:
+        path: A `.safetensors` file, or a file of `torch.save`: a bare state dict, or a training checkpoint with weights
+            under `model`, `state_dict`, `model_ema` or `state_dict_ema`.
+        use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
+
+    Raises:
+        UnsafeCheckpointError: If the file refers to code. Nothing was run.
+        CheckpointError: If the file is missing, damaged, not a checkpoint, or has no weights of the requested kind.
+    """
     path = Path(path)
     _check_is_file(path)
     if path.suffix.lower() == ".safetensors":
@@ -78,22 +88,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None) -> dict[str, Tensor]:
-    """The weights in a file, on the CPU, without the prefixes that DDP and `torch.compile` add to names.
+    """Return the weights of a file, on the CPU, without the name prefixes of DDP and `torch.compile`.
 
     Args:
-        path: A `.safetensors` file, or anything else `torch.save` wrote: a bare state dict, or a training checkpoint
-            with weights under `model`, `state_dict`, `model_ema` or `state_dict_ema`.
-        use_ema: True demands the averaged weights, False the raw ones; None prefers averaged ones.
+        path: A `.safetensors` file, or a file of `torch.save`: a bare state dict, or a training checkpoint with weights
+            under `model`, `state_dict`, `model_ema` or `state_dict_ema`.
+        use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
 
     Raises:
-        UnsafeCheckpointError: If the file asks for code. Nothing was run.
-        CheckpointError: If it is missing, damaged, not a checkpoint, or has not the weights asked for.
+        UnsafeCheckpointError: If the file refers to code. Nothing was run.
+        CheckpointError: If the file is missing, damaged, not a checkpoint, or has no weights of the requested kind.
     """
     return open_checkpoint(path, use_ema=use_ema).weights
 
 
 def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Own copies of the tensors, contiguous and on the CPU, without prefixes; plain numbers are left out."""
+    """Return contiguous copies of the tensors on the CPU, without name prefixes and without plain numbers."""
     weights: dict[str, Tensor] = {}
     foreign: list[str] = []
     _check_expansion(path, [value for value in entries.values() if isinstance(value, Tensor)])
@@ -108,7 +118,7 @@ def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
             clean_name = re.sub(r"^((module|_orig_mod)\.)+", "", name)
             if clean_name in weights:
                 raise CheckpointError(f"{path} has two tensors for {clean_name!r}; rename or remove {name!r}")
-            # A copy: a tensor read from a file is a window on it, and changes when somebody rewrites the file.
+            # Copy: a memory-mapped tensor would change when another program rewrites the file.
             weights[clean_name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if foreign or not weights:
         raise CheckpointError(
@@ -119,7 +129,7 @@ def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _check_expansion(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that repeat little memory very often: strides of zero make a terabyte of four bytes."""
+    """Refuse tensors that repeat a little memory very often: strides of zero turn four bytes into a terabyte."""
     dense = [value for value in tensors if value.layout is torch.strided and not value.is_meta]
     held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in dense}
     needed, most = sum(value.nbytes for value in dense), MAX_EXPANSION * sum(held.values()) + 2**26
@@ -131,7 +141,7 @@ def _check_expansion(path: Path, tensors: Sequence[Tensor]) -> None:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes."""
     state = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         state.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -140,7 +150,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def where_they_differ(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    """Two lists of names, in words, each from the first name on that is not the same in both."""
+    """Return two lists of names as texts that start at the first difference."""
     shorter = min(len(first), len(second))
     start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
     before, end = ("…, " if start else ""), f"nothing after {start}"
@@ -149,7 +159,7 @@ def where_they_differ(first: Sequence[str], second: Sequence[str]) -> tuple[str,
 
 
 class _StandIn:
-    """Takes the place of a harmless object beside the weights: accepts its parts and forgets them."""
+    """Replacement of a harmless object in a checkpoint. It accepts the object's content and discards it."""
 
     def __init__(self, *_parts: object):
         pass
@@ -167,15 +177,15 @@ _HARMLESS = (
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
 )
 _STAND_INS: dict[str, type] = {name: type(name, (_StandIn,), {}) for name in _HARMLESS}
-# A dict with attributes; of the subclasses of dict, the unpickler fills OrderedDict alone.
+# CfgNode is a dict with attributes. The unpickler fills only one subclass of dict: OrderedDict.
 _STAND_INS["yacs.config.CfgNode"] = OrderedDict
 _safe_globals_lock = threading.Lock()
 
 
 @contextmanager
 def _only_stand_ins_allowed() -> Iterator[None]:
-    # torch's list is one for the process. What others put on it is set aside: it could run code, and the real
-    # classes of the same names would meet ours.
+    # torch has one list of safe globals per process. Remove other entries for now: they could run code, or clash with
+    # the stand-ins of the same names.
     with _safe_globals_lock:
         others = get_safe_globals()
         clear_safe_globals()
@@ -200,7 +210,7 @@ def _check_is_file(path: Path) -> None:
             f"{path} cannot be opened: {error.strerror}; check the path and its permissions"
         ) from error
     if not head:
-        raise CheckpointError(f"{path} is empty, as an interrupted download leaves it; {FETCH_AGAIN}")
+        raise CheckpointError(f"{path} is empty, probably an interrupted download; {FETCH_AGAIN}")
     if head.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` to fetch them")
     if head.lstrip().startswith((b"<!doctype", b"<html")):
@@ -211,8 +221,8 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
-    except Exception as error:  # a damaged file can fail anywhere
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is not a dict)
+    except Exception as error:  # a damaged file can raise any exception
         raise _unreadable(path, error) from error
     if "sha256" in metadata and metadata["sha256"] != digest(tensors):
         raise CheckpointError(f"{path} is damaged: its contents do not match its checksum; {FETCH_AGAIN}")
@@ -223,13 +233,13 @@ def _read_pickle(path: Path) -> Any:
     try:
         is_archive = check_pickle_file(path)
         with _only_stand_ins_allowed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on unusual pickles; what matters of them is raised
+            warnings.simplefilter("ignore")  # torch warns about unusual pickles; real problems raise
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        raise _refusal(path, error) from None  # torch's own message advises to switch the protection off
-    except Exception as error:  # a damaged file can fail anywhere
+        raise _refusal(path, error) from None  # torch's own message tells users to turn the protection off
+    except Exception as error:  # a damaged file can raise any exception
         raise _unreadable(path, error) from error
 
 
@@ -263,12 +273,12 @@ def _check_pickles(path: Path, is_archive: bool) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """Check the sums that torch writes into a file and does not check when it reads one."""
+    """Verify the checksums in the archive. torch writes them but does not verify them."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise CheckpointError(f"{path} is a compressed archive, which torch.save never writes; unpack it first")
-        has_sums = any(record.CRC for record in records)  # torch can be told to leave them out: then all are 0
+        has_sums = any(record.CRC for record in records)  # torch can be set to omit them: then all are 0
         if has_sums and (damaged := archive.testzip()):
             raise CheckpointError(f"{path} is damaged: {damaged!r} in it does not match its checksum; {FETCH_AGAIN}")
 
@@ -278,18 +288,18 @@ def _refusal(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
     if not names:
         return _unreadable(path, "its pickle is not of the plain kind (protocol 2) that torch.save writes by default")
     module, _, name = names[0].rpartition(".")
-    module = IMPORT_MAPPING.get(module, module) or "builtins"  # Python 2's spelling, which torch.save writes
+    module = IMPORT_MAPPING.get(module, module) or "builtins"  # torch.save writes the module names of Python 2
     return UnsafeCheckpointError(
-        f"{path} asks for {module}.{name}, which weights do not need: it is hostile, or holds whole Python objects. "
+        f"{path} asks for {module}.{name}, which weights do not need: it is hostile, or contains Python objects. "
         "It was refused and nothing in it was run; ask its author for a .safetensors file, "
         "or for torch.save(model.state_dict(), ...)"
     )
 
 
 def _foreign_globals(path: Path) -> list[str]:
-    """What a pickle would import besides torch, read off its opcodes without executing them."""
+    """Return the names that a pickle would import besides torch, from its opcodes, without executing them."""
     names: list[str] = []
-    with suppress(Exception):  # the file is refused either way; this only says more about it
+    with suppress(Exception):  # the file is refused in any case; this only adds detail to the message
         for stream in _pickles(path, zipfile.is_zipfile(path)):
             names.extend(_imported_names(stream))
     foreign = re.compile(r"(?!torch\.|collections\.)[\w.]+")
@@ -297,7 +307,7 @@ def _foreign_globals(path: Path) -> list[str]:
 
 
 def _pickles(path: Path, is_archive: bool) -> Iterator[BinaryIO]:
-    """Streams, each at the beginning of a pickle of a file that `torch.save` wrote."""
+    """Yield a stream at the start of each pickle in a file of `torch.save`."""
     if is_archive:
         with zipfile.ZipFile(path) as archive:
             for record in archive.namelist():
@@ -315,7 +325,7 @@ def _imported_names(stream: BinaryIO) -> Iterator[str]:
     for opcode, argument, _ in pickletools.genops(stream):
         if opcode.name in ("GLOBAL", "INST"):
             yield str(argument).replace(" ", ".")
-        elif opcode.name == "STACK_GLOBAL":  # module and name were pushed before, afresh or from the memo
+        elif opcode.name == "STACK_GLOBAL":  # module and name were pushed before, directly or from the memo
             yield ".".join(pushed[-2:])
         elif opcode.name == "MEMOIZE":
             memo.append(pushed[-1])
@@ -326,18 +336,18 @@ def _imported_names(stream: BinaryIO) -> Iterator[str]:
 def _unreadable(path: Path, reason: object) -> CheckpointError:
     lines = str(reason).strip().splitlines() or [type(reason).__name__]
     return CheckpointError(
-        f"{path} cannot be read as weights: it is truncated, damaged or no checkpoint ({lines[0]}); {FETCH_AGAIN}"
+        f"{path} cannot be read as weights: it is truncated, damaged or not a checkpoint ({lines[0]}); {FETCH_AGAIN}"
     )
 
 
 def _select(path: Path, content: Any, use_ema: bool | None) -> tuple[str, Mapping[Any, Any]]:
-    """The set of weights asked for, and the entry it was found under (empty for a bare state dict)."""
+    """Return the entry with the requested weights (empty for a bare state dict), and the weights."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict of tensors; {FETCH_AGAIN}")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, expected a dict of tensors; {FETCH_AGAIN}")
     held = [key for key in EMA_KEYS + RAW_KEYS if _has_tensors(content.get(key))]
     if not held and not _has_tensors(content):
         raise CheckpointError(
-            f"{path} holds no weights: expected tensors, or a dict of them under {', '.join(EMA_KEYS + RAW_KEYS)}, "
+            f"{path} contains no weights: expected tensors, or a dict of them under {', '.join(EMA_KEYS + RAW_KEYS)}, "
             f"got the entries {some_of(content) or 'of an empty dict'}; {FETCH_AGAIN}"
         )
     if not held and not use_ema:
@@ -348,7 +358,7 @@ def _select(path: Path, content: Any, use_ema: bool | None) -> tuple[str, Mappin
             return key, content[key]
     raise CheckpointError(
         f"{path} has no {'averaged (EMA)' if use_ema else 'raw'} weights, expected under {' or '.join(wanted)}: "
-        f"it has {' and '.join(held) or 'one unnamed set'}; leave use_ema (--use-ema, --no-ema) out to take that"
+        f"it has {' and '.join(held) or 'one unnamed set'}; omit use_ema (--use-ema, --no-ema) to load that"
     )
 
 

@@ -1,8 +1,7 @@
-"""Names: registering a model together with its twins, creating and listing models."""
+"""The model registry: register a model and its twins, list models, create a model by name."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from inline_attention.models.checkpoints import open_checkpoint, position_grids_in
+from inline_attention.support.text import did_you_mean
 
 AttentionKind: TypeAlias = Literal["inline", "softmax", "linear"]
 TWINS: tuple[AttentionKind, ...] = ("softmax", "linear")
@@ -24,14 +24,19 @@ EntryPoint: TypeAlias = Callable[..., nn.Module]
 
 
 class NoPretrainedWeightsError(RuntimeError):
-    """`pretrained=True` for a model whose weights nobody hosts."""
+    """`pretrained=True` without a file. This library hosts no weights."""
 
 
 class FeatureBackbone(FeatureGetterNet):
-    """timm's `features_only` wrapper, which also takes the sizes of unequal images."""
+    """timm's `features_only` wrapper with support for unequal images."""
 
     def forward(self, x: torch.Tensor, **image_sizes_or_mask: Any) -> list[torch.Tensor]:
-        """Features `[B, C, h, w]` at `feature_info.reduction()`; keyword arguments as of the model's `forward`."""
+        """Return features `[B, C, h, w]` at each stride of `feature_info.reduction()`.
+
+        Args:
+            x: Images `[B, in_chans, H, W]`.
+            **image_sizes_or_mask: `image_sizes` or `pixel_mask` of the model's `forward`.
+        """
         return self.model.forward_intermediates(  # pyright: ignore[reportCallIssue]
             x,
             indices=self.out_indices,
@@ -43,9 +48,9 @@ class FeatureBackbone(FeatureGetterNet):
 
 
 def pretrained_config(size: int = 224, *, first_conv: str, crop_pct: float = 0.875, **entries: Any) -> dict[str, Any]:
-    """timm's description of how a model was trained: what its images looked like, where its first and last layers are.
+    """Return timm's `pretrained_cfg`: the images that a model was trained on, and its first and last layer.
 
-    `crop_pct` 0.875 is the paper's evaluation: resize to 256/224 of the size, crop the centre.
+    A `crop_pct` of 0.875 is the paper's evaluation: resize to 256/224 of the size, then crop the center.
     """
     return {
         "url": "",
@@ -66,16 +71,17 @@ def pretrained_config(size: int = 224, *, first_conv: str, crop_pct: float = 0.8
 
 
 def with_twins(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Configurations by name, with those of the twins added."""
+    """Return configurations by name, with the twins' configurations added."""
     return configs | {
         name.replace("inline_", f"{twin}_", 1): config for name, config in configs.items() for twin in TWINS
     }
 
 
 def register_with_twins(entry_point: EntryPoint) -> EntryPoint:
-    """Register `inline_NAME`, and `softmax_NAME` and `linear_NAME`: the same model, another attention.
+    """Register `inline_NAME` and its twins `softmax_NAME` and `linear_NAME`, which differ in their attention.
 
-    The entry point takes `pretrained`, `attention` and the model's arguments.
+    Args:
+        entry_point: Function of `pretrained`, `attention` and the model's arguments.
     """
     register_model(entry_point)
     module = sys.modules[entry_point.__module__]
@@ -92,7 +98,7 @@ def register_with_twins(entry_point: EntryPoint) -> EntryPoint:
 
 
 def merged(arguments: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """A variant's defaults, overridden by the caller's arguments."""
+    """Return a variant's defaults, updated with the caller's arguments."""
     return defaults | dict(arguments)
 
 
@@ -105,11 +111,19 @@ def build(
     out_indices: tuple[int, ...] = (0, 1, 2, 3),
     **arguments: Any,
 ) -> nn.Module:
-    """Build `variant` (named `inline_…`) with its own or a twin's attention, through timm's builder.
+    """Build a model with timm's builder.
+
+    Args:
+        model_class: Class of the model.
+        variant: Model name, `inline_…`.
+        pretrained: Load weights from the file in `pretrained_cfg_overlay`.
+        attention: Attention of the model or of its twin.
+        out_indices: Levels that a `features_only` backbone returns by default.
+        **arguments: Arguments of the class or of timm's builder.
 
     Raises:
-        NoPretrainedWeightsError: `pretrained=True` without a file to take the weights from.
-        ValueError: An unknown attention.
+        NoPretrainedWeightsError: If `pretrained=True` without a file of weights.
+        ValueError: If the attention is unknown.
     """
     if attention not in ("inline", *TWINS):
         raise ValueError(f"attention must be 'inline', 'softmax' or 'linear', got {attention!r}")
@@ -121,16 +135,16 @@ def build(
         described = config if isinstance(config, dict) else getattr(config, "__dict__", {})
         source = {**described, **overlay}
         if source.get("file") and not source.get("state_dict"):
-            # timm would unpickle the authors' files, which hold a yacs config; ours reads weights and nothing else.
+            # Our reader, not timm's: the authors' files contain a pickled yacs config, which timm would unpickle.
             file = open_checkpoint(source["file"])
             overlay["state_dict"], grids = file.weights, position_grids_in(file.metadata)
             head = file.weights.get("head.weight")
             if head is not None and head.dim() > 0:
-                # What the file's head has; timm drops a head of another size than the model's, and only then.
+                # timm compares this number with the model's, and drops the head only if they differ.
                 overlay.setdefault("num_classes", head.shape[0])
         elif not any(source.get(key) for key in ("state_dict", "url", "hf_hub_id")):
             raise NoPretrainedWeightsError(
-                f"no weights of {name} are hosted. docs/checkpoints.md says where the authors describe theirs; "
+                f"this library hosts no weights of {name}. docs/checkpoints.md says where to get the authors' files; "
                 f"download one, run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
                 f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
             )
@@ -146,7 +160,7 @@ def build(
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Names of this library's models that match a glob pattern."""
+    """Return the names of this library's models that match a glob pattern."""
     names = [
         name for family in FAMILIES for kind in ("inline", *TWINS) for name in timm.list_models(f"{kind}_{family}_*")
     ]
@@ -154,15 +168,17 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """Create a model by name, as `timm.create_model` does; an unknown name gets a suggestion.
+    """Create a model by name with `timm.create_model`.
 
     Args:
-        name: Such as "inline_deit_tiny"; see `list_models`.
-        pretrained: Load weights; needs `pretrained_cfg_overlay=dict(file=...)`, since none are hosted.
-        **arguments: The model's, such as `num_classes`, `in_chans`, `features_only`, `drop_path_rate`.
+        name: Model name, such as "inline_deit_tiny". `list_models` returns all names.
+        pretrained: Load weights. Needs `pretrained_cfg_overlay=dict(file=...)`, since no weights are hosted.
+        **arguments: Arguments of the model, such as `num_classes`, `in_chans`, `features_only`, `drop_path_rate`.
+
+    Raises:
+        ValueError: If the name is unknown; the message suggests similar names.
     """
     if not timm.is_model(name):
-        nearest = difflib.get_close_matches(name, list_models(), n=3)
-        hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; `inline models` lists them"
+        hint = did_you_mean(name, list_models(), most=3) or "; `inline models` lists them"
         raise ValueError(f"there is no model {name!r}{hint}")
     return timm.create_model(name, pretrained=pretrained, **arguments)

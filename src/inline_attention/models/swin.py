@@ -1,4 +1,4 @@
-"""InLine-Swin: a pyramid with InLine attention over the map in the fine stages and shifted windows in the coarse.
+"""InLine-Swin: a pyramid with InLine attention over the map in fine stages, shifted windows in coarse stages.
 
 "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590. Skeleton: "Swin
 Transformer: Hierarchical Vision Transformer using Shifted Windows", ICCV 2021, arXiv 2103.14030.
@@ -30,7 +30,7 @@ NORM_EPS = 1e-5
 
 
 class InLineSwin(PyramidModel):
-    """4×4 patches, four stages with patch merging between them, final norm, mean of the tokens."""
+    """4×4 patches, four stages with patch merging between them, final norm, mean pooling."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class InLineSwin(PyramidModel):
         """Build the model.
 
         Args:
-            embed_dim: Channels of the first stage; each next one has twice as many.
-            depths: Blocks of each stage.
-            num_heads: Heads of each stage.
-            global_blocks: How many blocks of each stage, from its first, attend to the whole map; the rest do in
-                windows. The softmax twin has none.
-            attention: "inline", or a twin: "softmax" (windows throughout), "linear".
-            attention_options: Further arguments of the InLine or linear attention layer.
-            img_size: Native image size. Nothing depends on it; accepted for timm's sake.
+            embed_dim: Channels of the first stage. Each later stage has twice as many.
+            depths: Number of blocks of each stage.
+            num_heads: Number of heads of each stage.
+            global_blocks: Number of blocks of each stage, counted from its first, that attend to the whole map. The
+                others attend in windows. The softmax twin has none.
+            attention: "inline", or "softmax" (windows in all blocks) or "linear" for a twin.
+            attention_options: Extra arguments of the InLine or linear attention layer.
+            img_size: Native image size. It has no effect; timm passes it.
             window_size: Side of a window in tokens.
             mlp_ratio: Hidden width of the MLPs in multiples of the channels.
             num_classes: Outputs of the head; 0 for none.
@@ -71,7 +71,7 @@ class InLineSwin(PyramidModel):
             drop_rate: Dropout rate before the head.
             proj_drop_rate: Dropout rate after projections.
             attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Rate of stochastic depth at the last block.
+            drop_path_rate: Stochastic depth rate of the last block.
         """
         check_counts(embed_dim=embed_dim, depths=depths, num_heads=num_heads, window_size=window_size)
         check_counts(least=0, global_blocks=global_blocks)
@@ -102,14 +102,14 @@ class InLineSwin(PyramidModel):
         )
 
     def set_input_size(self, img_size: int | tuple[int, int] | None = None, window_size: int | None = None) -> None:
-        """Change the window, resampling the relative position biases; any image size works as it is."""
+        """Change the window size and resample the relative position biases. `img_size` has no effect."""
         del img_size
         for block in blocks_of(self):
             if window_size is not None and isinstance(block.attn, WindowAttention):
                 block.attn.set_window_size(window_size)
 
     def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The authors' names to ours, without their constant buffers; biases of another window are resampled."""
+        """Rename the authors' keys to ours, remove constant buffers, and resample biases of another window size."""
         table = [
             (r"patch_embed\.", "embeddings.0."),
             *((rf"layers\.{stage}\.downsample\.", f"embeddings.{stage + 1}.") for stage in range(3)),
@@ -174,6 +174,6 @@ def inline_swin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
 
 @register_with_twins
 def inline_swin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-Swin-B at 384², in windows of 12×12."""
+    """InLine-Swin-B at 384², with windows of 12×12."""
     defaults = merged(arguments, **(_BASE | {"img_size": 384, "window_size": 12}))
     return build(InLineSwin, "inline_swin_base_384", pretrained, **defaults)

@@ -174,7 +174,7 @@ def test_devices_that_are_not_there(model, device):
         ImageClassifier(model, list("abcd"), device=device)
 
 
-@pytest.mark.filterwarnings("ignore:.*gives NaN")
+@pytest.mark.filterwarnings("ignore:.*has NaN")
 def test_weights_with_nan_are_told(model, photos, tmp_path):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     weights["head.bias"][0] = float("nan")
