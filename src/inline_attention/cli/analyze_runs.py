@@ -35,7 +35,7 @@ from inline_attention.data.extreme_shapes import without_far_ends
 from inline_attention.data.images import load_image
 from inline_attention.engine.config.timm_arguments import model_arguments
 from inline_attention.models import list_models
-from inline_attention.recipes.digits import RECIPE as DIGITS
+from inline_attention.recipes.small import DIGITS
 
 FAMILY_FOR_PHOTOGRAPHS = "deit_tiny"
 SHOWN_BROKEN = 3

@@ -25,7 +25,7 @@ from inline_attention.engine.running import train
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.models.registry import TWINS
-from inline_attention.recipes.digits import RECIPE
+from inline_attention.recipes.small import DIGITS as RECIPE
 from inline_attention.tasks.classification.evaluation import ClassificationMetrics
 
 RUNS = "digits_runs"

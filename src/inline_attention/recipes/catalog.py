@@ -1,43 +1,17 @@
-"""Finding recipes by name."""
+"""Find recipes by name."""
 
 from __future__ import annotations
 
-import difflib
-
-from inline_attention.recipes import (
-    ade20k,
-    cifar10,
-    coco,
-    cswin_base,
-    cswin_base_384,
-    cswin_small,
-    cswin_tiny,
-    deit_base,
-    deit_small,
-    deit_tiny,
-    digits,
-    finetune,
-    pvt_large,
-    pvt_medium,
-    pvt_small,
-    pvt_tiny,
-    scenes,
-    swin_base,
-    swin_base_384,
-    swin_small,
-    swin_tiny,
-)
+from inline_attention.recipes import dense, imagenet, small
 from inline_attention.recipes.recipe import Recipe
+from inline_attention.support.text import did_you_mean, printable
 
-_MODULES = (
-    *(digits, cifar10, finetune),
-    *(deit_tiny, deit_small, deit_base),
-    *(pvt_tiny, pvt_small, pvt_medium, pvt_large),
-    *(swin_tiny, swin_small, swin_base, swin_base_384),
-    *(cswin_tiny, cswin_small, cswin_base, cswin_base_384),
+_ALL = (
+    *(small.DIGITS, small.CIFAR10, small.FINETUNE),
+    *imagenet.RECIPES,
+    *(small.SCENES_DETECTION, small.SCENES_SEGMENTATION),
+    *dense.RECIPES,
 )
-_DENSE_MODULES = (scenes, coco, ade20k)  # one recipe for many backbones: a module has several
-_ALL = (*(module.RECIPE for module in _MODULES), *(recipe for module in _DENSE_MODULES for recipe in module.RECIPES))
 _RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}
 
 
@@ -46,20 +20,19 @@ class UnknownRecipeError(ValueError):
 
 
 def list_recipes() -> list[Recipe]:
-    """All recipes: for newcomers first, then the paper's by family and size, then detection and segmentation."""
+    """Return all recipes: small ones, the paper's by family and size, then detection and segmentation."""
     return list(_RECIPES.values())
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of a name.
+    """Return the recipe of a name.
 
     Raises:
-        UnknownRecipeError: If there is none; the text suggests the nearest.
+        UnknownRecipeError: If there is none. The message suggests the nearest.
     """
     if name in _RECIPES:
         return _RECIPES[name]
-    # `inline_swin_tiny` is the model's name, and the recipe's is what follows the attention.
+    # `inline_swin_tiny` is the model's name; the recipe's has no prefix.
     bare = name.lower().removeprefix("inline_").removeprefix("softmax_").removeprefix("linear_")
-    nearest = difflib.get_close_matches(bare, _RECIPES, n=2)
-    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; `inline recipes` lists them"
-    raise UnknownRecipeError(f"there is no recipe {name!r}{hint}")
+    hint = did_you_mean(bare, _RECIPES, most=2) or "; `inline recipes` lists them"
+    raise UnknownRecipeError(f"there is no recipe '{printable(name)[:200]}'{hint}")

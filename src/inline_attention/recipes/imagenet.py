@@ -1,76 +1,83 @@
-"""What the paper's ImageNet-1K recipes have in common (arXiv 2412.06590, appendix), by family.
+"""The paper's models on ImageNet-1K (arXiv 2412.06590, appendix): `inline train NAME --data-dir DIR`.
 
-AdamW with weight decay 0.05, learning rate 5e-4 per 512 images, a cosine down to the minimum with every update,
-RandAugment, erasing, mixup, CutMix and label smoothing are the defaults of `TrainConfig`. Batches are the paper's on
-eight GPUs; on fewer, gradients are accumulated.
+AdamW with weight decay 0.05, learning rate 5e-4 per 512 images, a cosine schedule, RandAugment, erasing, mixup, CutMix
+and label smoothing are the defaults of `TrainConfig`. Batches are the paper's on eight GPUs; on fewer, gradients are
+accumulated.
+
+The models at 384² are fine-tuned from the weights at 224²: `inline train NAME --data-dir DIR --initial-checkpoint FILE`
+with a file of `inline train swin_base` or `inline train cswin_base`. The paper gives no figure for swin_base_384 and no
+start of its warm-up; we take a thousandth of the learning rate, as at 224². cswin_base_384 has no warm-up: its learning
+rate is a hundredth of that at 224².
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
-from inline_attention.engine.config import (
-    DataSection,
-    EmaSection,
-    ModelSection,
-    OptimizerSection,
-    ScheduleSection,
-    TrainConfig,
-    TrainingSection,
-)
 from inline_attention.models.published import PUBLISHED_TOP1
-from inline_attention.recipes.recipe import Recipe
+from inline_attention.recipes.recipe import Recipe, recipe
 
 GPUS = 8
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "deit": {"warmup_epochs": 20, "warmup_lr": 5e-7, "min_lr": 5e-6},
+    "pvt": {"warmup_epochs": 5, "warmup_lr": 1e-6, "min_lr": 1e-5, "cooldown_epochs": 10},
+    "swin": {"warmup_epochs": 20, "warmup_lr": 5e-7, "min_lr": 5e-6},
+    "cswin": {"warmup_epochs": 20, "warmup_lr": 1e-6, "min_lr": 1e-5, "cooldown_epochs": 10},
+}
+TITLES = {"deit": "DeiT", "pvt": "PVT", "swin": "Swin", "cswin": "CSWin"}
+# name: (image size, images per update, drop path, clip gradients, weight decay)
+MODELS: dict[str, tuple[int, int, float, float | None, float]] = {
+    "deit_tiny": (224, 4096, 0.1, 5.0, 0.05),
+    "deit_small": (288, 1024, 0.1, 5.0, 0.05),
+    "deit_base": (448, 512, 0.1, 5.0, 0.05),
+    "pvt_tiny": (224, 1024, 0.1, None, 0.05),
+    "pvt_small": (224, 1024, 0.1, None, 0.05),
+    "pvt_medium": (224, 1024, 0.3, 1.0, 0.05),
+    "pvt_large": (224, 512, 0.3, 1.0, 0.05),
+    "swin_tiny": (224, 1024, 0.2, 5.0, 0.05),
+    "swin_small": (224, 1024, 0.3, 5.0, 0.05),
+    "swin_base": (224, 512, 0.5, 5.0, 0.05),
+    "swin_base_384": (384, 512, 0.5, 5.0, 1e-8),
+    "cswin_tiny": (224, 1024, 0.2, None, 0.05),
+    "cswin_small": (224, 1024, 0.4, None, 0.05),
+    "cswin_base": (224, 512, 0.5, None, 0.1),
+    "cswin_base_384": (384, 512, 0.7, None, 1e-8),
+}
+# name: (epochs, learning rate per 512 images, changes to the schedule)
+FINE_TUNING: dict[str, tuple[int, float, dict[str, Any]]] = {
+    "swin_base_384": (30, 2e-5, {"warmup_epochs": 5, "warmup_lr": 2e-8, "min_lr": 2e-7}),
+    "cswin_base_384": (20, 5e-6, {"warmup_epochs": 0, "min_lr": 5e-7}),
+}
 
-DEIT_SCHEDULE = ScheduleSection(warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6)
-SWIN_SCHEDULE = DEIT_SCHEDULE
-PVT_SCHEDULE = ScheduleSection(warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, cooldown_epochs=10)
-CSWIN_SCHEDULE = replace(PVT_SCHEDULE, warmup_epochs=20)
-CSWIN_EMA = EmaSection(enabled=True, decay=0.9996, decay_base_size=4096)
 
-
-def imagenet_recipe(
-    name: str,
-    summary: str,
-    *,
-    total_batch_size: int,
-    drop_path: float,
-    schedule: ScheduleSection,
-    epochs: int = 300,
-    lr: float = 5e-4,
-    weight_decay: float = 0.05,
-    clip_grad: float | None = None,
-    ema: EmaSection | None = None,
-    from_checkpoint: bool = False,
-) -> Recipe:
-    """The recipe of `inline_NAME` on ImageNet-1K.
-
-    Args:
-        name: Of the model, without `inline_`.
-        summary: What it trains, in a line.
-        total_batch_size: Images per update.
-        drop_path: Rate of stochastic depth at the last block.
-        schedule: The family's.
-        epochs: Without cool-down.
-        lr: Learning rate per 512 images.
-        weight_decay: Weight decay.
-        clip_grad: Largest norm of the gradient.
-        ema: Averaged weights.
-        from_checkpoint: Fine-tune: refuse to start from random weights.
-    """
-    model = f"inline_{name}"
-    config = TrainConfig(
-        model=ModelSection(name=model, num_classes=1000, drop_path=drop_path, require_checkpoint=from_checkpoint),
-        data=DataSection(workers=8),
-        optimizer=OptimizerSection(lr=lr, lr_base_size=512, weight_decay=weight_decay),
-        schedule=schedule,
-        ema=ema or EmaSection(),
-        training=TrainingSection(
-            epochs=epochs,
-            batch_size=total_batch_size // GPUS,
-            total_batch_size=total_batch_size,
-            clip_grad=clip_grad,
-        ),
+def _recipe(name: str) -> Recipe:
+    size, batch, drop_path, clip_grad, weight_decay = MODELS[name]
+    family, letter = name.split("_")[0], name.split("_")[1][0].upper()
+    epochs, lr, changes = FINE_TUNING.get(name, (300, 5e-4, {}))
+    how = "fine-tuned at" if name in FINE_TUNING else "at"
+    return recipe(
+        name,
+        f"InLine-{TITLES[family]}-{letter} {how} {size}² on ImageNet-1K",
+        {
+            "model": {
+                "name": f"inline_{name}",
+                "num_classes": 1000,
+                "drop_path": drop_path,
+                "require_checkpoint": name in FINE_TUNING,
+            },
+            "data": {"workers": 8},
+            "optimizer": {"lr": lr, "weight_decay": weight_decay},
+            "schedule": SCHEDULES[family] | changes,
+            "ema": {"enabled": family == "cswin"},
+            "training": {
+                "epochs": epochs,
+                "batch_size": batch // GPUS,
+                "total_batch_size": batch,
+                "clip_grad": clip_grad,
+            },
+        },
+        expected=PUBLISHED_TOP1.get(f"inline_{name}"),
     )
-    return Recipe(name, summary, config, PUBLISHED_TOP1.get(model))
+
+
+RECIPES = tuple(map(_recipe, MODELS))

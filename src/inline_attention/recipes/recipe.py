@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from inline_attention.engine.config import TrainConfig, to_yaml
+from inline_attention.engine.config import TrainConfig, from_mapping, to_yaml
 
 
 @dataclass(frozen=True)
@@ -13,11 +15,11 @@ class Recipe:
     """Settings that are known to give a result.
 
     Attributes:
-        name: What `inline train` calls it.
+        name: Name for `inline train`.
         summary: What it trains, in a line.
         config: The settings.
-        expected: Top-1 in percent that the paper reports for it; None where nothing is published.
-        measured: Top-1 in percent that we found, as benchmarks/results has it; None where we have not.
+        expected: Top-1 in percent that the paper reports; None if nothing is published.
+        measured: Top-1 in percent that we measured, from benchmarks/results; None if we did not.
     """
 
     name: str
@@ -37,10 +39,22 @@ class Recipe:
         return shlex.join(words)
 
     def to_yaml(self) -> str:
-        """The settings as documented YAML, below what the recipe is for."""
+        """Return the settings as YAML with comments, below what the recipe is for."""
         header = [f"{self.name}: {self.summary}", self.command]
         if self.expected is not None:
             header.append(f"The paper reports {self.expected:.1f} % top-1.")
         if self.measured is not None:
             header.append(f"We measured {self.measured:.1f} % top-1.")
         return to_yaml(self.config, header="\n".join(header))
+
+
+def recipe(
+    name: str,
+    summary: str,
+    settings: Mapping[str, Mapping[str, Any]],
+    *,
+    expected: float | None = None,
+    measured: float | None = None,
+) -> Recipe:
+    """Return a recipe whose settings differ from the defaults by section and name. Other arguments: see `Recipe`."""
+    return Recipe(name, summary, from_mapping(settings, source=f"the recipe {name}"), expected, measured)
