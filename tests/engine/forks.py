@@ -4,4 +4,4 @@ import multiprocessing
 
 context = multiprocessing.get_context("forkserver")
 # Modules that are installed: the server does not know where tests are.
-context.set_forkserver_preload(["inline_attention.engine.running", "inline_attention.engine.measuring"])
+context.set_forkserver_preload(["inline_attention.engine.train", "inline_attention.engine.evaluate"])

@@ -8,7 +8,7 @@ import threading
 import time
 
 from inline_attention.engine.interruption import noted_interruptions
-from inline_attention.engine.run_lock import run_lock
+from inline_attention.engine.run_folder import run_lock
 
 
 def hold(folder, pipe):

@@ -12,10 +12,11 @@ import torch
 
 from engine import forks
 from engine.dense import dense_config
-from inline_attention.engine import measuring, running, trainer
+from inline_attention.engine import evaluate, trainer
+from inline_attention.engine import train as training
 from inline_attention.engine.config import with_overrides
 from inline_attention.recipes import get_recipe
-from inline_attention.tasks.classification import evaluation, objective
+from inline_attention.tasks.classification import evaluation, task
 
 
 @dataclass
@@ -69,7 +70,7 @@ def _work(rank, port, function, arguments, pipe):
 def train(overrides, rank):
     """The last evaluation of a run."""
     del rank
-    return running.train(with_overrides(get_recipe("digits").config, overrides))[1]
+    return training.train(with_overrides(get_recipe("digits").config, overrides))[1]
 
 
 def train_in_folders_of_their_own(overrides, folder, rank):
@@ -81,7 +82,7 @@ def train_in_folders_of_their_own(overrides, folder, rank):
 def train_dense(head, data, output, overrides, rank):
     """The last evaluation of a run of detection or segmentation, in words."""
     del rank
-    return str(running.train(dense_config(head, data, output, *overrides))[1])
+    return str(training.train(dense_config(head, data, output, *overrides))[1])
 
 
 def train_until_told_in_evaluation(overrides, rank):
@@ -110,14 +111,14 @@ def train_without_room(overrides, rank):
 def measure(path, options, rank):
     """As `inline eval` does."""
     del rank
-    metrics = measuring.evaluate_checkpoint(path, **options)
+    metrics = evaluate.evaluate_checkpoint(path, **options)
     return metrics and vars(metrics)
 
 
 def train_with_a_bad_loss(overrides, rank):
     """In the second process the losses of updates 2 and 3 are not finite; the averages after each update."""
     averages, losses = [], []
-    loss, apply, skip = objective.Objective.loss, trainer.Trainer._update_weights, trainer.Trainer._skip
+    loss, apply, skip = task.Objective.loss, trainer.Trainer._update_weights, trainer.Trainer._skip
 
     def bad_loss(self, logits, targets):
         losses.append(None)
@@ -131,7 +132,7 @@ def train_with_a_bad_loss(overrides, rank):
 
         return call
 
-    objective.Objective.loss = bad_loss
+    task.Objective.loss = bad_loss
     trainer.Trainer._update_weights, trainer.Trainer._skip = noting(apply), noting(skip)
     train(overrides, rank)
     return averages

@@ -17,7 +17,7 @@ from engine.dense import dense_config
 from engine.pair import in_pair
 from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
-from inline_attention.engine import running, trainer
+from inline_attention.engine import train, trainer
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
@@ -74,7 +74,7 @@ def invoke(*arguments):
 def test_training_reduces_the_loss(head, scenes, tmp_path):
     fixed = ["augmentation.hflip=0", *(["segmentation.scale=[1, 1]"] if head in ("semantic_fpn", "upernet") else [])]
     extra = ["training.epochs=6", "training.validation_interval=6", "optimizer.lr=4e-3", "run.experiment=run", *fixed]
-    folder, metrics = running.train(dense_config(head, scenes, tmp_path, *extra))
+    folder, metrics = train.train(dense_config(head, scenes, tmp_path, *extra))
     losses = [float(row["train_loss"]) for row in rows_of(folder)]
     assert losses[-1] < 0.9 * losses[0], losses
     assert set(metrics.figures) <= set(rows_of(folder)[-1])
@@ -84,13 +84,13 @@ def test_training_reduces_the_loss(head, scenes, tmp_path):
 @pytest.mark.parametrize("updates", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["mid_epoch", "end_of_epoch"])
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(head, updates, scenes, tmp_path, stop_after):
     extra = ["data.workers=1"] if updates == 1 else ["ema.enabled=true"]
-    whole, metrics = running.train(dense_config(head, scenes, tmp_path, "run.experiment=whole", *extra))
+    whole, metrics = train.train(dense_config(head, scenes, tmp_path, "run.experiment=whole", *extra))
     stop_after(updates)
     with pytest.raises(InterruptedBySignalError) as stopped:
-        running.train(dense_config(head, scenes, tmp_path, "run.experiment=parts", *extra))
+        train.train(dense_config(head, scenes, tmp_path, "run.experiment=parts", *extra))
     assert stopped.value.exit_code == 143
     arguments = ["run.experiment=parts", "run.resume=auto", *extra]
-    parts, resumed_metrics = running.train(dense_config(head, scenes, tmp_path, *arguments))
+    parts, resumed_metrics = train.train(dense_config(head, scenes, tmp_path, *arguments))
     first, second = weights_of(whole), weights_of(parts)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -100,18 +100,18 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(head, updates, scenes, 
 
 @pytest.mark.slow
 def test_mask_rcnn_draws_the_same_proposals_after_a_stop(scenes, tmp_path, stop_after):
-    whole, _ = running.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=whole"))
+    whole, _ = train.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=whole"))
     stop_after(1)
     with pytest.raises(InterruptedBySignalError):
-        running.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=parts"))
-    parts, _ = running.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=parts", "run.resume=auto"))
+        train.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=parts"))
+    parts, _ = train.train(dense_config("mask_rcnn", scenes, tmp_path, "run.experiment=parts", "run.resume=auto"))
     first, second = weights_of(whole), weights_of(parts)
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_a_run_is_as_long_as_its_updates_say(scenes, tmp_path):
     extra = ["training.updates=3", "schedule.name=poly", "schedule.decay_rate=1.0", "schedule.min_lr=0"]
-    folder, metrics = running.train(dense_config("semantic_fpn", scenes, tmp_path, "run.experiment=run", *extra))
+    folder, metrics = train.train(dense_config("semantic_fpn", scenes, tmp_path, "run.experiment=run", *extra))
     assert [row["epoch"] for row in rows_of(folder)] == ["1", "2"]  # of two updates each: the second ends early
     assert float(rows_of(folder)[-1]["lr"]) == pytest.approx(1e-3 / 3)  # two thirds of the way down
     assert metrics is not None
@@ -128,7 +128,7 @@ def test_nan_losses_are_skipped_and_then_end_the_run(scenes, tmp_path, monkeypat
     monkeypatch.setattr(SumOfLosses, "__call__", sometimes_nan)
     config = dense_config("retinanet", scenes, tmp_path, "run.experiment=run", "limits.nan_losses_in_a_row=2")
     with pytest.raises(trainer.DivergedError, match="3 losses or gradients in a row"):
-        running.train(config)
+        train.train(config)
     assert len(calls) == 4
 
 
@@ -159,27 +159,27 @@ def test_faults_of_the_data_are_reported_before_anything_is_written(scenes, tmp_
     path.write_text(json.dumps(content))
     (broken / "images" / "training" / content["images"][-1]["file_name"]).unlink()
     with pytest.raises(ConfigError) as error:
-        running.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "data.repair=false"))
+        train.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "data.repair=false"))
     for expected in ("1 boxes without area", "1 objects of an unknown category", "file is missing", "--repair"):
         assert expected in str(error.value)
     assert not any("--repair" in str(problem) for problem in error.value.problems)  # advice is no problem
     assert not (tmp_path / "runs").exists()
-    folder, _ = running.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "training.epochs=1"))
+    folder, _ = train.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "training.epochs=1"))
     assert rows_of(folder)
 
 
 def test_what_a_run_starts_from_is_said(scenes, tmp_path, capsys):
-    first, _ = running.train(dense_config("retinanet", scenes, tmp_path, "run.experiment=a", "training.epochs=1"))
+    first, _ = train.train(dense_config("retinanet", scenes, tmp_path, "run.experiment=a", "training.epochs=1"))
     start = f"model.initial_checkpoint={first / 'checkpoints' / 'last'}"
     for head, taken in (("retinanet", "weights: all of "), ("mask_rcnn", "weights: the backbone of ")):
         capsys.readouterr()
-        running.train(dense_config(head, scenes, tmp_path, f"run.experiment={head}", "training.epochs=1", start))
+        train.train(dense_config(head, scenes, tmp_path, f"run.experiment={head}", "training.epochs=1", start))
         assert taken in capsys.readouterr().out
 
 
 def test_advice_to_repair_comes_with_what_can_be_repaired(scenes, tmp_path):
     with pytest.raises(ConfigError) as error:
-        running.train(dense_config("mask_rcnn", tmp_path / "absent", tmp_path / "runs", "data.repair=false"))
+        train.train(dense_config("mask_rcnn", tmp_path / "absent", tmp_path / "runs", "data.repair=false"))
     assert "--repair" not in str(error.value)
 
 
@@ -187,7 +187,7 @@ def test_a_run_is_not_resumed_with_labels_that_mean_something_else(scenes, tmp_p
     copy = tmp_path / "copy"
     shutil.copytree(scenes, copy)
     extra = ("run.experiment=one", "training.epochs=1")
-    folder, _ = running.train(dense_config("retinanet", copy, tmp_path / "runs", *extra))
+    folder, _ = train.train(dense_config("retinanet", copy, tmp_path / "runs", *extra))
     for path in (copy / "annotations").glob("instances_*.json"):
         content = json.loads(path.read_text())
         names = [category["name"] for category in content["categories"]]
@@ -195,7 +195,7 @@ def test_a_run_is_not_resumed_with_labels_that_mean_something_else(scenes, tmp_p
             category["name"] = name
         path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"run\.resume: .* has learnt the classes .*, the data has .*begin another"):
-        running.train(dense_config("retinanet", copy, tmp_path / "runs", f"run.resume={folder}"))
+        train.train(dense_config("retinanet", copy, tmp_path / "runs", f"run.resume={folder}"))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_run_is_not_resumed_with_labels_that_mean_something_else(scenes, tmp_p
 )
 def test_settings_that_do_not_fit_are_named(head, override, message, scenes, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        running.train(dense_config(head, scenes, tmp_path, override))
+        train.train(dense_config(head, scenes, tmp_path, override))
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def photograph(tmp_path_factory):
 @pytest.mark.parametrize("head", ["mask_rcnn", "semantic_fpn"])
 def test_predictions_are_drawn_on_a_large_photograph(head, scenes, photograph, tmp_path):
     extra = ["run.experiment=run", "training.epochs=1"]
-    folder, _ = running.train(dense_config(head, scenes, tmp_path, *extra))
+    folder, _ = train.train(dense_config(head, scenes, tmp_path, *extra))
     weights, target = folder / "checkpoints" / "last" / "model.safetensors", tmp_path / "out.jpg"
     done = invoke(
         "predict", photograph, "-c", weights, "--save", target, "--least-score", 0, "--json", "--device", "cpu"

@@ -14,7 +14,7 @@ from engine import commands
 from engine.runs import TINY, assert_same_end, checkpoints, config, from_files
 from engine.saving import Child
 from inline_attention.data.broken import BrokenImagesError
-from inline_attention.engine import running
+from inline_attention.engine import train
 from inline_attention.engine.checkpoints import CheckpointStore
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.durable_files import free_bytes
@@ -32,7 +32,7 @@ def train_without(denied, output, *arguments):
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tmp_path):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     before = checkpoints(folder)
     code, output = train_without("large files", tmp_path, "--resume", "auto")
     assert (code, "Traceback" in output) == (1, False)
@@ -41,7 +41,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tmp_path):
     assert checkpoints(folder) == before
     # With room again, it goes on from there.
     assert CheckpointStore(folder / "checkpoints").latest_valid().epoch == 1
-    running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+    train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
     assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
 
 
@@ -69,19 +69,19 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained(
 def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.output: expected a folder, but .*file is a file"):
-        running.train(config(tmp_path / "file", "run.experiment=run"))
+        train.train(config(tmp_path / "file", "run.experiment=run"))
 
 
 def test_too_small_a_disk_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr("inline_attention.engine.output_folder.free_bytes", lambda path: 100_000)
+    monkeypatch.setattr("inline_attention.engine.run_folder.free_bytes", lambda path: 100_000)
     assert free_bytes(tmp_path) != 100_000
     with pytest.raises(ConfigError, match=r"run\.output: .* has 0 MB free, the run's checkpoints will take"):
-        running.train(config(tmp_path / "runs", "checkpoints.keep_last=50"))
+        train.train(config(tmp_path / "runs", "checkpoints.keep_last=50"))
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
-    whole, _ = running.train(config(tmp_path, "run.experiment=whole"))
+    whole, _ = train.train(config(tmp_path, "run.experiment=whole"))
     save, update_done, sent = torch.save, RunReport.update_done, []
 
     def tell():
@@ -91,15 +91,15 @@ def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(RunReport, "update_done", lambda self, *facts: (update_done(self, *facts), sent or tell()))
     monkeypatch.setattr(torch, "save", lambda *content: (tell(), save(*content), tell()))
     with pytest.raises(InterruptedBySignalError) as stopped:
-        running.train(config(tmp_path, "run.experiment=parts"))
+        train.train(config(tmp_path, "run.experiment=parts"))
     monkeypatch.undo()
     assert (stopped.value.exit_code, len(sent)) == (143, 3)
-    parts, _ = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
+    parts, _ = train.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
     assert_same_end(whole, parts)
 
 
 def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_back(tmp_path, pictures, monkeypatch):
-    whole, _ = running.train(from_files(tmp_path, pictures, "whole"))
+    whole, _ = train.train(from_files(tmp_path, pictures, "whole"))
     update_done = RunReport.update_done
 
     def unplug(self, update, *facts):
@@ -109,13 +109,13 @@ def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_
 
     monkeypatch.setattr(RunReport, "update_done", unplug)
     with pytest.raises(BrokenImagesError, match=r"of 64 images cannot be read(?s:.*)No such file"):
-        running.train(from_files(tmp_path, pictures, "parts"))
+        train.train(from_files(tmp_path, pictures, "parts"))
     monkeypatch.undo()
     assert "No such file" in (tmp_path / "parts" / "broken_images.csv").read_text()
     with pytest.raises(ConfigError, match="does not exist"):
-        running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+        train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
     (tmp_path / "elsewhere").rename(pictures)
-    parts, _ = running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+    parts, _ = train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
     assert_same_end(whole, parts)
 
 
@@ -124,7 +124,7 @@ def test_broken_pictures_met_before_a_stop_are_still_known_after_it(tmp_path, pi
     for path in spoiled:
         path.write_bytes(path.read_bytes()[:60])
     allowed = ["limits.broken_image_share=0.5"]
-    whole, _ = running.train(from_files(tmp_path, pictures, "whole", *allowed))
+    whole, _ = train.train(from_files(tmp_path, pictures, "whole", *allowed))
     update_done = RunReport.update_done
 
     def stop(self, update, *facts):
@@ -134,9 +134,9 @@ def test_broken_pictures_met_before_a_stop_are_still_known_after_it(tmp_path, pi
 
     monkeypatch.setattr(RunReport, "update_done", stop)
     with pytest.raises(InterruptedBySignalError):
-        running.train(from_files(tmp_path, pictures, "parts", *allowed))
+        train.train(from_files(tmp_path, pictures, "parts", *allowed))
     monkeypatch.undo()
-    parts, _ = running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto", *allowed))
+    parts, _ = train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto", *allowed))
     assert_same_end(whole, parts)
     lists = [sorted((run / "broken_images.csv").read_text().splitlines()) for run in (whole, parts)]
     assert lists[0] == lists[1]
@@ -147,7 +147,7 @@ def test_all_pictures_broken_is_said_before_the_first_update(tmp_path, pictures)
     for path in pictures.rglob("*.png"):
         path.write_bytes(b"no picture")
     with pytest.raises(ConfigError, match="none of 16 pictures tried can be read"):
-        running.train(from_files(tmp_path / "runs", pictures, "run"))
+        train.train(from_files(tmp_path / "runs", pictures, "run"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -163,24 +163,24 @@ def test_all_pictures_broken_is_said_before_the_first_update(tmp_path, pictures)
 def test_wrong_data_are_said_before_the_first_update(tmp_path, pictures, damage, message):
     damage(pictures)
     with pytest.raises(ConfigError, match=message):
-        running.train(from_files(tmp_path / "runs", pictures, "run", "model.num_classes=null"))
+        train.train(from_files(tmp_path / "runs", pictures, "run", "model.num_classes=null"))
     assert not (tmp_path / "runs").exists()
 
 
 def test_another_number_of_classes_is_said_before_the_first_update(tmp_path):
     with pytest.raises(ConfigError, match="has 10 classes, the model 7; use num_classes=10"):
-        running.train(config(tmp_path / "runs", "model.num_classes=7"))
+        train.train(config(tmp_path / "runs", "model.num_classes=7"))
 
 
 def test_a_checkpoint_that_is_named_must_be_whole(tmp_path):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     (checkpoint,) = (folder / "checkpoints").glob("step-*")
     weights = checkpoint / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its contents do not match"):
-        running.train(config(tmp_path, f"run.resume={checkpoint}"))
+        train.train(config(tmp_path, f"run.resume={checkpoint}"))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_is_named_must_be_whole(tmp_path):
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, weights, message):
     save_file(weights, tmp_path / "foreign.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        running.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.safetensors'}"))
+        train.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.safetensors'}"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -208,7 +208,7 @@ class Attack:
 def test_nothing_in_foreign_weights_is_run(tmp_path):
     torch.save({"model": Attack(tmp_path / "attacked")}, tmp_path / "foreign.pth")
     with pytest.raises(CheckpointError, match=r"foreign\.pth"):
-        running.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.pth'}"))
+        train.train(config(tmp_path / "runs", f"model.initial_checkpoint={tmp_path / 'foreign.pth'}"))
     assert not (tmp_path / "attacked").exists()
 
 
@@ -218,29 +218,29 @@ def damage_all(folder):
 
 
 def test_nothing_is_overwritten_if_every_checkpoint_is_damaged(tmp_path):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     damage_all(folder)
     summary, names = (folder / "summary.csv").read_text(), checkpoints(folder)
     for resumed in ("auto", folder, folder / "checkpoints"):
         with pytest.raises(ConfigError, match=r"run\.resume: none of the 1 checkpoints in .* is intact"):
-            running.train(config(tmp_path, "run.experiment=run", f"run.resume={resumed}"))
+            train.train(config(tmp_path, "run.experiment=run", f"run.resume={resumed}"))
     assert ((folder / "summary.csv").read_text(), checkpoints(folder)) == (summary, names)
     # Told to, the run starts from zero, and what was there is set aside.
     anew = ["run.experiment=run", "run.resume=auto", "run.start_anew=true"]
-    running.train(config(tmp_path, *anew, "training.epochs=1"))
+    train.train(config(tmp_path, *anew, "training.epochs=1"))
     assert (folder / "previous-1" / "summary.csv").read_text() == summary
     assert checkpoints(folder / "previous-1") == names
     # And goes on from there, whatever it was told: torchrun restarts with the same command.
-    running.train(config(tmp_path, *anew))
+    train.train(config(tmp_path, *anew))
     assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
     assert not (folder / "previous-2").exists()
 
 
 def test_start_anew_sets_aside_what_is_there(tmp_path):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     with pytest.raises(ConfigError, match=r"holds checkpoints already; .*--start-anew"):
-        running.train(config(tmp_path, "run.experiment=run"))
-    running.train(config(tmp_path, "run.experiment=run", "run.start_anew=true"))
+        train.train(config(tmp_path, "run.experiment=run"))
+    train.train(config(tmp_path, "run.experiment=run", "run.start_anew=true"))
     assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
     assert checkpoints(folder / "previous-1") == {"step-00000005"}
 
@@ -248,7 +248,7 @@ def test_start_anew_sets_aside_what_is_there(tmp_path):
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o555], ids=["unreadable", "unsearchable", "unwritable"])
 def test_checkpoints_that_may_not_be_read_or_written_are_found_before_the_first_update(mode):
     with tempfile.TemporaryDirectory() as outer:
-        folder, _ = running.train(config(Path(outer), "run.experiment=run", "training.epochs=1"))
+        folder, _ = train.train(config(Path(outer), "run.experiment=run", "training.epochs=1"))
         summary = (folder / "summary.csv").read_text()
         for path in (Path(outer), *Path(outer).rglob("*")):
             if not path.is_symlink():
@@ -271,7 +271,7 @@ def test_a_link_or_a_file_in_place_of_the_checkpoints_is_found_before_the_first_
     (tmp_path / "file" / "checkpoints").write_text("")
     for name in ("link", "file"):
         with pytest.raises(ConfigError, match="checkpoints cannot be written"):
-            running.train(config(tmp_path, f"run.experiment={name}"))
+            train.train(config(tmp_path, f"run.experiment={name}"))
         assert os.listdir(tmp_path / name) == ["checkpoints"]
 
 
@@ -293,20 +293,20 @@ def test_a_link_or_a_file_in_place_of_the_checkpoints_is_found_before_the_first_
     ],
 )
 def test_a_forged_state_is_refused_in_a_sentence(tmp_path, change, message):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     store = CheckpointStore(folder / "checkpoints")
     last = store.latest_valid()
     loaded = last.load()
     change(loaded.state)
     store.save(step=last.step, epoch=last.epoch, weights=loaded.weights, state=loaded.state, metadata=loaded.metadata)
     with pytest.raises(CheckpointError, match=message) as refused:
-        running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+        train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
     assert "\n" not in str(refused.value)
 
 
 def test_names_that_are_not_utf8_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.experiment: expected a name in UTF-8.*\\udcff"):
-        running.train(config(tmp_path, "run.experiment=a\udcff"))
+        train.train(config(tmp_path, "run.experiment=a\udcff"))
     with pytest.raises(ConfigError, match=r"run\.experiment: expected text without NUL"):
-        running.train(config(tmp_path, "run.experiment=a\0b"))
+        train.train(config(tmp_path, "run.experiment=a\0b"))
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.runs import assert_same_end, config, final_weights, from_files, last_checkpoint, rows
-from inline_attention.engine import running, trainer
+from inline_attention.engine import train, trainer
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.checkpoints import TrainingCheckpoint
 from inline_attention.engine.config import ConfigError
@@ -43,13 +43,13 @@ def after_update(monkeypatch, number, act):
 def stop(tmp_path, monkeypatch, updates, *overrides):
     after_update(monkeypatch, updates, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(InterruptedBySignalError):
-        running.train(config(tmp_path, "run.experiment=run", *overrides))
+        train.train(config(tmp_path, "run.experiment=run", *overrides))
     monkeypatch.undo()
 
 
 def test_a_signal_to_every_process_ends_the_run_after_saving(tmp_path, pictures, monkeypatch):
     """As Slurm and systemd send it: to those that read images, too."""
-    whole, _ = running.train(from_files(tmp_path, pictures, "whole"))
+    whole, _ = train.train(from_files(tmp_path, pictures, "whole"))
 
     def tell_all():
         for worker in multiprocessing.active_children():
@@ -58,10 +58,10 @@ def test_a_signal_to_every_process_ends_the_run_after_saving(tmp_path, pictures,
 
     after_update(monkeypatch, 2, tell_all)
     with pytest.raises(InterruptedBySignalError):
-        running.train(from_files(tmp_path, pictures, "parts"))
+        train.train(from_files(tmp_path, pictures, "parts"))
     monkeypatch.undo()
     assert not multiprocessing.active_children()
-    parts, _ = running.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+    parts, _ = train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
     assert_same_end(whole, parts)
 
 
@@ -74,22 +74,22 @@ def test_a_stop_between_epochs_leaves_the_measured_checkpoint_in_place(tmp_path,
 
     monkeypatch.setattr(RunReport, "epoch_done", epoch_done_and_stop)
     with pytest.raises(InterruptedBySignalError):
-        running.train(config(tmp_path, "run.experiment=run"))
+        train.train(config(tmp_path, "run.experiment=run"))
     monkeypatch.undo()
     folder = tmp_path / "run"
     measured = last_checkpoint(folder)
     assert (measured.step, measured.epoch, measured.metric is None) == (5, 1, False)
     assert (folder / "checkpoints" / "best").resolve() == (folder / "checkpoints" / "last").resolve()
     # Resumed, and stopped before its first update: the same.
-    read = trainer.Lockstep.agree
+    read = trainer.RankSync.agree
 
     def stop_first(self):
         os.kill(os.getpid(), signal.SIGTERM)
         read(self)
 
-    monkeypatch.setattr(trainer.Lockstep, "agree", stop_first)
+    monkeypatch.setattr(trainer.RankSync, "agree", stop_first)
     with pytest.raises(InterruptedBySignalError):
-        running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+        train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
     assert last_checkpoint(folder).metric == measured.metric
 
 
@@ -104,7 +104,7 @@ def test_a_poisoned_batch_leaves_no_trace_in_batch_norms(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "_accumulate_gradients", poisoned)
     overrides = [*RESNET, "training.epochs=1", "ema.enabled=true", "run.experiment=run"]
-    folder, _ = running.train(config(tmp_path, *overrides))
+    folder, _ = train.train(config(tmp_path, *overrides))
     assert rows(folder)[-1]["skipped_updates"] == "1"
     for name in ("model.safetensors", "model_ema.safetensors"):
         weights = final_weights(folder, name)
@@ -130,7 +130,7 @@ def test_gradients_that_are_not_finite_are_skipped_whatever_the_loss(tmp_path, m
     monkeypatch.setattr(Trainer, "_accumulate_gradients", poisoned)
     monkeypatch.setattr(RunReport, "update_done", noting)
     overrides = ["run.experiment=run", "training.epochs=1", f"training.clip_grad={clip}", "ema.enabled=true"]
-    folder, _ = running.train(config(tmp_path, *overrides))
+    folder, _ = train.train(config(tmp_path, *overrides))
     (row,) = rows(folder)
     assert row["skipped_updates"] == "1"
     for name in ("model.safetensors", "model_ema.safetensors"):
@@ -161,33 +161,33 @@ def test_gradients_that_overflow_where_losses_are_scaled_are_skipped_and_counted
     monkeypatch.setattr(trainer, "Precision", Scaled)
     monkeypatch.setattr(Trainer, "_accumulate_gradients", poisoned)
     overrides = ["training.epochs=1", f"training.clip_grad={clip}", "ema.enabled=true"]
-    folder, _ = running.train(config(tmp_path, "run.experiment=once", *overrides))
+    folder, _ = train.train(config(tmp_path, "run.experiment=once", *overrides))
     assert rows(folder)[0]["skipped_updates"] == "1"
     assert last_checkpoint(folder).load().state["scaler"]["scale"] == 4.0
     for name in ("model.safetensors", "model_ema.safetensors"):
         assert all(tensor.isfinite().all() for tensor in final_weights(folder, name).values())
     overflowing.extend(range(1, 100))
     with pytest.raises(DivergedError, match="3 losses or gradients in a row"):
-        running.train(config(tmp_path, "run.experiment=always", *overrides, "limits.nan_losses_in_a_row=2"))
+        train.train(config(tmp_path, "run.experiment=always", *overrides, "limits.nan_losses_in_a_row=2"))
 
 
 def test_a_run_goes_on_where_losses_are_scaled_now(tmp_path, monkeypatch):
-    running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     monkeypatch.setattr(trainer, "Precision", Scaled)
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
     assert last_checkpoint(folder).load().state["scaler"]["scale"] == 8.0
 
 
 def test_another_optimiser_cannot_take_up_a_run(tmp_path):
-    running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     with pytest.raises(
         ConfigError, match=r"optimizer\.name: expected adamw, as in .*, got sgd; .*--initial-checkpoint"
     ):
-        running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "optimizer.name=sgd"))
+        train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "optimizer.name=sgd"))
 
 
 def test_a_checkpoint_that_notes_less_is_refused(tmp_path, monkeypatch):
-    running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     load = TrainingCheckpoint.load
 
     def load_less(self):
@@ -197,13 +197,13 @@ def test_a_checkpoint_that_notes_less_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainingCheckpoint, "load", load_less)
     with pytest.raises(ConfigError, match=r"run\.resume: .* of an earlier version .*--initial-checkpoint"):
-        running.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+        train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
 
 
 def test_settings_of_the_optimiser_are_those_of_now(tmp_path):
-    running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     changed = ["optimizer.weight_decay=0.7", "optimizer.betas=[0.8, 0.99]"]
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", *changed))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", *changed))
     groups = last_checkpoint(folder).load().state["optimizer"]["param_groups"]
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.7]
     assert all(tuple(group["betas"]) == (0.8, 0.99) for group in groups)
@@ -211,22 +211,22 @@ def test_settings_of_the_optimiser_are_those_of_now(tmp_path):
 
 def test_a_run_by_updates_can_be_made_longer(tmp_path):
     """Its last epoch was cut short, at 3 of 5 updates."""
-    running.train(config(tmp_path, "run.experiment=run", "training.updates=8"))
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "training.updates=20"))
+    train.train(config(tmp_path, "run.experiment=run", "training.updates=8"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "training.updates=20"))
     assert last_checkpoint(folder).step == 20
     assert [row["epoch"] for row in rows(folder)] == ["1", "2", "3", "4", "5"]
 
 
 def test_an_epoch_begins_again_where_samples_are_dealt_out_otherwise(tmp_path, monkeypatch, capsys):
     stop(tmp_path, monkeypatch, 3)
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "training.seed=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "training.seed=1"))
     assert "seed 42 before, 1 now: epoch 1 begins again" in " ".join(capsys.readouterr().out.split())
     assert last_checkpoint(folder).step == 10
 
 
 def test_between_epochs_there_is_nothing_to_begin_again(tmp_path, capsys):
-    running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "training.seed=1"))
+    train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", "training.seed=1"))
     assert "begins again" not in capsys.readouterr().out
     assert last_checkpoint(folder).step == 10
 
@@ -244,11 +244,11 @@ def test_too_few_readable_pictures_for_an_update_are_said(tmp_path, pictures, ba
         "limits.broken_image_share=1",
     ]
     with pytest.raises(ConfigError, match=message):
-        running.train(from_files(tmp_path, pictures, "run", *overrides, "training.total_batch_size=64"))
+        train.train(from_files(tmp_path, pictures, "run", *overrides, "training.total_batch_size=64"))
 
 
 def test_weights_are_found_where_links_are_files(tmp_path):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     best = folder / "checkpoints" / "best"
     target = best.resolve()
     best.unlink()
@@ -261,7 +261,7 @@ def test_a_thread_may_train(tmp_path):
     outcomes = []
 
     def work():
-        outcomes.append(running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))[1].count)
+        outcomes.append(train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))[1].count)
 
     thread = threading.Thread(target=work)
     thread.start()

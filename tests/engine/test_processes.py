@@ -12,7 +12,7 @@ from engine import pair
 from engine import runs as digits
 from engine.pair import in_pair
 from inline_attention.data import open_dataset
-from inline_attention.engine import running
+from inline_attention.engine import train
 from inline_attention.engine.config import with_overrides
 from inline_attention.recipes import get_recipe
 
@@ -152,7 +152,7 @@ def test_two_that_find_different_checkpoints_are_refused(tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     first = with_overrides(get_recipe("digits").config, [*settings, f"run.output={tmp_path / '0' / 'runs'}"])
-    running.train(with_overrides(first, ["training.epochs=1"]))
+    train.train(with_overrides(first, ["training.epochs=1"]))
     outcomes = in_pair(pair.train_in_folders_of_their_own, [*settings, "run.resume=auto"], str(tmp_path))
     for outcome in outcomes:
         assert outcome.error == "ConfigError"

@@ -12,15 +12,15 @@ from engine import locking, pair
 from engine.pair import in_pair
 from engine.runs import TINY, config
 from engine.saving import Child
-from inline_attention.engine import run_lock, running
+from inline_attention.engine import run_folder, train
 from inline_attention.engine.config import ConfigError
-from inline_attention.engine.run_lock import LOCK_FILE, FolderInUseError
+from inline_attention.engine.run_folder import LOCK_FILE, FolderInUseError
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
-    monkeypatch.setattr(run_lock, "PATIENCE", 1.0)
+    monkeypatch.setattr(run_folder, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(run_folder, "PATIENCE", 1.0)
 
 
 def note(folder, **changes):
@@ -31,7 +31,7 @@ def note(folder, **changes):
 
 def is_free(folder):
     try:
-        with run_lock.run_lock(folder):
+        with run_folder.run_lock(folder):
             return True
     except FolderInUseError:
         return False
@@ -60,10 +60,10 @@ def test_a_second_run_is_refused_with_host_and_process_of_the_first(tmp_path):
     assert child.receive() == "holding"
     for overrides in (["run.experiment=run"], ["run.experiment=run", "run.resume=auto"]):
         with pytest.raises(ConfigError, match=f"process {child.process.pid} on {socket.gethostname()}"):
-            running.train(config(tmp_path, *overrides))
+            train.train(config(tmp_path, *overrides))
     assert os.listdir(tmp_path / "run") == [LOCK_FILE]
     child.kill()
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     assert not (folder / LOCK_FILE).exists()
 
 
@@ -72,17 +72,17 @@ def test_a_lock_is_held_while_a_run_trains(tmp_path):
 
     def try_again(row):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}") as refused:
-            running.train(config(tmp_path, "run.experiment=run", f"run.resume={tmp_path / 'run'}"))
+            train.train(config(tmp_path, "run.experiment=run", f"run.resume={tmp_path / 'run'}"))
         refusals.append(refused)
 
-    running.train(config(tmp_path, "run.experiment=run", "checkpoints.interval_steps=1"), on_epoch=try_again)
+    train.train(config(tmp_path, "run.experiment=run", "checkpoints.interval_steps=1"), on_epoch=try_again)
     assert len(refusals) == 2
 
 
 def test_both_ranks_of_a_second_run_are_refused_and_those_of_one_run_share_a_lock(tmp_path):
     settings = [*TINY, f"run.output={tmp_path}", "run.experiment=run", "training.batch_size=128", "training.epochs=1"]
     (tmp_path / "run").mkdir()
-    with run_lock.run_lock(tmp_path / "run"):
+    with run_folder.run_lock(tmp_path / "run"):
         outcomes = in_pair(pair.train, settings)
     assert [outcome.error for outcome in outcomes] == ["ConfigError"] * 2
     assert all(f"in use by process {os.getpid()}" in outcome.message for outcome in outcomes)
@@ -101,9 +101,9 @@ def test_processes_that_a_killed_run_has_forked_do_not_keep_its_lock(tmp_path):
 
 def test_settings_that_are_refused_leave_no_folder_and_no_lock(tmp_path):
     with pytest.raises(ConfigError):
-        running.train(config(tmp_path / "runs", "run.experiment=a/b", "training.total_batch_size=100000"))
+        train.train(config(tmp_path / "runs", "run.experiment=a/b", "training.total_batch_size=100000"))
     with pytest.raises(Exception, match=r"nowhere\.safetensors"):
-        running.train(config(tmp_path / "runs", "run.experiment=a/b", "model.initial_checkpoint=nowhere.safetensors"))
+        train.train(config(tmp_path / "runs", "run.experiment=a/b", "model.initial_checkpoint=nowhere.safetensors"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -129,11 +129,11 @@ def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_another_machine_that_shows_signs_of_life_holds_its_lock(tmp_path, monkeypatch, touched, has_locks):
     if not has_locks:
-        monkeypatch.setattr(run_lock, "try_lock", lambda descriptor: None)
+        monkeypatch.setattr(run_folder, "try_lock", lambda descriptor: None)
     note(tmp_path, host="elsewhere", pid=7)
     with (
         pytest.raises(FolderInUseError, match="process 7 on elsewhere, started yesterday"),
-        run_lock.run_lock(tmp_path),
+        run_folder.run_lock(tmp_path),
     ):
         pass
 
@@ -141,14 +141,14 @@ def test_another_machine_that_shows_signs_of_life_holds_its_lock(tmp_path, monke
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_another_machine_that_shows_none_is_taken_for_dead(tmp_path, monkeypatch, has_locks):
     if not has_locks:
-        monkeypatch.setattr(run_lock, "try_lock", lambda descriptor: None)
+        monkeypatch.setattr(run_folder, "try_lock", lambda descriptor: None)
     note(tmp_path, host="elsewhere")
     assert is_free(tmp_path)
 
 
 def test_without_locks_the_note_of_a_live_process_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "try_lock", lambda descriptor: None)
-    with run_lock.run_lock(tmp_path):
+    monkeypatch.setattr(run_folder, "try_lock", lambda descriptor: None)
+    with run_folder.run_lock(tmp_path):
         assert not is_free(tmp_path)
         assert (tmp_path / LOCK_FILE).exists()
     assert is_free(tmp_path)
@@ -159,7 +159,7 @@ def test_without_locks_the_note_of_a_live_process_holds(tmp_path, monkeypatch):
 
 
 def test_a_holder_touches_its_lock(tmp_path):
-    with run_lock.run_lock(tmp_path):
+    with run_folder.run_lock(tmp_path):
         before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
         deadline = time.monotonic() + 20
         while (tmp_path / LOCK_FILE).stat().st_mtime_ns == before:

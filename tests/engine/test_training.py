@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from engine.runs import assert_same_end, checkpoints, command, config, final_weights
 from inline_attention.cli.main import app
-from inline_attention.engine import running, trainer
+from inline_attention.engine import train, trainer
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, from_yaml
 from inline_attention.engine.interruption import InterruptedBySignalError
@@ -28,7 +28,7 @@ from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.tasks.classification import evaluation
-from inline_attention.tasks.classification.objective import Objective
+from inline_attention.tasks.classification.task import Objective
 
 # Worker processes, timm's augmentation, mixing, accumulation and an average: everything that could lose its place.
 ELABORATE = [
@@ -71,25 +71,25 @@ def stop_after(monkeypatch):
 def test_ctrl_c_saves_and_leaves_with_130(tmp_path, stop_after):
     stop_after(2, signal.SIGINT)
     with pytest.raises(InterruptedBySignalError) as stopped:
-        running.train(config(tmp_path, "run.experiment=run"))
+        train.train(config(tmp_path, "run.experiment=run"))
     assert stopped.value.exit_code == 130
     assert checkpoints(tmp_path / "run")
 
 
 def test_a_padded_crop_needs_data_in_memory(tmp_path):
     with pytest.raises(ConfigError, match=r"augmentation\.crop: .*data\.in_memory=true"):
-        running.train(config(tmp_path, "data.in_memory=false"))
+        train.train(config(tmp_path, "data.in_memory=false"))
 
 
 @pytest.mark.parametrize("extra", [ON_DEVICE, ELABORATE], ids=["in_memory", "elaborate"])
 @pytest.mark.parametrize("updates", [3, 5], ids=["mid_epoch", "end_of_epoch"])
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, updates, extra):
-    whole, metrics = running.train(config(tmp_path, "run.experiment=whole", *extra))
+    whole, metrics = train.train(config(tmp_path, "run.experiment=whole", *extra))
     stop_after(updates)
     with pytest.raises(InterruptedBySignalError) as stopped:
-        running.train(config(tmp_path, "run.experiment=parts", *extra))
+        train.train(config(tmp_path, "run.experiment=parts", *extra))
     assert stopped.value.exit_code == 143
-    parts, resumed_metrics = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto", *extra))
+    parts, resumed_metrics = train.train(config(tmp_path, "run.experiment=parts", "run.resume=auto", *extra))
     assert_same_end(whole, parts)
     assert metrics == resumed_metrics
     assert metrics.count == 360
@@ -98,7 +98,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, u
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_during_an_evaluation_is_answered_at_its_next_batch(tmp_path, monkeypatch, number, code):
     extra = ["training.validation_batch_size=36", "ema.enabled=true"]
-    whole, _ = running.train(config(tmp_path, "run.experiment=whole", *extra))
+    whole, _ = train.train(config(tmp_path, "run.experiment=whole", *extra))
     counted, count = [], evaluation._count
 
     def count_and_tell(logits, targets):
@@ -109,23 +109,23 @@ def test_a_signal_during_an_evaluation_is_answered_at_its_next_batch(tmp_path, m
 
     monkeypatch.setattr(evaluation, "_count", count_and_tell)
     with pytest.raises(InterruptedBySignalError) as stopped:
-        running.train(config(tmp_path, "run.experiment=parts", *extra))
+        train.train(config(tmp_path, "run.experiment=parts", *extra))
     assert stopped.value.exit_code == code
     assert len(counted) == 13
-    parts, _ = running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto", *extra))
+    parts, _ = train.train(config(tmp_path, "run.experiment=parts", "run.resume=auto", *extra))
     assert len(counted) == 13 + 2 * 20  # this epoch's evaluation again, from its start, and the next one's
     assert_same_end(whole, parts)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
-    whole, _ = running.train(config(tmp_path, "run.experiment=whole"))
-    parts, _ = running.train(config(tmp_path, "run.experiment=parts", "training.epochs=1"))
+    whole, _ = train.train(config(tmp_path, "run.experiment=whole"))
+    parts, _ = train.train(config(tmp_path, "run.experiment=parts", "training.epochs=1"))
     # Longer again, as a run that was stopped after its first epoch.
     newest = (parts / "checkpoints" / "last").resolve()
-    running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
+    train.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
     state = (parts / "checkpoints" / "last").resolve() / "state.pt"
     state.write_bytes(state.read_bytes()[:-10])
-    running.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
+    train.train(config(tmp_path, "run.experiment=parts", "run.resume=auto"))
     assert "state.pt" in caplog.text
     assert newest.exists()
     assert len(list(csv.DictReader((parts / "summary.csv").open()))) == 2
@@ -133,10 +133,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
 
 
 def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_then(tmp_path, capsys):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     weights = final_weights(folder)
     slow = ["ema.enabled=true", "ema.decay=0.999999", "ema.decay_base_size=null"]
-    running.train(config(tmp_path, "run.experiment=run", "run.resume=auto", *slow))
+    train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", *slow))
     assert "the average begins here" in capsys.readouterr().out
     torch.testing.assert_close(final_weights(folder, "model_ema.safetensors"), weights, rtol=0, atol=1e-4)
 
@@ -151,30 +151,30 @@ def test_nan_losses_are_skipped_and_counted_then_end_the_run(tmp_path, monkeypat
         return value * torch.nan if len(calls) in bad_calls else value
 
     monkeypatch.setattr(Objective, "loss", sometimes_nan)
-    folder, _ = running.train(config(tmp_path, "run.experiment=some"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=some"))
     rows = list(csv.DictReader((folder / "summary.csv").open()))
     assert rows[-1]["skipped_updates"] == "2"
     assert all(tensor.isfinite().all() for tensor in final_weights(folder).values())
     bad_calls[:] = range(len(calls) + 2, 1000)
     with pytest.raises(trainer.DivergedError, match=r"4 losses or gradients in a row.*optimizer\.lr"):
-        running.train(config(tmp_path, "run.experiment=all", "limits.nan_losses_in_a_row=3"))
+        train.train(config(tmp_path, "run.experiment=all", "limits.nan_losses_in_a_row=3"))
 
 
 def test_everything_wrong_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError) as error:
-        running.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent", "optimizer.name=adamm"))
+        train.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent", "optimizer.name=adamm"))
     assert "adamm" in str(error.value)
     with pytest.raises(ConfigError, match="nonexistent"):
-        running.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent"))
+        train.train(config(tmp_path / "runs", "data.dataset=folder", "data.dir=/nonexistent"))
     with pytest.raises(ConfigError, match="use -b alone"):
-        running.train(config(tmp_path / "runs", "training.batch_size=2000", "training.total_batch_size=2000"))
+        train.train(config(tmp_path / "runs", "training.batch_size=2000", "training.total_batch_size=2000"))
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path):
-    running.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
+    train.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
     with pytest.raises(ConfigError, match="--resume auto"):
-        running.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
+        train.train(config(tmp_path, "run.experiment=one", "training.epochs=1"))
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
     ],
 )
 def test_what_cannot_be_resumed_is_said_and_the_record_stays(tmp_path, override, message):
-    folder, _ = running.train(config(tmp_path, "run.experiment=one"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=one"))
     record = {name: (folder / name).read_text() for name in ("args.yaml", "environment.json", "summary.csv")}
     with pytest.raises(ConfigError, match=message):
-        running.train(config(tmp_path, f"run.resume={folder}", override))
+        train.train(config(tmp_path, f"run.resume={folder}", override))
     assert record == {name: (folder / name).read_text() for name in record}
 
 
 def test_resuming_where_nothing_is_says_so(tmp_path, capsys):
-    running.train(config(tmp_path, "run.experiment=new", "run.resume=auto", "training.epochs=1"))
+    train.train(config(tmp_path, "run.experiment=new", "run.resume=auto", "training.epochs=1"))
     assert f"nothing to resume in {tmp_path / 'new'}" in capsys.readouterr().out.replace("\n", "")
 
 
@@ -254,7 +254,7 @@ def test_two_processes_under_torchrun_count_every_sample_once(tmp_path):
 
 
 def test_a_run_is_evaluated_and_speaks_in_class_names(tmp_path):
-    folder, metrics = running.train(config(tmp_path, "run.experiment=run"))
+    folder, metrics = train.train(config(tmp_path, "run.experiment=run"))
     results = tmp_path / "results.json"
     arguments = ["eval", "--checkpoint", folder / "checkpoints" / "last", "--dataset", "digits", "--workers", "0"]
     done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--results-file", results)])
@@ -294,7 +294,7 @@ def test_recipes_are_listed_and_shown():
 
 
 def test_predict_takes_a_run(tmp_path):
-    folder, _ = running.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     Image.new("RGB", (20, 30), "white").save(tmp_path / "picture.png")
     weights = folder / "checkpoints" / "best" / "model.safetensors"
     done = CliRunner().invoke(app, ["predict", str(tmp_path / "picture.png"), "--checkpoint", str(weights)])
@@ -321,7 +321,7 @@ def test_a_run_that_saved_nothing_says_so(tmp_path):
 
 
 def test_a_run_starts_from_the_weights_of_another(tmp_path):
-    first, _ = running.train(config(tmp_path, "run.experiment=first", "training.epochs=1"))
+    first, _ = train.train(config(tmp_path, "run.experiment=first", "training.epochs=1"))
     still = ["--set", "optimizer.lr=0", "--set", "schedule.min_lr=0", "--set", "training.epochs=1"]
     arguments = command(tmp_path, "--experiment", "second", *still, "--initial-checkpoint", str(first))[3:]
     done = CliRunner().invoke(app, arguments)
@@ -340,7 +340,7 @@ def test_curves_reach_weights_and_biases_and_tensorboard(tmp_path, monkeypatch):
     fake = SimpleNamespace(init=lambda **options: started.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     extra = ["logging.wandb=true", "logging.tensorboard=true", "logging.interval=2", "training.epochs=1"]
-    folder, metrics = running.train(config(tmp_path, "run.experiment=curves", *extra))
+    folder, metrics = train.train(config(tmp_path, "run.experiment=curves", *extra))
     assert started[0]["name"] == "curves"
     assert started[0]["config"]["training"]["epochs"] == 1
     assert [step for step, _ in logged] == [2, 4, 5]
@@ -353,11 +353,11 @@ def test_curves_reach_weights_and_biases_and_tensorboard(tmp_path, monkeypatch):
 def test_weights_and_biases_must_be_installed_to_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"logging\.wandb.*pip install wandb"):
-        running.train(config(tmp_path, "logging.wandb=true"))
+        train.train(config(tmp_path, "logging.wandb=true"))
 
 
 def test_fine_tuning_keeps_the_body_and_starts_a_head_anew(tmp_path):
-    first, _ = running.train(config(tmp_path, "run.experiment=first", "training.epochs=1"))
+    first, _ = train.train(config(tmp_path, "run.experiment=first", "training.epochs=1"))
     pictures = tmp_path / "pictures"
     for split in ("train", "val"):
         for name, colour in (("dark", 20), ("light", 230)):
@@ -365,14 +365,14 @@ def test_fine_tuning_keeps_the_body_and_starts_a_head_anew(tmp_path):
             for number in range(8):
                 Image.new("RGB", (8, 8), (colour + number,) * 3).save(pictures / split / name / f"{number}.png")
     weights = first / "checkpoints" / "last" / "model.safetensors"
-    folder, metrics = running.train(
+    folder, metrics = train.train(
         config(
             tmp_path, "run.experiment=second", f"model.initial_checkpoint={weights}", "model.num_classes=null",
             "data.dataset=folder", f"data.dir={pictures}", "training.total_batch_size=4", "training.epochs=0",
         )
     )  # fmt: skip
     assert metrics is None
-    folder, metrics = running.train(
+    folder, metrics = train.train(
         config(
             tmp_path, "run.experiment=third", f"model.initial_checkpoint={weights}", "model.num_classes=null",
             "data.dataset=folder", f"data.dir={pictures}", "training.total_batch_size=4", "optimizer.lr=0",

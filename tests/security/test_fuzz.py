@@ -16,7 +16,7 @@ import inline_attention  # noqa: F401 - registers the models
 from inline_attention.cli.main import app
 from inline_attention.engine.checkpoint_format import MANIFEST, open_training_checkpoint
 from inline_attention.engine.config import ConfigError, TrainConfig, check_recipe_file
-from inline_attention.engine.config.yaml_text import from_yaml
+from inline_attention.engine.config.reading import from_yaml
 from inline_attention.models.checkpoints import CheckpointError, save_weights
 from security.audit import nothing_done_outside
 

@@ -3,7 +3,7 @@
 import pytest
 
 from inline_attention.engine.config import ConfigError, TrainConfig, check_recipe_file
-from inline_attention.engine.config.yaml_text import from_yaml, to_yaml
+from inline_attention.engine.config.reading import from_yaml, to_yaml
 
 REFUSED = {
     "run.output": "run: {output: /etc/cron.d}",

@@ -8,11 +8,10 @@ import torch
 from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointMismatchError, save_weights
 from inline_attention.models.reading import open_checkpoint
+from inline_attention.tasks.dense import initialize_from
 from inline_attention.tasks.detection.models import DetectorDescription, build_detector
-from inline_attention.tasks.padding import pad_images
-from inline_attention.tasks.pyramid import PyramidBackbone, cast_backbones
+from inline_attention.tasks.pyramid import PyramidBackbone, cast_backbones, pad_images
 from inline_attention.tasks.segmentation.models import SegmenterDescription, build_segmenter
-from inline_attention.tasks.weights import initialize_from
 from tasks.small_backbones import BACKBONES, PVT, SWIN
 
 # Wide, tall, of exactly a multiple of 32, and thinner than the coarsest token.

@@ -21,9 +21,8 @@ import torch
 from inline_attention.analysis.training_curves import SETTINGS, read_training_curves
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
-from inline_attention.engine.building import open_sources
 from inline_attention.engine.config import TrainConfig, read_config, resolve, to_mapping
-from inline_attention.engine.running import train
+from inline_attention.engine.train import open_sources, train
 from inline_attention.engine.trainer import DivergedError
 from inline_attention.support.files import read_bounded
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, build_dataclass, parse_json

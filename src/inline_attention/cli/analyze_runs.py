@@ -33,7 +33,7 @@ from inline_attention.data.datasets import open_dataset
 from inline_attention.data.digits import digits
 from inline_attention.data.extreme_shapes import without_far_ends
 from inline_attention.data.images import load_image
-from inline_attention.engine.config.timm_arguments import model_arguments
+from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
 

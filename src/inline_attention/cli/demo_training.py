@@ -21,7 +21,7 @@ from inline_attention.cli.printing import progress_bar
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.config import TrainConfig
-from inline_attention.engine.running import train
+from inline_attention.engine.train import train
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.models.registry import TWINS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.cli.printing import fail, say
-from inline_attention.engine.measuring import evaluate_checkpoint
+from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.tasks.task import MetricTable
 
 

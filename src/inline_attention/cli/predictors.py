@@ -11,13 +11,11 @@ from PIL import Image
 
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
-from inline_attention.tasks.classification.annotation import annotate
 from inline_attention.tasks.classification.prediction import ImageClassifier, ImageResult, find_device
-from inline_attention.tasks.detection.annotation import annotate_objects
+from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.detection.prediction import DetectionResult, ObjectFinder
-from inline_attention.tasks.segmentation.annotation import annotate_pixels
+from inline_attention.tasks.drawing import annotate, annotate_objects, annotate_pixels
 from inline_attention.tasks.segmentation.prediction import PixelClassifier, SegmentationResult
-from inline_attention.tasks.weights import TASK
 
 
 @dataclass(frozen=True)

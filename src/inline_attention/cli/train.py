@@ -17,7 +17,7 @@ from inline_attention.engine.checkpoints import BEST, LAST
 from inline_attention.engine.config import FLAGS, TrainConfig, check_recipe_file, read_config, with_overrides
 from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.interruption import InterruptedBySignalError
-from inline_attention.engine.running import train
+from inline_attention.engine.train import train
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.recipes import get_recipe
 from inline_attention.support.text import did_you_mean

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from inline_attention.data.broken import BrokenImageLimit, BrokenImagesError
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sampling import TooFewSamplesError
-from inline_attention.engine.broken_report import BrokenReport
 from inline_attention.engine.checkpoint_format import LARGEST_NUMBER, LoadedCheckpoint
 from inline_attention.engine.checkpoints import (
     CheckpointError,
@@ -40,13 +39,13 @@ from inline_attention.engine.config import (
     optimizer_arguments,
     schedule_arguments,
 )
-from inline_attention.engine.evaluation import evaluate
+from inline_attention.engine.evaluate import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
-from inline_attention.engine.lockstep import Lockstep
-from inline_attention.engine.output_folder import CHECKPOINTS
 from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import Processes
+from inline_attention.engine.rank_sync import BrokenReport, RankSync
 from inline_attention.engine.reporting import RunReport
+from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.strategies import Replicated, Sharded, Strategy
 from inline_attention.models.checkpoints import notes_on
 from inline_attention.models.reading import where_they_differ
@@ -191,12 +190,12 @@ class Trainer:
         self.runnable = self.wrapped
         if config.training.compile:
             self.runnable = cast(nn.Module, torch.compile(self.wrapped, mode=config.training.compile_mode))
-        self.judged_by = config.checkpoints.metric or next(iter(task.metrics))
+        self.best_metric = config.checkpoints.metric or next(iter(task.metrics))
         self.store = CheckpointStore(
             folder / CHECKPOINTS,
             keep_last=config.checkpoints.keep_last,
             keep_best=config.checkpoints.keep_best,
-            higher_is_better=task.metrics[self.judged_by],
+            higher_is_better=task.metrics[self.best_metric],
         )
         self.position = Position(rows=[])
         self._saved_at: tuple[int, int] | None = None
@@ -218,12 +217,12 @@ class Trainer:
             CheckpointWriteError: If there is no place for a checkpoint.
         """
         metrics = None
-        lockstep = Lockstep(self.processes, interruption, self.broken)
+        sync = RankSync(self.processes, interruption, self.broken)
         try:
             # By updates: the last epoch of a run that is continued may have been cut short.
             while self.position.updates < self.total_updates or self.position.updates_in_epoch > 0:
-                self._train_epoch(report, lockstep)
-                metrics = self._end_epoch(report, lockstep)
+                self._train_epoch(report, sync)
+                metrics = self._end_epoch(report, sync)
         except InterruptedBySignalError:
             # Where nothing is new, the checkpoint that is there may have a metric, and this one would not.
             if self._saved_at != (self.position.epoch, self.position.updates):
@@ -294,7 +293,7 @@ class Trainer:
                 f"the run had {len(generators)} processes, now {self.processes.world_size}: it goes on, but not in the "
                 "same bits"
             )
-        notes += self._fit_to_deal(state["deal"])
+        notes += self._restart_changed_epoch(state["deal"])
         return notes
 
     def _deal(self) -> dict[str, int]:
@@ -309,7 +308,7 @@ class Trainer:
             deal["images per batch"] = self.resolved.batch_size
         return deal
 
-    def _fit_to_deal(self, theirs: Mapping[str, int]) -> list[str]:
+    def _restart_changed_epoch(self, theirs: Mapping[str, int]) -> list[str]:
         """Begin an epoch again whose samples are dealt out otherwise than before; what is to be said of it."""
         ours, position = self._deal(), self.position
         changed = [f"{name} {theirs[name]} before, {ours[name]} now" for name in ours if ours[name] != theirs[name]]
@@ -391,18 +390,18 @@ class Trainer:
             return model
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
-    def _train_epoch(self, report: RunReport, lockstep: Lockstep) -> None:
+    def _train_epoch(self, report: RunReport, sync: RankSync) -> None:
         position, accumulated = self.position, self.resolved.grad_accum_steps
         self.runnable.train()
         batches = self.loaders.train.epoch(position.epoch, position.updates_in_epoch * accumulated)
-        fetched = lockstep.read(batches, accumulated) if self._updates_left_in_epoch() > 0 else []
+        fetched = sync.read(batches, accumulated) if self._updates_left_in_epoch() > 0 else []
         while (left := self._updates_left_in_epoch()) > 0:
-            lockstep.agree()
+            sync.agree()
             lr = self._set_learning_rate()
             statistics = [buffer.clone() for buffer in self._statistics]
             total = self._accumulate_gradients(fetched)
             # While the device computes: afterwards it would wait for the next images to be prepared.
-            fetched = lockstep.read(batches, accumulated) if left > 1 else []
+            fetched = sync.read(batches, accumulated) if left > 1 else []
             loss, is_made = self._apply_gradients(total)
             position.updates += 1
             position.updates_in_epoch += 1
@@ -421,7 +420,7 @@ class Trainer:
         in_epoch = self.updates_per_epoch - self.position.updates_in_epoch
         return min(in_epoch, self.total_updates - self.position.updates)
 
-    def _end_epoch(self, report: RunReport, lockstep: Lockstep) -> Metrics | None:
+    def _end_epoch(self, report: RunReport, sync: RankSync) -> Metrics | None:
         position, settings = self.position, self.config
         is_last = position.updates >= self.total_updates
         row: dict[str, Any] = {
@@ -431,10 +430,10 @@ class Trainer:
         }
         metrics = chosen = None
         if is_last or (position.epoch + 1) % settings.training.validation_interval == 0:
-            metrics = chosen = self._evaluate(self.model, lockstep)
+            metrics = chosen = self._evaluate(self.model, sync)
             row |= {"val_loss" if name == "loss" else name: value for name, value in metrics.figures.items()}
             if self.ema is not None:
-                chosen = self._evaluate(self.ema.module, lockstep)
+                chosen = self._evaluate(self.ema.module, sync)
                 row |= {f"ema_{name}": value for name, value in chosen.figures.items()}
         row |= {"skipped_updates": position.skipped, "broken_images": len(self.broken)}
         assert position.rows is not None
@@ -442,15 +441,15 @@ class Trainer:
         position.start_next_epoch()
         report.epoch_done(position.rows)
         if is_last or position.epoch % settings.checkpoints.interval_epochs == 0:
-            self.save(None if chosen is None else chosen.figures[self.judged_by])
+            self.save(None if chosen is None else chosen.figures[self.best_metric])
         return chosen
 
-    def _evaluate(self, model: nn.Module, lockstep: Lockstep) -> Metrics:
+    def _evaluate(self, model: nn.Module, sync: RankSync) -> Metrics:
         # Means and variances of batch norms: what is measured must be what the main process saves.
         self.processes.adopt_main(model.buffers())
         with self.strategy.gathered(model):
             evaluator = self.task.evaluator(self.data.validation, self.processes.device)
-            return evaluate(model, self.loaders.validation, evaluator, self.precision, lockstep)
+            return evaluate(model, self.loaders.validation, evaluator, self.precision, sync)
 
     def _accumulate_gradients(self, batches: list[Any]) -> torch.Tensor:
         """Those of several batches; their mean loss in this process."""

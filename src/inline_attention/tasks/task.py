@@ -137,7 +137,7 @@ class Reading:
         return EvaluationBatches(length, self.batch_size, **self.share)
 
 
-class Together(Protocol):
+class Collectives(Protocol):
     """What several processes can do with what each has; one by itself can, too."""
 
     def sum(self, values: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Evaluator(Protocol[AnyMetrics]):
         """Run the model, which is in evaluation mode, on a batch of a validation loader."""
         ...
 
-    def compute(self, together: Together) -> AnyMetrics:
+    def compute(self, collectives: Collectives) -> AnyMetrics:
         """Measure what all processes have collected; the result is the same in each, and all must ask.
 
         Raises:

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from inline_attention.tasks.classification import Prediction
-from inline_attention.tasks.classification.annotation import annotate
+from inline_attention.tasks.drawing import annotate
 
 PREDICTIONS = [
     Prediction(0, "tabby, tabby cat", 0.813),

@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 
+from inline_attention.tasks.detection.evaluation import at_original_size, whole_mask, whole_masks
 from inline_attention.tasks.detection.models import DetectorDescription, build_detector
-from inline_attention.tasks.detection.postprocessing import at_original_size, whole_mask, whole_masks
-from inline_attention.tasks.padding import pad_images
-from inline_attention.tasks.pyramid import STRIDES, edges_extended, masked
+from inline_attention.tasks.pyramid import STRIDES, edges_extended, masked, pad_images
 from tasks.small_backbones import SWIN
 
 

@@ -2,9 +2,26 @@
 
 from inline_attention.engine.config.checks import check
 from inline_attention.engine.config.flags import FLAGS, Flag
-from inline_attention.engine.config.overrides import check_recipe_file, with_overrides
-from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
-from inline_attention.engine.config.resolving import ResolvedValues, resolve
+from inline_attention.engine.config.reading import (
+    ConfigError,
+    Problem,
+    check_recipe_file,
+    from_mapping,
+    from_yaml,
+    read_config,
+    to_mapping,
+    to_yaml,
+    with_overrides,
+)
+from inline_attention.engine.config.resolving import (
+    ResolvedValues,
+    fused_optimizer,
+    input_size,
+    model_arguments,
+    optimizer_arguments,
+    resolve,
+    schedule_arguments,
+)
 from inline_attention.engine.config.schema import (
     AugmentationSection,
     CheckpointsSection,
@@ -25,14 +42,6 @@ from inline_attention.engine.config.schema import (
     TrainingSection,
 )
 from inline_attention.engine.config.settings import SETTINGS, Setting
-from inline_attention.engine.config.timm_arguments import (
-    fused_optimizer,
-    input_size,
-    model_arguments,
-    optimizer_arguments,
-    schedule_arguments,
-)
-from inline_attention.engine.config.yaml_text import from_yaml, read_config, to_yaml
 
 __all__ = [
     "FLAGS",

@@ -1,7 +1,8 @@
-"""Whether settings fit together: everything that can be known before any file is read."""
+"""Check that settings fit together, as far as that is known before any file is read."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,17 +13,115 @@ from timm.data.auto_augment import augment_and_mix_transform, auto_augment_trans
 from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
 from inline_attention.data.on_device.rand_augment import TIMM_OPTIONS, unsupported_policy
-from inline_attention.engine.config.dense_checks import check_dense
-from inline_attention.engine.config.parsing import ConfigError, Problem, from_mapping, to_mapping
-from inline_attention.engine.config.relevance import check_relevance
-from inline_attention.engine.config.resolving import resolve
-from inline_attention.engine.config.schema import AugmentationSection, TrainConfig
+from inline_attention.engine.config.reading import ConfigError, Problem, from_mapping, to_mapping
+from inline_attention.engine.config.resolving import input_size, model_arguments, optimizer_arguments, resolve
+from inline_attention.engine.config.schema import AugmentationSection, DetectionSection, TrainConfig
 from inline_attention.engine.config.settings import did_you_mean, shown
-from inline_attention.engine.config.timm_arguments import input_size, model_arguments, optimizer_arguments
+from inline_attention.models.described import create_described_model
 from inline_attention.models.registry import create_model
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.detection.evaluation import FIGURES, KINDS_OF_FIGURES
+from inline_attention.tasks.pyramid import SHORTEST_SIDE, unfit_reason
 from inline_attention.tasks.segmentation.task import SegmentationTask
+
+ALL = ("classification", "detection", "segmentation")
+# The first entry that a setting's name begins with counts; what has none is for all.
+USED_BY: dict[str, tuple[str, ...]] = {
+    "augmentation.hflip": ALL,
+    "augmentation.": ("classification",),
+    "data.allow_outside_files": ("detection", "segmentation"),
+    "data.class_map": ("classification", "segmentation"),
+    "data.crop_pct": ("classification",),
+    "data.image_folder": ("segmentation",),
+    "data.in_memory": ("classification",),
+    "data.map_folder": ("segmentation",),
+    "data.reduce_zero_label": ("segmentation",),
+    "data.repair": ("detection", "segmentation"),
+    "detection.": ("detection",),
+    "loss.": ("classification",),
+    "model.in_chans": ("classification",),
+    "optimizer.layer_decay": ("classification",),
+    "segmentation.": ("segmentation",),
+    "training.compile": ("classification",),
+}
+
+
+def check_relevance(config: TrainConfig) -> Iterator[Problem]:
+    """Settings that have been changed, and that the task does not look at."""
+    given, defaults, task = to_mapping(config), to_mapping(TrainConfig()), config.task.name
+    for section, values in given.items():
+        for name, value in values.items():
+            path = f"{section}.{name}"
+            tasks = next((tasks for prefix, tasks in USED_BY.items() if path.startswith(prefix)), ALL)
+            if task not in tasks and value != defaults[section][name]:
+                message = f"has no effect on {task}, only on {' and '.join(tasks)}, got {shown(value)}"
+                yield Problem(path, f"{message}; leave it out")
+
+
+DATASETS = {"detection": "coco", "segmentation": "pairs"}
+LIBRARIES = {"detection": "faster_coco_eval", "segmentation": "torchmetrics"}  # that measure, at the end of an epoch
+
+
+def check_dense(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+    """All but what every task has; arguments as for `check`."""
+    task = config.task.name
+    if config.data.dataset != DATASETS[task]:
+        message = f"expected {DATASETS[task]}, the kind of data for {task}, got {config.data.dataset!r}"
+        yield Problem("data.dataset", f"{message}; set it so")
+    if config.data.dir is None:
+        yield Problem("data.dir", "expected the folder of the data, got null; add --data-dir DIR")
+    if importlib.util.find_spec(LIBRARIES[task]) is None:
+        message = f"{task} is measured by {LIBRARIES[task]}, which is not installed"
+        yield Problem("task.name", f"{message}; pip install 'inline-attention[{task}]'")
+    if task == "detection":
+        yield from _check_detection(config)
+    else:
+        yield from _check_segmentation(config, world_size)
+    yield from _check_backbone(config)
+
+
+def _check_detection(config: TrainConfig) -> Iterator[Problem]:
+    settings = config.detection
+    if settings.head == "retinanet" and settings.sampled_boxes != DetectionSection().sampled_boxes:
+        message = f"has no effect on retinanet, which takes all boxes, got {settings.sampled_boxes}"
+        yield Problem("detection.sampled_boxes", f"{message}; set it to {DetectionSection().sampled_boxes}")
+    for name in ("multi_scale_from", "shorter_side"):
+        limit = settings.shorter_side if name == "multi_scale_from" else settings.longest_side
+        value = getattr(settings, name)
+        if value is not None and value > limit:
+            yield Problem(f"detection.{name}", f"expected at most {limit}, the size it grows to, got {value}")
+
+
+def _check_segmentation(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+    settings = config.segmentation
+    low, high = settings.scale
+    if low > high:
+        yield Problem("segmentation.scale", f"expected the smaller number first, got [{low:g}, {high:g}]")
+    if settings.window_step is not None and settings.window_step > settings.crop:
+        message = f"expected at most the {settings.crop} pixels of a window, got {settings.window_step}"
+        yield Problem("segmentation.window_step", f"{message}; pixels between windows would be missed")
+    try:
+        batch = resolve(config, world_size).batch_size
+    except ConfigError:
+        return  # reported elsewhere
+    if settings.head == "upernet" and batch < 2:
+        message = "expected at least 2: upernet normalises means over whole images, of which one has no spread"
+        yield Problem("training.batch_size", f"{message}; use 2, or segmentation.head=semantic_fpn")
+
+
+def _check_backbone(config: TrainConfig) -> Iterator[Problem]:
+    name = config.model.name
+    if (reason := unfit_reason(name)) is not None:
+        yield Problem("model.name", reason)
+        return
+    arguments = {key: value for key, value in model_arguments(config).items() if key != "num_classes"}
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model = create_described_model(name, arguments, features_only=True)
+            model(torch.empty(1, 3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE))
+    except Exception as error:
+        yield Problem("model.arguments", f"{name} cannot be built with these: {error}")
+
 
 DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
 # What else reads these must find them in one place.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data.batch import Batch
-from inline_attention.tasks.task import MetricTable, Together
+from inline_attention.tasks.task import Collectives, MetricTable
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ClassificationEvaluator:
         """Classify a batch."""
         self._totals += _count(model(batch.images).float(), batch.targets)
 
-    def compute(self, together: Together) -> ClassificationMetrics:
+    def compute(self, collectives: Collectives) -> ClassificationMetrics:
         """Add up over processes; see `Evaluator`."""
-        top1, top5, loss, count = together.sum(self._totals.clone()).tolist()
+        top1, top5, loss, count = collectives.sum(self._totals.clone()).tolist()
         if count == 0:
             raise ValueError("there is no sample to evaluate on; check the data's validation split")
         return ClassificationMetrics(100 * top1 / count, 100 * top5 / count, loss / count, int(count))

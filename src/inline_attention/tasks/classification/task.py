@@ -1,4 +1,4 @@
-"""Classification as the engine trains it."""
+"""The classification task: data, model, loss and metrics for the training engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.data.config import resolve_data_config
-from torch import nn
+from timm.data.mixup import Mixup
+from torch import Tensor, nn
 
+from inline_attention.data.augmentation import SeededMixup
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.checks import open_and_check
@@ -24,8 +27,53 @@ from inline_attention.models.checkpoints import load_checkpoint, number_of_class
 from inline_attention.models.described import create_described_model
 from inline_attention.support.files import read_bounded
 from inline_attention.tasks.classification.evaluation import ClassificationEvaluator
-from inline_attention.tasks.classification.objective import Objective, mixing
 from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, UnusableDataError
+
+
+class Objective:
+    """The loss of a batch: cross entropy, on mixed images where mixing is on."""
+
+    def __init__(self, *, smoothing: float = 0.0, mixup: SeededMixup | None = None, off_epoch: int = 0):
+        """Choose.
+
+        Args:
+            smoothing: Of labels; mixing has its own.
+            mixup: How images are mixed; not at all, if None.
+            off_epoch: Epoch from which nothing is mixed; 0 for never.
+        """
+        self._smoothing, self._mixup, self._off_epoch = smoothing, mixup, off_epoch
+
+    def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch."""
+        images, targets = self.inputs(batch)
+        return self.loss(runnable(images), targets)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Images, and class numbers `[B]` or shares of classes `[B, K]`."""
+        if self._mixup is None or (self._off_epoch and batch.epoch >= self._off_epoch):
+            return batch.images, batch.targets
+        return self._mixup(batch)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy; shares of classes are smoothed already."""
+        smoothing = self._smoothing if targets.dim() == 1 else 0.0
+        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+
+
+def mixing(*, num_classes: int, smoothing: float, seed: int, rank: int, **options: Any) -> SeededMixup | None:
+    """How images are mixed; None if they are not.
+
+    Args:
+        num_classes: K.
+        smoothing: Of labels.
+        seed: Of the random numbers.
+        rank: This process.
+        options: As for timm's `Mixup`.
+    """
+    if not (options["mixup_alpha"] or options["cutmix_alpha"]):
+        return None
+    mixup = Mixup(label_smoothing=smoothing, num_classes=num_classes, **options)
+    return SeededMixup(mixup, seed=seed, rank=rank)
 
 
 @dataclass(frozen=True)

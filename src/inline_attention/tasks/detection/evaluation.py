@@ -1,18 +1,19 @@
-"""Average precision by COCO's protocol, over any number of processes.
+"""Average precision by COCO's protocol, over any number of ranks, and detections at the original image size.
 
-Shapes: `n` objects found in an image, `H`, `W` height and width of the image in pixels.
+Shapes: `n` objects of an image, `M` side of a mask as the model returns it, `H`, `W` height and width in pixels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from inline_attention.data.coco.annotations import CocoAnnotations
 from inline_attention.data.coco.masks import mask_library
@@ -247,3 +248,41 @@ def _mean_of_present(precision: np.ndarray) -> float:
 
 def _silent(*_message: Any) -> None:
     pass
+
+
+def at_original_size(
+    found: Mapping[str, Tensor], size: tuple[int, int], original: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Boxes enlarged or reduced; all else as it is, masks too, which are relative to their box.
+
+    Args:
+        found: As a detector returns it for one image.
+        size: (height, width) of the image it was given.
+        original: (height, width) of the original.
+    """
+    (height, width), (original_height, original_width) = size, original
+    x, y = original_width / width, original_height / height
+    return {**found, "boxes": found["boxes"].float() * found["boxes"].new_tensor([x, y, x, y])}
+
+
+def whole_mask(probabilities: Tensor, box: Tensor, size: tuple[int, int]) -> Tensor:
+    """The mask of one object in its image.
+
+    Of one, as a hundred of a large photograph would take gigabytes.
+
+    Args:
+        probabilities: `[1, M, M]`, as a detector gives it.
+        box: `[4]` in pixels of the image.
+        size: (height, width) of the image.
+
+    Returns:
+        `[H, W]` bool.
+    """
+    pasted = paste_masks_in_image(probabilities[None].float(), box[None].float(), size)
+    return pasted[0, 0] > MASK_THRESHOLD
+
+
+def whole_masks(found: Mapping[str, Tensor], size: tuple[int, int]) -> Iterator[Tensor]:
+    """`whole_mask` of each object that was found, made when it is asked for."""
+    for probabilities, box in zip(found["masks"], found["boxes"], strict=True):
+        yield whole_mask(probabilities, box, size)

@@ -28,14 +28,16 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
 from inline_attention.ops.autocast import autocast_enabled
-from inline_attention.tasks.padding import SHORTEST_SIDE, PaddedImages, pad_images
 from inline_attention.tasks.pyramid import (
+    SHORTEST_SIDE,
     STRIDES,
     FeaturePyramid,
+    PaddedImages,
     PyramidBackbone,
     edges_extended,
     filled,
     names_without_decay,
+    pad_images,
 )
 
 Head = Literal["mask_rcnn", "retinanet"]

@@ -19,8 +19,8 @@ from inline_attention.data.images import ImageError, load_image
 from inline_attention.data.resizing import fitted_size
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import normalization
+from inline_attention.tasks.detection.evaluation import at_original_size
 from inline_attention.tasks.detection.models import Detector
-from inline_attention.tasks.detection.postprocessing import at_original_size
 from inline_attention.tasks.detection.task import DetectionOptions, load_detector
 
 DEFAULT_LEAST_SCORE = 0.5

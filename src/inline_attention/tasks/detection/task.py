@@ -33,12 +33,22 @@ from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint, where_they_differ
-from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of, unusable
+from inline_attention.tasks.dense import (
+    SumOfLosses,
+    describe,
+    described_in,
+    initialize_from,
+    normalization,
+    notes_of,
+    unusable,
+)
 from inline_attention.tasks.detection.evaluation import (
     FIGURES,
     KINDS_OF_FIGURES,
     DetectionEvaluator,
     DetectionMetrics,
+    at_original_size,
+    whole_masks,
 )
 from inline_attention.tasks.detection.models import (
     DEFAULT_SAMPLED_BOXES,
@@ -49,9 +59,7 @@ from inline_attention.tasks.detection.models import (
     Head,
     build_detector,
 )
-from inline_attention.tasks.detection.postprocessing import at_original_size, whole_masks
-from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together
-from inline_attention.tasks.weights import initialize_from
+from inline_attention.tasks.task import Collectives, DataChoice, ModelChoice, Reading, TaskData
 
 SCALE_STEP = 32  # pixels between the shorter sides that multi-scale training chooses from
 
@@ -295,5 +303,5 @@ class _Evaluator:
             masks = [whole_masks(moved, original)] if "masks" in moved else None
             self._protocol.add([int(target["image_id"])], [moved], masks)
 
-    def compute(self, together: Together) -> DetectionMetrics:
-        return self._protocol.compute(together.gather)
+    def compute(self, collectives: Collectives) -> DetectionMetrics:
+        return self._protocol.compute(collectives.gather)

@@ -27,12 +27,19 @@ from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint, where_they_differ
-from inline_attention.tasks.dense import SumOfLosses, describe, described_in, normalization, notes_of, unusable
+from inline_attention.tasks.dense import (
+    SumOfLosses,
+    describe,
+    described_in,
+    initialize_from,
+    normalization,
+    notes_of,
+    unusable,
+)
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
 from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
 from inline_attention.tasks.segmentation.models import Head, Segmenter, SegmenterDescription, build_segmenter
-from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, Together
-from inline_attention.tasks.weights import initialize_from
+from inline_attention.tasks.task import Collectives, DataChoice, ModelChoice, Reading, TaskData
 
 DEFAULT_CROP = 512
 Inference = Literal["whole", "sliding"]
@@ -254,5 +261,5 @@ class _Evaluator:
             labels = target[LABELS]
             self._counting.add(labels_at(scores, (labels.shape[0], labels.shape[1]))[None], labels[None])
 
-    def compute(self, together: Together) -> SegmentationMetrics:
-        return self._counting.compute(together.sum)
+    def compute(self, collectives: Collectives) -> SegmentationMetrics:
+        return self._counting.compute(collectives.sum)

@@ -15,7 +15,7 @@ from engine import pair
 from engine.pair import in_pair
 from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
-from inline_attention.engine.measuring import evaluate_checkpoint
+from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
 from inline_attention.tasks.detection.models import Detector
 from inline_attention.tasks.detection.prediction import ObjectFinder
@@ -224,6 +224,6 @@ def test_few_images_at_once_where_they_are_large(detector, monkeypatch):
         return forward(self, images, *rest)
 
     monkeypatch.setattr(Detector, "forward", noted)
-    monkeypatch.setattr("inline_attention.engine.measuring.OTHERS_BATCH", 2)
+    monkeypatch.setattr("inline_attention.engine.evaluate.OTHERS_BATCH", 2)
     evaluate_checkpoint(path, data_dir=scenes, workers=0, repair=True, device="cpu")
     assert seen == [2, 1]

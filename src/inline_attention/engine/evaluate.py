@@ -1,31 +1,61 @@
-"""Evaluation of a finished checkpoint, apart from any run."""
+"""Evaluate a model: over a validation loader during training, or from a finished checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
-from inline_attention.engine.broken_report import BrokenReport
+from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import find_weights
-from inline_attention.engine.evaluation import evaluate
 from inline_attention.engine.interruption import Interruption
-from inline_attention.engine.lockstep import Lockstep
 from inline_attention.engine.precision import Precision
 from inline_attention.engine.processes import joined_processes
+from inline_attention.engine.rank_sync import BrokenReport, RankSync
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask, Preparation
+from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.pyramid import cast_backbones
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataChoice, Metrics, ModelChoice, Reading, Task
-from inline_attention.tasks.weights import TASK
+from inline_attention.tasks.task import DataChoice, Evaluator, Metrics, ModelChoice, Reading, Task
+
+AnyMetrics = TypeVar("AnyMetrics", bound=Metrics)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Loader[Any],
+    evaluator: Evaluator[AnyMetrics],
+    precision: Precision,
+    sync: RankSync,
+) -> AnyMetrics:
+    """Evaluate in eval mode; the model is left in the mode it was in.
+
+    Raises:
+        InterruptedBySignalError: If told to stop.
+        BrokenImagesError: If too many images are broken.
+        ValueError: If there is nothing to evaluate on.
+    """
+    processes = sync.processes
+    was_training = model.training
+    model.eval()
+    batches = loader.epoch()
+    for _ in range(max(processes.gather(len(loader)))):  # one process may have a batch more than another
+        for batch in sync.fetch(batches):
+            with precision.autocast():
+                evaluator.add(model, batch)
+    model.train(was_training)
+    return evaluator.compute(processes)
+
 
 CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images that are run at once: a detector's are some twenty times as large
 
@@ -128,10 +158,10 @@ def evaluate_checkpoint(
             world_size=processes.world_size,
         )
         loader = task.validation_loader(source, model, reading, broken)
-        lockstep = Lockstep(processes, Interruption(), BrokenReport([broken], processes))
+        sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
         try:
             evaluator = task.evaluator(source, processes.device)
-            metrics = evaluate(model, loader, evaluator, precision, lockstep)
+            metrics = evaluate(model, loader, evaluator, precision, sync)
         finally:
             loader.close()
         return metrics if processes.is_main else None

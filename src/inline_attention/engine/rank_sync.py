@@ -1,12 +1,17 @@
-"""The broken images that all processes of a run have met: counted together, and listed in the run's folder."""
+"""Keep ranks in step: before each batch they agree on signals and on broken images."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
-from inline_attention.data.broken import BrokenImage, BrokenImages, write_report
+from inline_attention.data.broken import BrokenImage, BrokenImages, BrokenImagesError, write_report
+from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.engine.processes import Processes
 from inline_attention.support.text import printable
 
@@ -66,3 +71,45 @@ class BrokenReport:
         """Take up what a run has met before."""
         for images, entries in zip(self._lists, state, strict=True):
             images.add(BrokenImage(name, reason) for name, reason in entries)
+
+
+AnyBatch = TypeVar("AnyBatch")
+
+
+class RankSync:
+    """Fetches batches; what one process has met on the way, all of them answer."""
+
+    def __init__(self, processes: Processes, interruption: Interruption, broken: BrokenReport):
+        """Watch for signals and broken images.
+
+        Args:
+            processes: This one among the others.
+            interruption: Signals to this process.
+            broken: Broken images of all processes.
+        """
+        self.processes, self._interruption, self._broken = processes, interruption, broken
+
+    def fetch(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
+        """The next batches of this process, fewer where they end; all processes must call it equally often.
+
+        Raises:
+            InterruptedBySignalError: In all of them, if one was told to stop.
+            BrokenImagesError: In all of them, if together they met more broken images than allowed.
+        """
+        fetched = self.read(batches, count)
+        self.agree()
+        return fetched
+
+    def read(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
+        """The first half of `fetch`: whoever reads ahead agrees when the batches are needed."""
+        with suppress(BrokenImagesError):  # which is news, and raised by all when they agree
+            return list(islice(batches, count))
+        return []
+
+    def agree(self) -> None:
+        """The second half of `fetch`."""
+        is_told_to_stop, is_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
+        if is_news:
+            self._broken.share()
+        if is_told_to_stop:
+            raise InterruptedBySignalError(self._interruption.number or signal.SIGTERM)

@@ -1,0 +1,153 @@
+"""Draw predictions on images: class names, objects with masks, classes of pixels."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from inline_attention.tasks.classification.prediction import Prediction
+from inline_attention.tasks.detection.evaluation import whole_mask
+from inline_attention.tasks.detection.prediction import FoundObject
+from inline_attention.tasks.segmentation.prediction import SegmentationResult
+
+STEP = 0.618033988749895  # the golden section: any number of hues in a row are far from each other
+BRIGHTNESSES = (1.0, 0.8, 0.65)
+
+
+def class_color(number: int) -> tuple[int, int, int]:
+    """Red, green and blue from 0 to 255; the same for a number whatever the others are."""
+    red, green, blue = colorsys.hsv_to_rgb(number * STEP % 1, 0.75, BRIGHTNESSES[number % len(BRIGHTNESSES)])
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+SMALLEST_CLASS_FONT = 14
+LONGEST_NAME = 40
+LARGEST_SHARE = 0.5  # of the picture's height that the box may cover
+
+
+def annotate(image: Image.Image, predictions: Sequence[Prediction]) -> Image.Image:
+    """A copy with the classes in a dark box at the top left, or below the picture if that is too small for it.
+
+    The size of the letters goes with that of the picture.
+    """
+    shares = "\n".join(f"{p.probability:.1%}" for p in predictions)
+    names = "\n".join(_short(p.name) for p in predictions)
+    font_size = max(SMALLEST_CLASS_FONT, round(math.sqrt(image.width * image.height) / 36))
+    margin = font_size // 2
+    style: dict[str, Any] = {"font": ImageFont.load_default(font_size), "spacing": font_size // 3}
+    measure = ImageDraw.Draw(image).multiline_textbbox
+    _, _, shares_width, shares_height = measure((0, 0), shares, **style)
+    _, _, names_width, names_height = measure((0, 0), names, **style)
+    width = math.ceil(shares_width + names_width) + 3 * margin
+    height = math.ceil(max(shares_height, names_height)) + 2 * margin
+    if width + 2 * margin <= image.width and height <= LARGEST_SHARE * image.height:
+        canvas, left, top = image.copy(), margin, margin
+    else:
+        canvas, left, top = Image.new("RGB", (max(image.width, width), image.height + height)), 0, image.height
+        canvas.paste(image, ((canvas.width - image.width) // 2, 0))
+    draw = ImageDraw.Draw(canvas, "RGBA")
+    draw.rounded_rectangle((left, top, left + width, top + height), radius=margin, fill=(0, 0, 0, 176))
+    draw.multiline_text((left + margin, top + margin), shares, "white", align="right", **style)
+    draw.multiline_text((left + 2 * margin + shares_width, top + margin), names, "white", **style)
+    return canvas
+
+
+def _short(name: str) -> str:
+    name = " ".join(name.split())
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+MASK_OPACITY = 110  # of masks, of 255
+SMALLEST_FONT = 11
+
+
+def annotate_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
+    """A copy with boxes, masks and names, the best object on top; sizes of lines and letters go with the picture's."""
+    canvas = image.copy()
+    unit = math.sqrt(image.width * image.height)
+    font = ImageFont.load_default(max(SMALLEST_FONT, round(unit / 45)))
+    for item in reversed(objects):
+        _draw_mask(canvas, item, class_color(item.label))
+    draw = ImageDraw.Draw(canvas)
+    for item in reversed(objects):
+        colour = class_color(item.label)
+        left, top, right, bottom = _inside(item, image)
+        draw.rectangle((left, top, right, bottom), outline=colour, width=max(1, round(unit / 300)))
+        label = f" {item.name} {item.score:.0%} "
+        _, _, width, height = draw.textbbox((0, 0), label, font=font)
+        x, y = min(left, max(0, image.width - width)), top - height if top >= height else top
+        draw.rectangle((x, y, x + width, y + height), fill=colour)
+        draw.text((x, y), label, fill="white", font=font, stroke_width=1, stroke_fill="black")
+    return canvas
+
+
+def _inside(item: FoundObject, image: Image.Image) -> tuple[int, int, int, int]:
+    """Corners in whole pixels of the picture."""
+    left, top, right, bottom = item.box
+    left, top = min(max(0, math.floor(left)), image.width - 1), min(max(0, math.floor(top)), image.height - 1)
+    return (
+        left,
+        top,
+        max(left, min(image.width - 1, math.ceil(right))),
+        max(top, min(image.height - 1, math.ceil(bottom))),
+    )
+
+
+def _draw_mask(canvas: Image.Image, item: FoundObject, colour: tuple[int, int, int]) -> None:
+    if item.mask is None:
+        return
+    # In the part of the picture that the box covers, as a photograph may be a thousand times as large.
+    left, top, right, bottom = _inside(item, canvas)
+    box = torch.tensor(item.box) - torch.tensor([left, top, left, top])
+    mask = whole_mask(item.mask, box, (bottom - top + 1, right - left + 1))
+    opacity = Image.fromarray((mask.numpy() * MASK_OPACITY).astype("uint8"))
+    canvas.paste(Image.new("RGB", opacity.size, colour), (left, top), opacity)
+
+
+PIXEL_OPACITY = 0.5
+MOST_NAMES = 12
+
+
+def annotate_pixels(image: Image.Image, result: SegmentationResult, class_names: Sequence[str]) -> Image.Image:
+    """A copy coloured by class, and below it the names of the classes that take the most of it."""
+    assert result.labels is not None
+    colours = np.array([class_color(number) for number in range(len(class_names))], dtype=np.uint8)
+    coloured = Image.blend(image, Image.fromarray(colours[result.labels]), PIXEL_OPACITY)
+    font = ImageFont.load_default(max(SMALLEST_FONT, round(math.sqrt(image.width * image.height) / 45)))
+    names = [  # each on one line
+        (" ".join(name.split()), class_color(class_names.index(name))) for name, _ in result.shares[:MOST_NAMES]
+    ]
+    return _with_legend(coloured, names, font)
+
+
+def _with_legend(
+    image: Image.Image,
+    names: Sequence[tuple[str, tuple[int, int, int]]],
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+) -> Image.Image:
+    draw = ImageDraw.Draw(image)
+    _, _, _, height = draw.textbbox((0, 0), "Ag", font=font)
+    height = math.ceil(height)
+    places: list[tuple[int, int]] = []
+    x = row = 0
+    for name, _ in names:
+        width = math.ceil(draw.textlength(name, font=font)) + 3 * height
+        if x and x + width > image.width:
+            x, row = 0, row + 1
+        places.append((x, row))
+        x += width
+    line = round(1.4 * height)
+    canvas = Image.new("RGB", (image.width, image.height + (row + 1) * line), "white")
+    canvas.paste(image, (0, 0))
+    draw = ImageDraw.Draw(canvas)
+    for (name, colour), (x, row) in zip(names, places, strict=True):
+        top = image.height + row * line + (line - height) // 2
+        draw.rectangle((x + height // 2, top, x + 3 * height // 2, top + height), fill=colour)
+        draw.text((x + 2 * height, top), name, fill="black", font=font)
+    return canvas
