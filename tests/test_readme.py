@@ -1,5 +1,6 @@
-"""The README is true: its Python runs, its links and commands exist."""
+"""README and docs are true: Python runs, links, files and commands exist. They use plain words."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,30 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+SOURCE = ROOT / "src" / "inline_attention"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Phrases that readers stumble over, with what to write instead.
+ODD_PHRASES = {
+    r"\bwhoever\b": "name the reader or the caller",
+    r"\bsomebody\b": "name the reader or the caller",
+    r"\botherwise than\b": "differently from",
+    r"\bgoes on where\b": "resumes",
+    r"\bbore out\b": "confirmed",
+    r"\b(is|are|was|were) told\b": "gets, knows",
+    r"\bdealt out\b": "assigned",
+    r"\bsee there\b": "say it here, or link to it",
+    r"\bas there\b": "say it here, or link to it",
+    r"\bwhat is to be\b": "a noun",
+    r"\blikewise\.": "repeat the noun",
+    r"\bin work:": "nothing: docs say what there is",
+}
+# Their rewrite is under way (issue 19). Remove a name as soon as its test passes; none may stay.
+BEING_REWRITTEN = {
+    *("README.md", "CHANGELOG.md", "docs/report.md", "ablation", "analysis", "benchmark"),
+    *("cli", "data", "engine", "layers", "ops", "report", "tasks"),
+}
+ARGUMENT_WITHOUT_NOUN = re.compile(r"^ +\*{0,2}\w+: (Of|As|See) .*", flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
@@ -24,10 +49,63 @@ def test_snippet_runs(index, tmp_path):
     subprocess.run([sys.executable, program], cwd=tmp_path, check=True)
 
 
-def test_links_lead_somewhere():
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+def anchors_of(page: Path) -> set[str]:
+    """Anchors that GitHub makes of a page's headings, and explicit ones."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        linked = (page.parent / target) if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors_of(linked), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_source_files_exist(page):
+    if page.name == "CHANGELOG.md":
+        pytest.skip("names files of earlier versions")
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cu))\b", page.read_text()):
+        assert (ROOT / name).exists() or (SOURCE / name).exists(), f"{page.name} names {name}"
+
+
+def odd_phrases(text: str) -> list[str]:
+    """One line per odd phrase of a text."""
+    return [
+        f"line {text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}; better: {advice}"
+        for phrase, advice in ODD_PHRASES.items()
+        for match in re.finditer(phrase, text, flags=re.IGNORECASE)
+    ]
+
+
+def check_phrases(area: str, problems: list[str]) -> None:
+    if problems and area in BEING_REWRITTEN:
+        pytest.xfail(f"{len(problems)} phrases are left in {area}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_plain_words(page):
+    check_phrases(str(page.relative_to(ROOT)), odd_phrases(page.read_text()))
+
+
+@pytest.mark.parametrize("package", sorted({file.relative_to(SOURCE).parts[0] for file in SOURCE.rglob("*.py")}))
+def test_sources_use_plain_words(package):
+    root = SOURCE / package
+    problems = []
+    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+        text = file.read_text()
+        problems += [f"{file.relative_to(SOURCE)} {line}" for line in odd_phrases(text)]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                documentation = ast.get_docstring(node, clean=False) or ""
+                for match in ARGUMENT_WITHOUT_NOUN.finditer(documentation):
+                    problems.append(f"{file.relative_to(SOURCE)}: {match.group().strip()!r}; an argument is a noun")
+    check_phrases(package, problems)
 
 
 def test_every_command_is_named():

@@ -42,8 +42,8 @@ __all__ = [
     "notes_on",
     "number_of_classes",
     "open_checkpoint",
-    "position_grids_in",
     "read_checkpoint",
+    "read_position_grids",
     "save_weights",
 ]
 
@@ -246,7 +246,7 @@ def notes_on(model: object) -> dict[str, str]:
     return ({"model": name} if name else {}) | ({GRIDS_NOTE: json.dumps(grids)} if grids else {})
 
 
-def position_grids_in(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+def read_position_grids(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Return the grids of position embeddings in the metadata, by parameter name; empty if there are none."""
     try:
         noted = parse_json(metadata.get(GRIDS_NOTE, "{}"))
@@ -261,7 +261,7 @@ def _fit(
     """Return the weights to load, by the model's names, and the differences that `strict=False` accepts."""
     weights = file.weights
     if convert := getattr(model, "convert_state_dict", None):
-        noted = position_grids_in(file.metadata)
+        noted = read_position_grids(file.metadata)
         try:
             weights = convert(weights, noted) if _position_grids(model) else convert(weights)
         except CheckpointError as error:

@@ -244,14 +244,14 @@ def _read_pickle(path: Path) -> Any:
 
 
 def check_pickle_file(path: Path) -> bool:
-    """Refuse a file of `torch.save` that is damaged, or whose structures are too deep or too large to build.
+    """Check a file of `torch.save` for damage, and for structures that are too deep or too large to build.
 
     Returns:
-        True if it is an archive, as torch writes since 1.6.
+        True if the file is an archive, the format of torch since 1.6.
 
     Raises:
-        CheckpointError: If it is refused.
-        OSError: If it cannot be read.
+        CheckpointError: If the file is refused.
+        OSError: If the file cannot be read.
     """
     with open_regular(path) as file:
         is_archive = file.read(4) == b"PK\x03\x04"
@@ -262,7 +262,7 @@ def check_pickle_file(path: Path) -> bool:
 
 
 def _check_pickles(path: Path, is_archive: bool) -> None:
-    """Refuse structures too deep or too large to build. Whether the rest can be read, torch says."""
+    """Refuse structures that are too deep or too large to build. torch reports other problems when it reads them."""
     try:
         for stream in _pickles(path, is_archive):
             check_pickle(stream)

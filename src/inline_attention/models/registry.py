@@ -14,7 +14,7 @@ from timm.models import build_model_with_cfg, register_model
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from inline_attention.models.checkpoints import open_checkpoint, position_grids_in
+from inline_attention.models.checkpoints import open_checkpoint, read_position_grids
 from inline_attention.support.text import did_you_mean
 
 AttentionKind: TypeAlias = Literal["inline", "softmax", "linear"]
@@ -137,7 +137,7 @@ def build(
         if source.get("file") and not source.get("state_dict"):
             # Our reader, not timm's: the authors' files contain a pickled yacs config, which timm would unpickle.
             file = open_checkpoint(source["file"])
-            overlay["state_dict"], grids = file.weights, position_grids_in(file.metadata)
+            overlay["state_dict"], grids = file.weights, read_position_grids(file.metadata)
             head = file.weights.get("head.weight")
             if head is not None and head.dim() > 0:
                 # timm compares this number with the model's, and drops the head only if they differ.
