@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -28,15 +27,16 @@ def install() -> None:
         import_module(OUR_MODELS)
 
 
-class _RegisterAfterTimm(MetaPathFinder):
+class _RegisterAfterTimm:
     """Finds `timm.models` where the other finders find it, and imports our models once it is executed.
 
     Python holds the lock of `timm.models` meanwhile: other threads that import timm wait until the models are there.
     """
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
+        """Return the spec of `timm.models`, None for other modules."""
         if fullname != TIMM_MODELS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

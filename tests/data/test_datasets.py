@@ -352,7 +352,9 @@ def test_shards_that_cannot_be_used(tmp_path, files, message):
 
 def test_the_hub_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"hfds/mnist is read by .* which is missing; pip install datasets"):
+    with pytest.raises(
+        DataError, match=r"hfds/mnist is read by .* which is missing; pip install 'inline-attention\[hub\]'"
+    ):
         open_dataset("hfds/mnist")
 
 

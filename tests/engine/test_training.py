@@ -352,7 +352,7 @@ def test_curves_reach_weights_and_biases_and_tensorboard(tmp_path, monkeypatch):
 
 def test_weights_and_biases_must_be_installed_to_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging\.wandb.*pip install wandb"):
+    with pytest.raises(ConfigError, match=r"logging\.wandb.*pip install .inline-attention\[wandb\]"):
         train.train(config(tmp_path, "logging.wandb=true"))
 
 

@@ -103,10 +103,11 @@ def injectivity(
     Partners are constructed (docs/math.md says how) and searched for. The rank of [K, 1] then says for every head of
     every layer whether the propositions hold.
     """
+    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
     from inline_attention.cli.analyze_runs import run_injectivity
 
     run_injectivity(
-        _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output),
+        options,
         images=images, layers=layer, heads=head, queries=queries,
     )  # fmt: skip
 
@@ -133,10 +134,11 @@ def confusion(
     output: Output = Path("out/analyze"),
 ) -> None:
     """Count pairs of queries that get the same attention although they differ, image by image."""
+    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
     from inline_attention.cli.analyze_runs import run_confusion
 
     run_confusion(
-        _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output),
+        options,
         images=images, layers=layer, heads=head, tolerance=tolerance, worst=worst, batch_size=batch_size,
         workers=workers,
     )  # fmt: skip
@@ -161,11 +163,13 @@ def locality(
     output: Output = Path("out/analyze"),
 ) -> None:
     """Measure how much attention stays in each query's neighbourhood, with and without the local residual."""
+    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
+    odd_sides = _odd_sides(sides)
     from inline_attention.cli.analyze_runs import run_locality
 
     run_locality(
-        _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output),
-        images=images, layers=layer, heads=head, sides=_odd_sides(sides), batch_size=batch_size, workers=workers,
+        options,
+        images=images, layers=layer, heads=head, sides=odd_sides, batch_size=batch_size, workers=workers,
     )  # fmt: skip
 
 
@@ -190,11 +194,13 @@ def masking(
     Needs images in folders by class, or a dataset with classes. A local 3×3 term is measured twice: without the hidden
     tokens, and as it is.
     """
+    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
+    odd_sides = _odd_sides(sides)
     from inline_attention.cli.analyze_runs import run_masking
 
     run_masking(
-        _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output),
-        images=images, sides=_odd_sides(sides), batch_size=batch_size, workers=workers,
+        options,
+        images=images, sides=odd_sides, batch_size=batch_size, workers=workers,
     )  # fmt: skip
 
 
@@ -222,11 +228,13 @@ def attention_map(
     output: Output = Path("out/analyze"),
 ) -> None:  # fmt: skip
     """See where tokens of a picture look, model beside model, and the kernels of the local residual."""
+    options = _common(checkpoint, model, None, None, "validation", size, device, seed, output)
+    places = [_place(text) for text in token or ()]
     from inline_attention.cli.analyze_runs import run_attention_map
 
     run_attention_map(
-        _common(checkpoint, model, None, None, "validation", size, device, seed, output),
-        image=image, tokens=[_place(text) for text in token or ()], layer=layer, heads=head,
+        options,
+        image=image, tokens=places, layer=layer, heads=head,
     )  # fmt: skip
 
 
@@ -246,12 +254,14 @@ def scaling(
     output: Output = Path("out/analyze"),
 ) -> None:
     """Measure time, memory and multiply-adds of a model and its twins as images or windows grow."""
+    image_sizes = None if sizes is None else _numbers(sizes, "--sizes")
+    window_sides = [] if windows is None else _numbers(windows, "--windows")
     from inline_attention.cli.analyze_runs import run_scaling
 
     run_scaling(
         model,
-        sizes=None if sizes is None else _numbers(sizes, "--sizes"),
-        windows=[] if windows is None else _numbers(windows, "--windows"),
+        sizes=image_sizes,
+        windows=window_sides,
         batch_size=batch_size,
         device=device,
         seconds=seconds,

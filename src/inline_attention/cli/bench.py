@@ -165,10 +165,8 @@ def _run(
 
         def report_progress(text: str) -> None:
             progress.advance(task)
-            if console.is_terminal:
-                console.print(text, style="dim")
-            else:
-                print(text, flush=True)  # a log is read while the run goes on, and kept if it is killed
+            console.print(text, style="dim", soft_wrap=True)
+            console.file.flush()  # a log is read while the command runs, and kept if it is killed
 
         def save(report: Report) -> None:
             # After every case: a run that is cut off leaves its figures.

@@ -14,6 +14,7 @@ from inline_attention.support.signals import stop_on_signal
 TRACEBACK = "INLINE_TRACEBACK"
 # Optional packages, as they are imported, and the extra of pyproject.toml that installs them.
 EXTRAS = {
+    "datasets": "hub",
     "faster_coco_eval": "detection",
     "matplotlib": "plots",
     "onnx": "export",
@@ -21,6 +22,7 @@ EXTRAS = {
     "onnxscript": "export",
     "tensorboard": "train",
     "torchmetrics": "segmentation",
+    "wandb": "wandb",
 }
 
 
@@ -61,7 +63,7 @@ def sentence(error: Exception) -> str:
         return "memory is too small for this; try smaller images or a smaller --batch-size"
     if isinstance(error, OSError) and error.strerror:
         return f"{_path(error)}{error.strerror}"
-    if isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("inline_attention"):
+    if isinstance(error, (ValueError, OSError, ImportError)) or type(error).__module__.startswith("inline_attention"):
         return text
     return (
         f"unexpected {type(error).__name__}: {text.splitlines()[0]}; if this is a bug in inline-attention, "

@@ -29,7 +29,7 @@ def say(message: object, *, err: bool = False, color: str | None = None, bold: b
     """Print text, colored if the stream is a terminal and NO_COLOR is not set."""
     text = printable_lines(message)
     if (color or bold) and _takes_color(sys.stderr if err else sys.stdout):
-        text = typer.style(text, fg=color, bold=bold)
+        text = typer.style(text, fg=color, bold=bold or None)
     typer.echo(text, err=err, nl=nl)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from timm.utils.misc import natural_key
 
 from inline_attention.data.images import FORMATS, SUFFIXES, load_image
 from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.support.text import natural_key
 
 SPLIT_FOLDERS = {
     "train": ("train", "training"),

@@ -30,7 +30,7 @@ class HubSource(ImageSource):
             import datasets.config  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise DataError(
-                f"{name} is read by the Hugging Face package, which is missing; pip install datasets"
+                f"{name} is read by the Hugging Face package, which is missing; pip install 'inline-attention[hub]'"
             ) from error
         from timm.data.dataset_factory import create_dataset
 

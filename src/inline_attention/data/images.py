@@ -179,10 +179,10 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """
     found: list[Path] = []
     for path in map(Path, paths):
-        if not path.is_dir():
+        if not os.path.isdir(path):  # unlike `Path.is_dir`, whatever the name or the permissions
             found.append(path)
             continue
-        below = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not file.is_dir())
+        below = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not os.path.isdir(file))
         found += (file for file in sorted(below) if not any(p.startswith(".") for p in file.relative_to(path).parts))
     return found
 

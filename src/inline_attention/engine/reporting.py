@@ -178,7 +178,7 @@ class _WeightsAndBiases:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            message = "expected Weights & Biases to be installed (pip install wandb), or false"
+            message = "expected Weights & Biases to be installed (pip install 'inline-attention[wandb]'), or false"
             raise ConfigError([Problem("logging.wandb", message)]) from error
         # One curve per run folder: a resumed run goes on with its own.
         self._run: Any = wandb.init(

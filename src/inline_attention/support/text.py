@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -16,6 +17,11 @@ def some_of(names: Iterable[object], limit: int = 12) -> str:
     """Return the first few names, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def natural_key(text: str) -> list[int | str]:
+    """Return a key to sort by in which numbers count as numbers: "9.jpg" comes before "10.jpg"."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text.lower())]
 
 
 def printable(text: object) -> str:

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from timm.utils.misc import natural_key
-
 from inline_attention.data.folders import SPLIT_FOLDERS
 from inline_attention.data.images import SUFFIXES
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.segmentation.label_maps import MAP_SUFFIXES
 from inline_attention.data.sources import DataError
+from inline_attention.support.text import natural_key
 
 IMAGE_FOLDERS = ("images", "imgs", "img_dir", "leftImg8bit")
 ADE20K_SPLITS = ("training", "validation")
