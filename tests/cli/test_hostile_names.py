@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from cli.processes import on_a_terminal
+from cli.processes import on_a_terminal, run_python
 from inline_attention import create_model
 from inline_attention.cli import printing
 from inline_attention.cli.main import app
@@ -72,6 +72,21 @@ def test_predict_as_json(photo, checkpoint):
     assert {prediction["name"] for prediction in row["predictions"]} == set(CLASSES)
 
 
+def test_a_pipe_and_a_missing_file_do_not_stop_the_others(checkpoint, tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    Image.new("RGB", (40, 40)).save(tmp_path / "z.png")
+    too_long = tmp_path / ("x" * 300 + ".png")
+    photos = [tmp_path / "absent.png", tmp_path / "pipe.png", too_long, tmp_path / "z.png"]
+    program = "import sys; from inline_attention.__main__ import main; sys.argv[0] = 'inline'; main()"
+    done = run_python(program, "predict", *photos, "-c", checkpoint, "--json")
+    assert done.returncode == 1
+    rows = json.loads(done.stdout)
+    assert ["error" in row for row in rows] == [True, True, True, False]
+    assert "pipe.png: " in done.stderr
+    assert "3 of 4 files skipped" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -100,6 +115,19 @@ def test_errors_of_every_command(command, name, tmp_path, monkeypatch):
     assert result.exit_code in (1, 2), result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert_harmless(result.output_bytes.decode())
+
+
+def test_experiments_are_names_of_folders(tmp_path, monkeypatch):
+    """Whatever a name is made of, a run either starts in its folder or is refused in a sentence."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("caf\udce9", "a #2", "'quoted'", "~", "two\nlines", " blank ", "[red]", "\x1b[31m"):
+        small = ["--epochs", 1, "--set", "training.updates=1", "--set", "logging.tensorboard=false", "--output", "runs"]
+        result = invoke("train", "digits", "--experiment", name, *small)
+        assert result.exit_code in (0, 1), result.output
+        assert isinstance(result.exception, SystemExit | None)
+        assert_harmless(result.output_bytes.decode())
+        if result.exit_code == 0:
+            assert (tmp_path / "runs" / name / "summary.csv").exists(), name
 
 
 @pytest.mark.parametrize(
