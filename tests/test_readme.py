@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,45 @@ def test_source_files_exist(page):
         pytest.skip("names files of earlier versions")
     for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cu))\b", page.read_text()):
         assert (ROOT / name).exists() or (SOURCE / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_of_pages_parses(page):
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        ast.parse(snippet)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Arguments of every `inline …` line in the code blocks of a page."""
+    text = page.read_text()
+    blocks = re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"^    (inline .*)$", text, flags=re.MULTILINE)
+    found = (re.match(r"(?:inline|torchrun .* -m inline_attention) (.*)", line) for line in lines)
+    return [shlex.split(match[1], comments=True) for match in found if match]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.stem)
+def test_commands_exist(page):
+    from typer.main import get_command
+
+    from inline_attention.cli.main import app
+    from inline_attention.engine.config import FLAGS
+    from inline_attention.recipes import get_recipe
+
+    for arguments in commands_of(page):
+        command, names = get_command(app), []
+        while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
+            assert arguments[0] in command.commands, f"{page.name}: inline {' '.join([*names, arguments[0]])}"
+            names.append(arguments.pop(0))
+            command = command.commands[names[-1]]
+        flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        if names in (["train"], ["ablate"]):
+            flags |= {name for flag in FLAGS for name in flag.names}
+            if arguments[0].islower() and not arguments[0].endswith(".yaml"):
+                get_recipe(arguments[0])
+        given = {argument for argument in arguments if re.fullmatch(r"--?[a-z][a-z-]*", argument)}
+        assert given <= flags | {"--help"}, f"{page.name}: inline {' '.join(names)} has no {given - flags}"
 
 
 def odd_phrases(text: str) -> list[str]:
