@@ -22,7 +22,7 @@ from inline_attention.models.reading import (
     CheckpointError,
     UnsafeCheckpointError,
     read_checkpoint,
-    where_they_differ,
+    show_difference,
 )
 from models.small_model import Classifier, assert_same, snapshot
 
@@ -389,11 +389,11 @@ def test_compressed_archive(tmp_path, state):
         read_checkpoint(tmp_path / "outer.pth")
 
 
-def test_lists_are_shown_from_where_they_differ():
+def test_lists_are_shown_from_their_first_difference():
     names = [f"class {number}" for number in range(80)]
     other = [*names[:70], "hat", *names[71:]]
-    shown, expected = where_they_differ(other, names)
+    shown, expected = show_difference(other, names)
     assert shown == "…, hat, class 71, class 72, class 73, class 74 and 5 more"
     assert expected.startswith("…, class 70, ")
-    assert where_they_differ(["a", "b"], ["c"]) == ("a, b", "c")
-    assert where_they_differ(["a", "b"], ["a"]) == ("…, b", "nothing after 1")
+    assert show_difference(["a", "b"], ["c"]) == ("a, b", "c")
+    assert show_difference(["a", "b"], ["a"]) == ("…, b", "nothing after 1")

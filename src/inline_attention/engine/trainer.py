@@ -47,8 +47,8 @@ from inline_attention.engine.rank_sync import BrokenReport, RankSync
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.strategies import Replicated, Sharded, Strategy
-from inline_attention.models.checkpoints import notes_on
-from inline_attention.models.reading import where_they_differ
+from inline_attention.models.checkpoints import model_metadata
+from inline_attention.models.reading import show_difference
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
@@ -329,7 +329,7 @@ class Trainer:
             raise CheckpointError(f"{checkpoint.path} has class names that cannot be read: {error}") from error
         if theirs is not None and theirs != self.class_names:
             theirs = theirs if isinstance(theirs, list) else [theirs]
-            before, now = where_they_differ([printable(name) for name in theirs], self.class_names)
+            before, now = show_difference([printable(name) for name in theirs], self.class_names)
             message = f"{checkpoint.path} has learnt the classes {before}, the data has {now}"
             advice = "resume with the data of the run, or begin another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
@@ -375,7 +375,7 @@ class Trainer:
                         "deal": self._deal(),
                     },
                     metric=metric,
-                    metadata={**notes_on(self.model), **self.task.metadata(self.class_names)},
+                    metadata={**model_metadata(self.model), **self.task.metadata(self.class_names)},
                 )
             except CheckpointWriteError as error:
                 trouble = error

@@ -39,7 +39,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "convert_checkpoint",
     "load_checkpoint",
-    "notes_on",
+    "model_metadata",
     "number_of_classes",
     "open_checkpoint",
     "read_checkpoint",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 # Metadata key of the grids of position embeddings, as JSON.
-GRIDS_NOTE = "position_grids"
+POSITION_GRIDS = "position_grids"
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -176,7 +176,7 @@ def save_weights(
     if path.suffix.lower() != ".safetensors":
         raise CheckpointError(f"weights are saved as .safetensors, got {path}; try {path.with_suffix('.safetensors')}")
     tensors = clean_weights(path, weights.state_dict() if isinstance(weights, nn.Module) else weights)
-    notes = {**notes_on(weights), **(metadata or {}), "format": "pt", "sha256": digest(tensors)}
+    notes = {**model_metadata(weights), **(metadata or {}), "format": "pt", "sha256": digest(tensors)}
     try:
         with replace_atomically(path) as temporary:
             save_file(tensors, temporary, metadata=notes)
@@ -230,7 +230,7 @@ def convert_checkpoint(
     if model is not None:
         weights, _ = _fit(model, file, strict=True, reinitialize_head=False)
     nonfinite = _warn_of_nonfinite(file.path, weights)
-    save_weights(weights, target, metadata={**file.metadata, **notes_on(model), "source": file.path.name})
+    save_weights(weights, target, metadata={**file.metadata, **model_metadata(model), "source": file.path.name})
     return LoadReport(file.path, file.origin, tuple(weights), nonfinite=nonfinite)
 
 
@@ -240,16 +240,16 @@ def number_of_classes(weights: Mapping[str, Tensor], model: nn.Module) -> int | 
     return next((weights[name].shape[0] for name in names if name in weights and weights[name].dim() > 0), None)
 
 
-def notes_on(model: object) -> dict[str, str]:
+def model_metadata(model: object) -> dict[str, str]:
     """Return the metadata that `save_weights` adds for a model: its name and the grids of its position embeddings."""
     name, grids = _config(model).get("architecture"), _position_grids(model)
-    return ({"model": name} if name else {}) | ({GRIDS_NOTE: json.dumps(grids)} if grids else {})
+    return ({"model": name} if name else {}) | ({POSITION_GRIDS: json.dumps(grids)} if grids else {})
 
 
 def read_position_grids(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Return the grids of position embeddings in the metadata, by parameter name; empty if there are none."""
     try:
-        noted = parse_json(metadata.get(GRIDS_NOTE, "{}"))
+        noted = parse_json(metadata.get(POSITION_GRIDS, "{}"))
         return {str(name): (int(height), int(width)) for name, (height, width) in noted.items()}
     except (ValueError, TypeError, AttributeError, OverflowError):  # written by another program
         return {}

@@ -149,7 +149,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return state.hexdigest()
 
 
-def where_they_differ(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
     """Return two lists of names as texts that start at the first difference."""
     shorter = min(len(first), len(second))
     start = next((place for place in range(shorter) if first[place] != second[place]), shorter)

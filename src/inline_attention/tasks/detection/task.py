@@ -32,7 +32,7 @@ from inline_attention.data.loading import Loader, SampleLoader
 from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import Checkpoint, open_checkpoint, where_they_differ
+from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (
     SumOfLosses,
     describe,
@@ -188,7 +188,7 @@ class DetectionTask:
             raise DataError("\n".join(checked.report.problems))
         found = checked.annotations.class_names
         if list(found) != list(class_names):
-            theirs, known = where_they_differ(found, class_names)
+            theirs, known = show_difference(found, class_names)
             raise DataError(
                 f"{read.location} has the categories {theirs}, the model knows {known}; they must be the same"
             )

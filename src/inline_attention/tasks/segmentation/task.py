@@ -26,7 +26,7 @@ from inline_attention.data.segmentation.transforms import (
 from inline_attention.data.sources import DataError
 from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import Checkpoint, open_checkpoint, where_they_differ
+from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (
     SumOfLosses,
     describe,
@@ -221,7 +221,7 @@ class SegmentationTask:
             return
         found = read_class_names(file, reduce_zero_label=self._data.reduce_zero_label)
         if list(found) != list(class_names):
-            theirs, known = where_they_differ(found, class_names)
+            theirs, known = show_difference(found, class_names)
             raise DataError(f"{file} has the classes {theirs}, the model knows {known}; they must be the same")
 
     def _class_file(self) -> Path | None:
