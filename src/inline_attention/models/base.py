@@ -371,7 +371,7 @@ def check_counts(least: int = 1, **counts: object) -> None:
     for name, value in counts.items():
         for count in cast("Sequence[object]", value if isinstance(value, (tuple, list)) else [value]):
             if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
-                raise ValueError(f"{name} must have whole numbers of at least {least}, got {value!r}")
+                raise ValueError(f"{name}: expected whole numbers of at least {least}, got {value!r}")
 
 
 def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
