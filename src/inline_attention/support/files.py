@@ -43,8 +43,9 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         OSError: If it cannot be read, or is not a regular file.
     """
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+        # Not `read(max_bytes)`, which allocates as much before it reads.
+        content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
     return content
 
