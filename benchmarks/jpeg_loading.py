@@ -28,8 +28,8 @@ from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.data import ImageLoader, Normalize, TrainingBatches, training_transform
 from inline_attention.data.broken import BrokenImages
-from inline_attention.data.folders import FolderSource
 from inline_attention.data.scenes import render_scene
+from inline_attention.data.sources import FolderSource
 
 RESULTS = Path(__file__).parent / "results"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

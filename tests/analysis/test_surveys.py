@@ -7,7 +7,7 @@ from inline_attention.analysis.confusion import pairs_per_image
 from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.subjects import untrained_subject
 from inline_attention.analysis.surveys import survey_confusion, survey_injectivity, survey_locality, survey_masking
-from inline_attention.data.digits import digits
+from inline_attention.data.datasets import digits
 
 
 @pytest.fixture(scope="module")

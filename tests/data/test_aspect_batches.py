@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from inline_attention.data.coco.aspect_batches import AspectRatioBatches
+from inline_attention.data.sampling import AspectRatioBatches
 
 
 def sizes(count=61, seed=0):

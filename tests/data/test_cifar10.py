@@ -5,8 +5,7 @@ import pytest
 from data.conftest import write_pictures
 from inline_attention.data.cifar10 import CLASS_NAMES, PIXELS
 from inline_attention.data.datasets import open_dataset
-from inline_attention.data.folders import SPLIT_FOLDERS
-from inline_attention.data.sources import DataError
+from inline_attention.data.sources import SPLIT_FOLDERS, DataError
 
 TRAINING_FILES = [f"data_batch_{number}.bin" for number in range(1, 6)]
 

@@ -6,17 +6,15 @@ import torch
 from PIL import Image
 
 from data.conftest import noise
-from inline_attention.data.coco.transforms import (
+from inline_attention.data.dense import (
     MULTI_SCALE,
     detection_evaluation_transform,
     detection_training_transform,
-)
-from inline_attention.data.randomness import seed_global_generators
-from inline_attention.data.resizing import fitted_size
-from inline_attention.data.segmentation.transforms import (
+    fitted_size,
     segmentation_evaluation_transform,
     segmentation_training_transform,
 )
+from inline_attention.data.randomness import seed_global_generators
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 import pytest
 
-from inline_attention.data.datasets import open_dataset
-from inline_attention.data.digits import digits
-from inline_attention.data.folders import SPLIT_FOLDERS
-from inline_attention.data.sources import DataError
+from inline_attention.data.datasets import digits, open_dataset
+from inline_attention.data.sources import SPLIT_FOLDERS, DataError
 
 
 @pytest.mark.parametrize("kind", SPLIT_FOLDERS)

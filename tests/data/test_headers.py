@@ -10,8 +10,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from data.conftest import bomb, noise
-from inline_attention.data.headers import image_size, image_sizes
-from inline_attention.data.images import ImageError, load_image
+from inline_attention.data.images import ImageError, image_size, image_sizes, load_image
 
 
 def turned(orientation):

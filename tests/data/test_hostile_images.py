@@ -13,12 +13,11 @@ import pytest
 from data.conftest import noise, write_pictures
 from inline_attention.data import images
 from inline_attention.data.broken import BrokenImages
-from inline_attention.data.folders import FolderSource
-from inline_attention.data.headers import image_size
-from inline_attention.data.images import ImageError, find_images, load_image, load_image_bytes
+from inline_attention.data.images import ImageError, find_images, image_size, load_image, load_image_bytes
 from inline_attention.data.loading import ImageLoader
 from inline_attention.data.sampling import EvaluationBatches
 from inline_attention.data.segmentation import read_label_map
+from inline_attention.data.sources import FolderSource
 from inline_attention.data.transforms import evaluation_transform
 
 
@@ -132,7 +131,7 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 from PIL import Image
-from inline_attention.data.headers import image_size
+from inline_attention.data.images import image_size
 from inline_attention.data.images import ImageError, load_image, load_image_bytes
 Image.init()
 for file in sorted(Path(sys.argv[1]).iterdir()):

@@ -13,11 +13,8 @@ from PIL import Image
 from inline_attention.data.coco import check_annotations, decode_mask, read_annotations
 from inline_attention.data.images import load_image
 from inline_attention.data.scenes import OBJECT_KINDS, SEMANTIC_CLASSES, ScenesPlan, render_scene, write_scenes
-from inline_attention.data.scenes.looks import GROUND_COLOURS, OBJECT_LOOKS
-from inline_attention.data.scenes.rendering import LEAST_VISIBLE_PIXELS
-from inline_attention.data.scenes.scene import category_number
-from inline_attention.data.scenes.shapes import REACH, outline_distance
-from inline_attention.data.scenes.textures import MATERIALS
+from inline_attention.data.scenes.appearance import GROUND_COLOURS, MATERIALS, OBJECT_LOOKS, REACH, outline_distance
+from inline_attention.data.scenes.rendering import LEAST_VISIBLE_PIXELS, category_number
 from inline_attention.data.scenes.writing import MANIFEST, leftovers
 from inline_attention.data.segmentation import open_and_check_pairs
 from inline_attention.data.sources import DataError

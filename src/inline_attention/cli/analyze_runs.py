@@ -29,10 +29,8 @@ from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn, writing_to
-from inline_attention.data.datasets import open_dataset
-from inline_attention.data.digits import digits
-from inline_attention.data.extreme_shapes import without_far_ends
-from inline_attention.data.images import load_image
+from inline_attention.data.datasets import digits, open_dataset
+from inline_attention.data.images import load_image, without_far_ends
 from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS

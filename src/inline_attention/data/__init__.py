@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inline_attention.data.augmentation import SeededMixup
     from inline_attention.data.batch import Batch, Normalize
     from inline_attention.data.broken import BrokenImage, BrokenImageLimit, BrokenImages, BrokenImagesError
     from inline_attention.data.checks import OpenedData, open_and_check
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from inline_attention.data.on_device import BatchAugmentation, training_augmentation
     from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
     from inline_attention.data.sources import DataError, ImageSource
-    from inline_attention.data.transforms import evaluation_transform, training_transform
+    from inline_attention.data.transforms import SeededMixup, evaluation_transform, training_transform
 
 __all__ = [
     "Batch",
@@ -66,7 +65,7 @@ _MODULE_OF = {
     "MemoryLoader": "memory",
     "Normalize": "batch",
     "OpenedData": "checks",
-    "SeededMixup": "augmentation",
+    "SeededMixup": "transforms",
     "TrainingBatches": "sampling",
     "decode_to_memory": "memory",
     "evaluation_transform": "transforms",

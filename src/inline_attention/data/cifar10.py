@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from inline_attention.data.archives import open_tar_gz
-from inline_attention.data.sources import ArraySource, DataError
-from inline_attention.data.splits import is_training_split
+from inline_attention.data.sources import ArraySource, DataError, is_training_split
 from inline_attention.support.files import read_bounded
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImage, BrokenImages
-from inline_attention.data.extreme_shapes import without_far_ends
-from inline_attention.data.images import ImageError
+from inline_attention.data.images import ImageError, without_far_ends
 from inline_attention.data.randomness import kept_global_generators, seed_global_generators
 from inline_attention.data.sampling import Batches, BatchKey
 from inline_attention.data.sources import ImageSource

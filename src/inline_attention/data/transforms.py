@@ -1,6 +1,7 @@
-"""timm's image transforms, set up so that a picture leaves a worker as bytes wherever it can.
+"""timm's image transforms and mixup.
 
-Bytes are a quarter of the traffic between processes and devices; `Normalize` makes numbers of them where they arrive.
+An image leaves a worker as bytes where it can: a quarter of the traffic between processes and devices. `Normalize`
+turns bytes into numbers on the device.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from typing import Any
 
 from PIL import Image
 from timm.data import auto_augment
+from timm.data.mixup import Mixup
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
+
+from inline_attention.data.batch import Batch
+from inline_attention.data.randomness import kept_global_generators, seed_global_generators
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -73,3 +78,32 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_options: Any) -> Image.
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep)
+
+
+class SeededMixup:
+    """Mixup and cutmix whose random numbers depend on (seed, rank, epoch, batch) alone."""
+
+    def __init__(self, mixup: Mixup, *, seed: int, rank: int = 0):
+        """Wrap timm's.
+
+        Args:
+            mixup: Says how to mix.
+            seed: Of the random numbers.
+            rank: This process; each mixes in its own way.
+        """
+        self._mixup, self._seed, self._rank = mixup, seed, rank
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Mix normalised images, in place.
+
+        Returns:
+            Images `[B, C, H, W]` and the shares of the classes in each, `[B, K]`.
+
+        Raises:
+            ValueError: If the number of images is odd: they are mixed in pairs.
+        """
+        if len(batch) % 2:
+            raise ValueError(f"mixup and cutmix need an even batch size, got {len(batch)}; use {len(batch) + 1}")
+        with kept_global_generators():
+            seed_global_generators("mixup", self._seed, self._rank, batch.epoch, batch.number)
+            return self._mixup(batch.images, batch.targets)

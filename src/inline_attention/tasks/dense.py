@@ -11,9 +11,8 @@ import torch
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
-from inline_attention.data.batch import Normalize
+from inline_attention.data.batch import Normalize, Target, UnequalBatch
 from inline_attention.data.findings import DataReport
-from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
 from inline_attention.models.described import (
     ModelDescriptionError,

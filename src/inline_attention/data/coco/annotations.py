@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inline_attention.data.coco.masks import with_whole_size
-from inline_attention.data.folders import SPLIT_FOLDERS
 from inline_attention.data.listed_files import ListedFiles, OutsideError, is_plain
-from inline_attention.data.sources import DataError
+from inline_attention.data.sources import SPLIT_FOLDERS, DataError
 from inline_attention.support.files import read_bounded
 
 Entry = TypeVar("Entry")

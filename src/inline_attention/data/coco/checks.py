@@ -19,8 +19,7 @@ from inline_attention.data.coco.annotations import (
 )
 from inline_attention.data.coco.masks import MaskError, MaskSizeError, mask_area, mask_extent, valid_polygons
 from inline_attention.data.findings import DataReport, Findings
-from inline_attention.data.headers import image_sizes
-from inline_attention.data.images import ImageError
+from inline_attention.data.images import ImageError, image_sizes
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 
 Extent = tuple[float, float, float, float]  # left, top, right, bottom in pixels

@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from inline_attention.data.batch import Target
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoObject
 from inline_attention.data.coco.masks import MaskError, decode_mask
 from inline_attention.data.images import ImageError, load_image
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
 
-Target = dict[str, Tensor]
 MOST_MASK_PIXELS = 2**33  # of all masks of an image
 
 

@@ -1,7 +1,7 @@
-"""Draws scenes: materials in the background, wires across it, objects that cast shadows and hide each other.
+"""Draw scenes: materials in the background, wires across it, objects that cast shadows and hide each other.
 
-A kind of object is told by its outline; colour, material and surroundings (see `looks`) are hints that may mislead.
-Shapes: `H`, `W` height and width in pixels; `h`, `w` those of the part of the picture around one object.
+A kind of object is told by its outline; color, material and surroundings are hints that may mislead.
+Shapes: `H`, `W` height and width in pixels; `h`, `w` those of the part of the image around one object.
 """
 
 from __future__ import annotations
@@ -10,13 +10,86 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image, ImageFilter
 
 from inline_attention.data.randomness import derived_seed
-from inline_attention.data.scenes.camera import photograph
-from inline_attention.data.scenes.looks import GROUND_COLOURS, OBJECT_LOOKS, Paint
-from inline_attention.data.scenes.scene import OBJECT_KINDS, OTHER, Scene, category_number
-from inline_attention.data.scenes.shapes import REACH, outline_distance, unit_area
-from inline_attention.data.scenes.textures import MATERIALS, painted, smooth_noise
+from inline_attention.data.scenes.appearance import (
+    GROUND_COLOURS,
+    MATERIALS,
+    OBJECT_LOOKS,
+    REACH,
+    SHAPES,
+    Paint,
+    outline_distance,
+    painted,
+    smooth_noise,
+    unit_area,
+)
+
+
+def photograph(random: np.random.Generator, colours: np.ndarray) -> np.ndarray:
+    """Photograph a scene.
+
+    Args:
+        random: Decides on light, lens and noise.
+        colours: `[H, W, 3]` float32 from 0 to 1, in even light.
+
+    Returns:
+        `[H, W, 3]` uint8.
+    """
+    height, width = colours.shape[:2]
+    direction, strength = random.uniform(0, 2 * np.pi), random.uniform(0, 0.35)
+    x = np.linspace(-1, 1, width, dtype=np.float32)
+    y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
+    slope = strength * (x * np.float32(np.cos(direction)) + y * np.float32(np.sin(direction)))
+    corners = random.uniform(0, 0.15) * (x * x + y * y)
+    tint = random.normal(1, 0.06, 3).astype(np.float32) * np.float32(random.uniform(0.85, 1.3))
+    lit = colours * (1 + slope - corners)[..., None] * tint
+    blurred = Image.fromarray(_to_bytes(lit)).filter(ImageFilter.GaussianBlur(random.uniform(0, 0.8)))
+    noise = np.float32(random.uniform(0.5, 7)) * random.standard_normal((height, width, 3), dtype=np.float32)
+    return np.clip(np.asarray(blurred) + noise + 0.5, 0, 255).astype(np.uint8)
+
+
+def _to_bytes(colours: np.ndarray) -> np.ndarray:
+    return (np.clip(colours, 0, 1) * 255 + 0.5).astype(np.uint8)
+
+
+OBJECT_KINDS = tuple(SHAPES)
+# Numbers from 1, as in COCO and ADE20K; 0 is what has no name.
+SEMANTIC_CLASSES = (*OBJECT_KINDS, *MATERIALS)
+OTHER = 0
+
+
+def category_number(name: str) -> int:
+    """Number of a kind of object or of a material, from 1."""
+    return SEMANTIC_CLASSES.index(name) + 1
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What was drawn.
+
+    Attributes:
+        image: `[H, W, 3]` uint8.
+        instances: `[H, W]` uint8, number of the object that is seen at each pixel, from 1; 0 for none.
+        kinds: Kind of each object, that of number 1 first.
+        background: `[H, W]` uint8, number of the material behind all objects; `OTHER` where a wire runs.
+    """
+
+    image: np.ndarray
+    instances: np.ndarray
+    kinds: tuple[str, ...]
+    background: np.ndarray
+
+    def visible_mask(self, number: int) -> np.ndarray:
+        """`[H, W]` bool: where the object of this number, from 1, is not hidden by others."""
+        return self.instances == number
+
+    def semantic_map(self) -> np.ndarray:
+        """`[H, W]` uint8: number of what is seen at each pixel."""
+        by_instance = np.array([OTHER, *map(category_number, self.kinds)], dtype=np.uint8)
+        return np.where(self.instances > 0, by_instance[self.instances], self.background)
+
 
 SMALLEST_SIDE = 64
 LARGEST_SIDE = 4096

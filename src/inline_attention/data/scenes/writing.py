@@ -1,22 +1,23 @@
-"""Writes scenes to disk as a dataset of COCO's and of ADE20K's format at once, with the same pictures.
+"""Write scenes to disk as one dataset in both the COCO and the ADE20K format.
 
     DIR/images/{training,validation}/000000.jpg
-    DIR/annotations/{training,validation}/000000.png    number of the class of each pixel, 0 for what has no name
+    DIR/annotations/{training,validation}/000000.png    class number of each pixel, 0 for no class
     DIR/annotations/instances_{train,val}.json          boxes and masks of objects
     DIR/classes.txt                                     names of classes 1, 2, …
-    DIR/preview.png                                     a few pictures with their annotations drawn on them
-    DIR/scenes.json                                     how to make it all again
+    DIR/preview.png                                     a few images with their annotations drawn on them
+    DIR/scenes.json                                     the settings that produce the dataset again
 
-Everything is made in a folder beside it and renamed in the end: a dataset is there in full or not at all.
+Everything is written to a folder beside it and renamed at the end: a dataset is complete or not there.
 """
 
 from __future__ import annotations
 
+import colorsys
 import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,18 +26,53 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
 from inline_attention.data.coco.masks import encode_mask, extent_of
 from inline_attention.data.randomness import derived_seed
-from inline_attention.data.scenes.preview import draw_preview
-from inline_attention.data.scenes.rendering import render_scene
-from inline_attention.data.scenes.scene import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number
+from inline_attention.data.scenes.rendering import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number, render_scene
 from inline_attention.data.sources import DataError
 from inline_attention.support.files import UNFINISHED, read_bounded, unfinished
 from inline_attention.support.signals import children_ignore_interrupts
 from inline_attention.support.untrusted import parse_json
+
+COLUMNS = 4
+GAP = 8
+
+
+def draw_preview(scenes: Sequence[Scene]) -> Image.Image:
+    """Pictures with boxes and names, each above its map of classes."""
+    cell = max(max(scene.image.shape[:2]) for scene in scenes) + GAP
+    columns = min(COLUMNS, len(scenes))
+    rows = -(-len(scenes) // columns)
+    sheet = Image.new("RGB", (columns * cell - GAP, 2 * rows * cell - GAP), "white")
+    for number, scene in enumerate(scenes):
+        left, top = number % columns * cell, number // columns * 2 * cell
+        sheet.paste(_with_boxes(scene), (left, top))
+        sheet.paste(Image.fromarray(class_colours()[scene.semantic_map()]), (left, top + cell))
+    return sheet
+
+
+def class_colours() -> np.ndarray:
+    """`[K + 1, 3]` uint8: black for what has no name, and a colour for each class."""
+    count = len(SEMANTIC_CLASSES)
+    # Neighbours in number are far apart in hue, neighbours in hue apart in brightness.
+    colours = [colorsys.hsv_to_rgb(5 * number % count / count, 0.75, 1 - number % 3 / 4) for number in range(count)]
+    return (np.array([(0, 0, 0), *colours]) * 255).astype(np.uint8)
+
+
+def _with_boxes(scene: Scene) -> Image.Image:
+    image = Image.fromarray(scene.image)
+    draw = ImageDraw.Draw(image)
+    for number, kind in enumerate(scene.kinds, start=1):
+        extent = extent_of(scene.visible_mask(number))
+        assert extent is not None, "objects of which nothing is seen are not drawn"
+        left, top, right, bottom = extent
+        draw.rectangle((left, top, right - 1, bottom - 1), outline="yellow")
+        draw.text((left + 2, max(0, top - 11)), kind, fill="yellow", stroke_width=1, stroke_fill="black")
+    return image
+
 
 MANIFEST = "scenes.json"
 JPEG_QUALITY = (80, 96)

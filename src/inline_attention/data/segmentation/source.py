@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from inline_attention.data.images import ImageError, load_image
-from inline_attention.data.segmentation.label_maps import read_label_map
-from inline_attention.data.segmentation.pairs import Pair
+from inline_attention.data.segmentation.files import Pair, read_label_map
 from inline_attention.data.sources import DataError
 
 IGNORED = 255  # label of pixels that count neither in losses nor in figures

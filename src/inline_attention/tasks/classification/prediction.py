@@ -19,8 +19,7 @@ from timm.data.imagenet_info import ImageNetInfo
 from timm.data.transforms_factory import create_transform
 from torch import nn
 
-from inline_attention.data.extreme_shapes import without_far_ends
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, load_image
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, load_image, without_far_ends
 from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
 from inline_attention.models.described import create_described_model, read_description
 

@@ -13,7 +13,6 @@ from timm.data.config import resolve_data_config
 from timm.data.mixup import Mixup
 from torch import Tensor, nn
 
-from inline_attention.data.augmentation import SeededMixup
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.checks import open_and_check
@@ -22,7 +21,7 @@ from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_m
 from inline_attention.data.on_device import training_augmentation
 from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.sources import ImageSource
-from inline_attention.data.transforms import evaluation_options, evaluation_transform, training_transform
+from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
 from inline_attention.models.described import create_described_model
 from inline_attention.support.files import read_bounded

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
+from inline_attention.data.dense import fitted_size
 from inline_attention.data.images import ImageError, load_image
-from inline_attention.data.resizing import fitted_size
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import normalization
 from inline_attention.tasks.detection.evaluation import at_original_size

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from inline_attention.data.batch import Target, UnequalBatch
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
@@ -16,21 +17,20 @@ from inline_attention.data.coco.annotations import (
     find_image_folder,
     read_annotations,
 )
-from inline_attention.data.coco.aspect_batches import AspectRatioBatches
 from inline_attention.data.coco.checks import check_annotations
 from inline_attention.data.coco.opening import open_and_check_coco
-from inline_attention.data.coco.samples import CocoSamples
-from inline_attention.data.coco.source import CocoSource, Target
-from inline_attention.data.coco.transforms import (
+from inline_attention.data.coco.source import CocoSource
+from inline_attention.data.dense import (
     LONGEST_SIDE,
     SHORTER_SIDE,
+    CocoSamples,
     detection_evaluation_transform,
     detection_training_transform,
 )
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.loading import Loader, SampleLoader
+from inline_attention.data.sampling import AspectRatioBatches
 from inline_attention.data.sources import DataError
-from inline_attention.data.unequal_batch import UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 import torch
 
+from inline_attention.data.dense import segmentation_evaluation_transform
 from inline_attention.data.images import ImageError, load_image
-from inline_attention.data.segmentation.transforms import segmentation_evaluation_transform
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import normalization
 from inline_attention.tasks.segmentation.inference import labels_at, scores_of

@@ -10,21 +10,20 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from inline_attention.data.batch import Target, UnequalBatch
 from inline_attention.data.broken import BrokenImages
-from inline_attention.data.loading import Loader, SampleLoader
-from inline_attention.data.sampling import TrainingBatches
-from inline_attention.data.segmentation.checks import check_pairs
-from inline_attention.data.segmentation.classes import find_class_file, read_class_names
-from inline_attention.data.segmentation.opening import open_and_check_pairs
-from inline_attention.data.segmentation.pairs import find_pair_folders, find_pairs
-from inline_attention.data.segmentation.samples import LABELS, SegmentationSamples
-from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
-from inline_attention.data.segmentation.transforms import (
+from inline_attention.data.dense import (
+    LABELS,
+    SegmentationSamples,
     segmentation_evaluation_transform,
     segmentation_training_transform,
 )
+from inline_attention.data.loading import Loader, SampleLoader
+from inline_attention.data.sampling import TrainingBatches
+from inline_attention.data.segmentation.checks import check_pairs, open_and_check_pairs
+from inline_attention.data.segmentation.files import find_class_file, find_pair_folders, find_pairs, read_class_names
+from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
 from inline_attention.data.sources import DataError
-from inline_attention.data.unequal_batch import Target, UnequalBatch
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (
