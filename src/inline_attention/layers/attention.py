@@ -9,7 +9,6 @@ tokens followed by an h×w grid in row-major order.
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from typing import Any, Self
@@ -18,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inline_attention.layers.hooks import has_private_output
 from inline_attention.layers.local_weights import LocalWeightPredictor
-from inline_attention.layers.watching import is_unseen
+from inline_attention.layers.patch_grids import PatchGrid
 from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops.autocast import as_autocast
 from inline_attention.ops.call import Normalization
@@ -32,6 +32,7 @@ from inline_attention.ops.validation import (
     check_mask,
     check_mask_form,
     check_normalization,
+    check_prefix_tokens,
     resolve_scale,
     unknown_name,
 )
@@ -104,6 +105,7 @@ class TokenAttention(ProjectedAttention):
             )
         check_feature_map(feature_map)
         check_normalization(normalization)
+        check_prefix_tokens(num_prefix_tokens)
         if backend not in BACKEND_NAMES:
             raise unknown_name("backend", backend, BACKEND_NAMES)
         self.dim = dim
@@ -115,6 +117,7 @@ class TokenAttention(ProjectedAttention):
         self.num_prefix_tokens = num_prefix_tokens
         self.backend = backend
         self.default_grid_size: tuple[int, int] | None = None
+        self.patch_grid: PatchGrid | None = None
 
         def linear(out_features: int, bias: bool) -> nn.Linear:
             return nn.Linear(dim, out_features, bias=bias, device=device, dtype=dtype)
@@ -156,47 +159,9 @@ class TokenAttention(ProjectedAttention):
         Raises:
             ValueError: A module with learned parts that this layer has no place for.
         """
-        qkv, proj = getattr(attention, "qkv", None), getattr(attention, "proj", None)
-        num_heads = getattr(attention, "num_heads", None)
-        name = type(attention).__name__
-        if not isinstance(qkv, nn.Linear) or not isinstance(proj, nn.Linear) or not isinstance(num_heads, int):
-            raise ValueError(
-                f"cannot convert {name}: expected a module with `qkv` and `proj` linear layers and `num_heads`, "
-                "as timm's Attention; build InLineAttention(dim, num_heads) and copy the weights yourself"
-            )
-        dim = qkv.in_features
-        if qkv.out_features != 3 * dim or proj.in_features != dim or proj.out_features != dim:
-            raise ValueError(
-                f"cannot convert {name}: expected qkv {dim}→{3 * dim} and proj {dim}→{dim}, got qkv {dim}→"
-                f"{qkv.out_features} and proj {proj.in_features}→{proj.out_features}; heads of another width than "
-                "dim / num_heads are not supported"
-            )
-        known = ("qkv.", "proj.", "q_norm.", "k_norm.")
-        foreign = [key for key in attention.state_dict() if not key.startswith(known)]
-        if foreign:
-            raise ValueError(
-                f"cannot convert {name}: it also learns {', '.join(foreign)}, which InLine attention has no place for"
-            )
-        asked = set(inspect.signature(attention.forward).parameters) - {"x", "attn_mask", "is_causal"}
-        if asked:
-            raise ValueError(
-                f"cannot convert {name}: its forward also takes {', '.join(sorted(asked))}, which InLine attention "
-                "has no place for"
-            )
-        inherited: dict[str, Any] = {
-            "attn_drop": _drop_rate(attention, "attn_drop"),
-            "proj_drop": _drop_rate(attention, "proj_drop"),
-            "scale": getattr(attention, "scale", None),
-            "device": qkv.weight.device,
-            "dtype": qkv.weight.dtype,
-        }
-        new = cls(dim, num_heads, num_prefix_tokens=num_prefix_tokens, **(inherited | options))
-        new.qkv, new.proj = qkv, proj
-        new.q_norm, new.k_norm = _learned_norm(attention, "q_norm"), _learned_norm(attention, "k_norm")
-        new.default_grid_size = grid_size
-        if new.residual is not None:
-            new.residual.predict_nothing()
-        return new.train(attention.training)
+        from inline_attention.layers.conversion import from_softmax
+
+        return from_softmax(cls, attention, num_prefix_tokens, grid_size, options)
 
     def forward(
         self,
@@ -230,7 +195,8 @@ class TokenAttention(ProjectedAttention):
         if attn_mask is not None:
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
             is_of_many_shapes = attn_mask.is_floating_point()  # as NaFlexViT passes it, and nobody else
-            if is_of_many_shapes and self.has_local_term and grid_size is None and self.default_grid_size is None:
+            has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
+            if is_of_many_shapes and self.has_local_term and not has_grid:
                 raise ValueError(
                     "an attn_mask that is added to scores is for images of unequal shapes, whose tokens share no grid "
                     "for the local residual; convert with local_residual=False, or pass grid_size=(h, w)"
@@ -255,7 +221,7 @@ class TokenAttention(ProjectedAttention):
             with unrecorded():
                 check_mask_form(key_padding_mask, x)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
-        grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size)
+        grid_size = None if local_weight is None else self._resolve_grid(x, grid_size)
         if self.qkv is not None and self.q_norm is None and self.k_norm is None:
             qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
             out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
@@ -313,7 +279,7 @@ class TokenAttention(ProjectedAttention):
             assert self.kv is not None
             x = as_autocast(x)  # once, not for each of the two
             # A linear layer's output is fresh. Asked before the call, since a hook may remove itself.
-            owns_queries = self.q_norm is None and type(self.q) is nn.Linear and is_unseen(self.q)
+            owns_queries = self.q_norm is None and type(self.q) is nn.Linear and has_private_output(self.q)
             q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
             k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
         if self.q_norm is not None:
@@ -337,18 +303,23 @@ class TokenAttention(ProjectedAttention):
             weight = weight + static.to(weight.dtype)
         return weight
 
-    def _resolve_grid(self, num_tokens: int, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+    def _resolve_grid(self, x: torch.Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the grid of a call: the given one, that of the patches, or a square."""
         if grid_size is not None:
             return grid_size
-        (num_tokens,) = plain_sizes((num_tokens,))
+        (num_tokens,) = plain_sizes((x.shape[1],))
         tokens = num_tokens - self.num_prefix_tokens
-        if self.default_grid_size is not None and self.default_grid_size[0] * self.default_grid_size[1] == tokens:
-            return self.default_grid_size
-        side = round(tokens**0.5)
-        if side * side != tokens:
+        expected = self.default_grid_size if self.patch_grid is None else self.patch_grid.current(x)
+        if expected is not None and expected[0] * expected[1] == tokens:
+            return expected
+        side = round(max(tokens, 0) ** 0.5)
+        # Of a model that pools its tokens, a square grid stays square. What becomes of another is not known.
+        may_be_square = expected is None or expected[0] == expected[1]
+        if side * side != tokens or not may_be_square:
+            reason = "not a square grid" if expected is None else f"not the {expected[0]}×{expected[1]} of the image"
             raise ValueError(
-                f"{num_tokens} tokens with num_prefix_tokens={self.num_prefix_tokens} leave {tokens}, not a square "
-                "grid; pass grid_size=(h, w), or set num_prefix_tokens if there are class or register tokens"
+                f"{num_tokens} tokens with num_prefix_tokens={self.num_prefix_tokens} leave {tokens}, {reason}; "
+                "pass grid_size=(h, w), or set num_prefix_tokens if there are class or register tokens"
             )
         return side, side
 
@@ -501,13 +472,3 @@ def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tens
     with unrecorded():
         check_added_mask(mask)
     return mask == 0
-
-
-def _drop_rate(attention: nn.Module, name: str) -> float:
-    drop = getattr(attention, name, None)
-    return drop.p if isinstance(drop, nn.Dropout) else 0.0
-
-
-def _learned_norm(attention: nn.Module, name: str) -> nn.Module | None:
-    norm = getattr(attention, name, None)
-    return None if isinstance(norm, nn.Identity) else norm

@@ -14,7 +14,7 @@ from torch import nn
 
 from inline_attention.layers.attention import ProjectedAttention
 from inline_attention.layers.grids import Extents
-from inline_attention.layers.watching import must_be_called
+from inline_attention.layers.hooks import must_be_called
 from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
 from inline_attention.ops.tracing import is_exporting

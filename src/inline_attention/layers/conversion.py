@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from inline_attention.layers.attention import InLineAttention, SoftmaxAttention, TokenAttention
+from inline_attention.layers.patch_grids import PatchGrid
+from inline_attention.ops.validation import check_prefix_tokens
+
+Attention = TypeVar("Attention", bound=TokenAttention)
 
 # Parts of parameter names that give away tokens beside the grid.
 _PREFIX_TOKEN_NAMES = ("cls_token", "class_token", "dist_token", "reg_token", "register_token")
@@ -54,9 +59,9 @@ def convert_attention(
             f"{type(model).__name__} is an attention itself, which cannot be replaced in place; "
             f"use new = {attention.__name__}.from_softmax(attention), or pass the model around it"
         )
-    known_prefix = num_prefix_tokens if num_prefix_tokens is not None else getattr(model, "num_prefix_tokens", None)
-    patch_embed = getattr(model, "patch_embed", None)
-    grid_size = getattr(patch_embed, "grid_size", None)
+    if num_prefix_tokens is not None:
+        check_prefix_tokens(num_prefix_tokens)
+    is_prefix_known = True
     has_own_attention = False
     places: dict[str, nn.Module] = {}
     new_modules: dict[nn.Module, TokenAttention] = {}
@@ -71,13 +76,15 @@ def convert_attention(
         places[name] = module
         if module in new_modules or module in refused:
             continue
+        prefix: Any = num_prefix_tokens
+        if prefix is None:
+            prefix = getattr(_nearest_owner(model, name, "num_prefix_tokens"), "num_prefix_tokens", None)
         try:
-            new_modules[module] = attention.from_softmax(
-                module, num_prefix_tokens=int(known_prefix or 0), grid_size=grid_size, **options
-            )
+            new = attention.from_softmax(module, num_prefix_tokens=0 if prefix is None else prefix, **options)
             _check_is_softmax_attention(module)
+            new_modules[module] = new
+            is_prefix_known &= prefix is not None or not new.has_local_term
         except ValueError as error:
-            new_modules.pop(module, None)
             refused[module] = f"{name}: {error}"
     reasons = "; ".join(list(refused.values())[:3])
     if not new_modules:
@@ -86,10 +93,9 @@ def convert_attention(
             f"found no attention to convert in {type(model).__name__}: "
             f"{reasons or own or 'no module has both `qkv` and `proj`'}"
         )
-    local = [new for new in new_modules.values() if new.has_local_term]
-    if local:
-        if known_prefix is None:
-            _check_has_no_prefix_tokens(model)
+    if not is_prefix_known:
+        _check_has_no_prefix_tokens(model)
+    if any(new.has_local_term for new in new_modules.values()):
         _check_keeps_all_patches(model)
     if refused:
         warnings.warn(
@@ -99,24 +105,93 @@ def convert_attention(
     for name in converted:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new_modules[places[name]])
-    if local and grid_size is not None:
-        assert isinstance(patch_embed, nn.Module)
-        patch_embed.register_forward_hook(_TellGrid(local))
+    _connect_grids(model, converted)
     return converted
 
 
-class _TellGrid:
-    """Forward hook of a `patch_embed`: tells attentions on what grid its patches lie. Can be copied and pickled."""
+def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
+    """Connect attentions that need a grid to the nearest `patch_embed` with a `grid_size`."""
+    grids: dict[nn.Module, PatchGrid] = {}
+    between: dict[nn.Module, dict[nn.Module, None]] = {}  # by owner: the modules that lead to its attentions
+    for name in names:
+        attention = cast(TokenAttention, model.get_submodule(name))
+        owner = _nearest_owner(model, name, "patch_embed")
+        patch_embed = getattr(owner, "patch_embed", None)
+        if not attention.has_local_term or owner is None or not isinstance(patch_embed, nn.Module):
+            continue
+        if not hasattr(patch_embed, "grid_size"):
+            continue
+        attention.patch_grid = grids.setdefault(owner, PatchGrid(patch_embed))
+        path = [model, *(model.get_submodule(outer) for outer in _outer_names(name)), attention]
+        between.setdefault(owner, {}).update(dict.fromkeys(path[path.index(owner) + 1 :]))
+    for owner, grid in grids.items():
+        grid.install(owner, between[owner])
 
-    def __init__(self, attentions: list[TokenAttention]) -> None:
-        self.attentions = attentions
 
-    def __call__(self, patch_embed: nn.Module, images: tuple[torch.Tensor, ...], patches: torch.Tensor) -> None:
-        del images
-        # [B, h, w, C] of images of any size, [B, N, C] of images of the size that is set.
-        grid_size = (patches.shape[1], patches.shape[2]) if patches.dim() == 4 else patch_embed.grid_size
-        for attention in self.attentions:
-            attention.default_grid_size = cast("tuple[int, int]", grid_size)
+def _nearest_owner(model: nn.Module, name: str, attribute: str) -> nn.Module | None:
+    """The innermost module around `name` that has an attribute, `model` included."""
+    for outer in reversed(["", *_outer_names(name)]):
+        module = model.get_submodule(outer)
+        if getattr(module, attribute, None) is not None:
+            return module
+    return None
+
+
+def _outer_names(name: str) -> list[str]:
+    """Names of the modules around a module, outermost first, without the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def from_softmax(
+    kind: type[Attention],
+    attention: nn.Module,
+    num_prefix_tokens: int,
+    grid_size: tuple[int, int] | None,
+    options: dict[str, Any],
+) -> Attention:
+    """See `TokenAttention.from_softmax`."""
+    qkv, proj = getattr(attention, "qkv", None), getattr(attention, "proj", None)
+    num_heads = getattr(attention, "num_heads", None)
+    name = type(attention).__name__
+    if not isinstance(qkv, nn.Linear) or not isinstance(proj, nn.Linear) or not isinstance(num_heads, int):
+        raise ValueError(
+            f"cannot convert {name}: expected a module with `qkv` and `proj` linear layers and `num_heads`, "
+            "as timm's Attention; build InLineAttention(dim, num_heads) and copy the weights yourself"
+        )
+    dim = qkv.in_features
+    if qkv.out_features != 3 * dim or proj.in_features != dim or proj.out_features != dim:
+        raise ValueError(
+            f"cannot convert {name}: expected qkv {dim}→{3 * dim} and proj {dim}→{dim}, got qkv {dim}→"
+            f"{qkv.out_features} and proj {proj.in_features}→{proj.out_features}; heads of another width than "
+            "dim / num_heads are not supported"
+        )
+    known = ("qkv.", "proj.", "q_norm.", "k_norm.")
+    foreign = [key for key in attention.state_dict() if not key.startswith(known)]
+    if foreign:
+        raise ValueError(
+            f"cannot convert {name}: it also learns {', '.join(foreign)}, which InLine attention has no place for"
+        )
+    asked = set(inspect.signature(attention.forward).parameters) - {"x", "attn_mask", "is_causal"}
+    if asked:
+        raise ValueError(
+            f"cannot convert {name}: its forward also takes {', '.join(sorted(asked))}, which InLine attention "
+            "has no place for"
+        )
+    inherited: dict[str, Any] = {
+        "attn_drop": _drop_rate(attention, "attn_drop"),
+        "proj_drop": _drop_rate(attention, "proj_drop"),
+        "scale": getattr(attention, "scale", None),
+        "device": qkv.weight.device,
+        "dtype": qkv.weight.dtype,
+    }
+    new = kind(dim, num_heads, num_prefix_tokens=num_prefix_tokens, **(inherited | options))
+    new.qkv, new.proj = qkv, proj
+    new.q_norm, new.k_norm = _learned_norm(attention, "q_norm"), _learned_norm(attention, "k_norm")
+    new.default_grid_size = grid_size
+    if new.residual is not None:
+        new.residual.predict_nothing()
+    return new.train(attention.training)
 
 
 def _check_has_no_prefix_tokens(model: nn.Module) -> None:
@@ -130,7 +205,7 @@ def _check_has_no_prefix_tokens(model: nn.Module) -> None:
 
 
 def _check_keeps_all_patches(model: nn.Module) -> None:
-    rate = getattr(getattr(model, "patch_drop", None), "prob", 0.0)
+    rate = max(getattr(getattr(module, "patch_drop", None), "prob", 0.0) for module in model.modules())
     if rate > 0:
         raise ValueError(
             f"{type(model).__name__} drops {rate:.0%} of its patches in training, and those that are left have no grid "
@@ -166,3 +241,13 @@ def _check_is_softmax_attention(attention: nn.Module) -> None:
         raise ValueError(
             f"cannot convert {name}: on tokens [B, N, C] it does something else than softmax attention over the tokens"
         )
+
+
+def _drop_rate(attention: nn.Module, name: str) -> float:
+    drop = getattr(attention, name, None)
+    return drop.p if isinstance(drop, nn.Dropout) else 0.0
+
+
+def _learned_norm(attention: nn.Module, name: str) -> nn.Module | None:
+    norm = getattr(attention, name, None)
+    return None if isinstance(norm, nn.Identity) else norm

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-from inline_attention.layers.remembering import remembered
+from inline_attention.layers.cache import cache_by_shape
 from inline_attention.ops.tracing import is_exporting, plain_sizes
 
 
@@ -261,21 +261,21 @@ class Windows(NamedTuple):
         return torch.arange(self.counts[0] * self.counts[1], device=device)
 
 
-@remembered
+@cache_by_shape
 def _inside(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
     """`[W, height, width]` bool: which places hold a token."""
     row, column = windows.coordinates(shift, device)
     return (row < windows.grid[0]) & (column < windows.grid[1])
 
 
-@remembered
+@cache_by_shape
 def _tokens(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
     """Index of the token at every place, `[W, height, width]`; some token where there is none."""
     row, column = windows.coordinates(shift, device)
     return row.clamp(max=windows.grid[0] - 1) * windows.grid[1] + column.clamp(max=windows.grid[1] - 1)
 
 
-@remembered
+@cache_by_shape
 def _visible(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
     """`[W, L, L]` bool: which token of a window may look at which, as far as the grid says."""
     inside, region = _inside(device, windows, shift).flatten(1), windows.regions(shift, device).flatten(1)
@@ -283,7 +283,7 @@ def _visible(device: torch.device, windows: Windows, shift: tuple[int, int]) -> 
     return visible | _itself(device, visible.shape[-1])
 
 
-@remembered
+@cache_by_shape
 def _itself(device: torch.device, length: int) -> torch.Tensor:
     return torch.eye(length, dtype=torch.bool, device=device)
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from inline_attention.layers.watching import must_be_called
+from inline_attention.layers.hooks import must_be_called
 from inline_attention.ops.local_weights import predict_local_weight
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from inline_attention.layers.attention import ProjectedAttention, heads_last
+from inline_attention.layers.cache import cache_by_shape
 from inline_attention.layers.grids import Extents, Windows, as_pairs
-from inline_attention.layers.remembering import remembered
 from inline_attention.ops.tracing import is_exporting
 from inline_attention.ops.validation import FLOATING_DTYPES
 
@@ -290,7 +290,7 @@ def _attend_with_bias_per_window(
     return torch.unflatten(out, 1, tuple(bias.shape[1:3])).flatten(0, 1)
 
 
-@remembered
+@cache_by_shape
 def relative_position_index(device: torch.device, side: int) -> torch.Tensor:
     """Row of the bias table for every pair of tokens of a window, `[L, L]`."""
     steps = torch.arange(side, device=device)

@@ -16,7 +16,7 @@ from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid, positions_for, resample_after_prefix
-from inline_attention.layers.watching import has_hooks
+from inline_attention.layers.hooks import has_hooks
 from inline_attention.models.base import (
     VisionModel,
     check_counts,

@@ -146,8 +146,7 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: to
         )
     _check_same("dtype", {"v": v.dtype, "local_weight": local_weight.dtype}, "use local_weight.to(v.dtype)")
     _check_same("device", {"v": v.device, "local_weight": local_weight.device}, "use local_weight.to(v.device)")
-    if not isinstance(num_prefix_tokens, int) or isinstance(num_prefix_tokens, bool) or num_prefix_tokens < 0:
-        raise ValueError(f"num_prefix_tokens must be an integer ≥ 0, got {num_prefix_tokens!r}")
+    check_prefix_tokens(num_prefix_tokens)
     if grid_size is None:
         raise ValueError(f"local_weight needs grid_size=(h, w); {_grid_hint(tokens - num_prefix_tokens)}")
     if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -162,6 +161,12 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: to
             f"= {num_prefix_tokens + height * width} ≠ {tokens}; {_grid_hint(tokens - num_prefix_tokens)}"
         )
     return height, width  # pyright: ignore[reportUnknownVariableType]
+
+
+def check_prefix_tokens(num_prefix_tokens: Any) -> None:
+    """Check that `num_prefix_tokens` is an integer of at least 0."""
+    if not isinstance(num_prefix_tokens, int) or isinstance(num_prefix_tokens, bool) or num_prefix_tokens < 0:
+        raise ValueError(f"num_prefix_tokens must be an integer ≥ 0, got {num_prefix_tokens!r}")
 
 
 def check_feature_map(feature_map: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether somebody would notice that a module was not called, or was shown fewer tokens, or that its output is gone."""
+"""Questions about hooks, asked before a module call is skipped or fused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.nn.modules import module as torch_module
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """Whether somebody waits for a call of one of the modules, or for the gradients of one; of any module, even."""
-    # torch has no public names for the questions.
+    """True if any of the modules, or PyTorch globally, has forward or backward hooks."""
+    # torch has no public names for these.
     if torch_module._has_any_global_hook():  # pyright: ignore[reportPrivateUsage]
         return True
     for module in modules:  # not `any`, whose generator takes longer than the question
@@ -24,15 +24,15 @@ def has_hooks(*modules: nn.Module) -> bool:
 
 
 def must_be_called(*modules: nn.Module) -> bool:
-    """Whether one of the modules has hooks, or a `forward` put on the instance, as offloading libraries do."""
+    """True if a module has hooks, or a `forward` set on the instance, as offloading libraries do."""
     for module in modules:
         if "forward" in module.__dict__:
             return True
     return has_hooks(*modules)
 
 
-def is_unseen(module: nn.Module) -> bool:
-    """Whether nobody but the caller of a module sees its output; of dispatch modes, the op takes care."""
+def has_private_output(module: nn.Module) -> bool:
+    """True if only the caller of a module sees its output: no hooks and no function modes."""
     if must_be_called(module):
         return False
     return torch._C._len_torch_function_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

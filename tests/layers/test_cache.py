@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from inline_attention.layers import remembering
-from inline_attention.layers.remembering import remembered
+from inline_attention.layers import cache
+from inline_attention.layers.cache import cache_by_shape
 from inline_attention.layers.window_attention import WindowAttention
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def counting():
     calls = []
 
-    @remembered
+    @cache_by_shape
     def numbers(device, count, start=0):
         calls.append((device, count, start))
         return torch.arange(start, start + count, device=device)
@@ -73,8 +73,8 @@ def test_a_compiler_makes_its_own():
 
 def test_large_ones_are_not_kept_and_a_full_store_is_emptied(monkeypatch):
     numbers, calls = counting()
-    monkeypatch.setattr(remembering, "LARGEST_KEPT", 8 * 5)
-    monkeypatch.setattr(remembering, "MOST_KEPT", 8 * 11)
+    monkeypatch.setattr(cache, "MAX_TENSOR_BYTES", 8 * 5)
+    monkeypatch.setattr(cache, "MAX_TOTAL_BYTES", 8 * 11)
     assert numbers(CPU, 6) is not numbers(CPU, 6)
     kept = numbers(CPU, 5)
     numbers(CPU, 4)
