@@ -121,7 +121,7 @@ def test_square_grids_are_inferred_and_others_explained():
     ("call", "message"),
     [
         (lambda: InLineAttention(10, 4), r"dim=10, num_heads=4; try num_heads=2"),
-        (lambda: InLineAttention(10, 0), r"at least 1, got dim=10, num_heads=0"),
+        (lambda: InLineAttention(10, 0), r"num_heads must be an integer ≥ 1, got 0"),
         (lambda: InLineAttention(8, 2, feature_map="gelu"), r"feature_map must be one of"),
         (lambda: InLineAttention(8, 2, normalization="softmax"), r"normalization must be one of"),
         (lambda: InLineAttention(8, 2, backend="trition"), r"backend must be one of.*'triton'"),

@@ -28,11 +28,15 @@ from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
     check_added_mask,
+    check_count,
+    check_dense,
     check_feature_map,
+    check_grid,
     check_mask,
     check_mask_form,
     check_normalization,
     check_prefix_tokens,
+    check_tokens,
     resolve_scale,
     unknown_name,
 )
@@ -96,8 +100,8 @@ class TokenAttention(ProjectedAttention):
             dtype: Their dtype.
         """
         super().__init__()
-        if num_heads < 1 or dim < 1:
-            raise ValueError(f"dim and num_heads must be at least 1, got {dim=}, {num_heads=}")
+        check_count("dim", dim)
+        check_count("num_heads", num_heads)
         if dim % num_heads != 0:
             raise ValueError(
                 f"dim must be divisible by num_heads, got {dim=}, {num_heads=}; "
@@ -193,6 +197,7 @@ class TokenAttention(ProjectedAttention):
         if attn_mask is not None and key_padding_mask is not None:
             raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
         if attn_mask is not None:
+            check_tokens("x", x, self.dim)
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
             is_of_many_shapes = attn_mask.is_floating_point()  # as NaFlexViT passes it, and nobody else
             has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
@@ -212,14 +217,9 @@ class TokenAttention(ProjectedAttention):
         local_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` without the output projection."""
-        if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ValueError(
-                f"x must be [B, N, {self.dim}], got shape {tuple(x.shape)}; "
-                "flatten a feature map [B, C, h, w] with .flatten(2).transpose(1, 2) and pass grid_size=(h, w)"
-            )
-        if key_padding_mask is not None:
-            with unrecorded():
-                check_mask_form(key_padding_mask, x)
+        grid_size = plain_sizes(grid_size)
+        with unrecorded():
+            self._check_inputs(x, grid_size, key_padding_mask, local_input)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
         grid_size = None if local_weight is None else self._resolve_grid(x, grid_size)
         if self.qkv is not None and self.q_norm is None and self.k_norm is None:
@@ -287,6 +287,19 @@ class TokenAttention(ProjectedAttention):
         if self.k_norm is not None:
             k = self.k_norm(k).to(v.dtype)
         return q, k, v, owns_queries
+
+    def _check_inputs(self, x: Any, grid_size: Any, key_padding_mask: Any, local_input: Any) -> None:
+        check_tokens("x", x, self.dim)
+        if grid_size is not None:  # checked even where no local term uses it
+            check_grid(grid_size, self.num_prefix_tokens, x.shape[1])
+        if key_padding_mask is not None:
+            check_mask_form(key_padding_mask, x)
+        if local_input is not None:
+            check_tokens("local_input", local_input, self.dim)
+            if local_input.shape != x.shape:
+                raise ValueError(
+                    f"local_input must have the shape of x, got {tuple(local_input.shape)} and {tuple(x.shape)}"
+                )
 
     def _local_weight(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
@@ -366,7 +379,7 @@ class KernelAttention(TokenAttention):
             "key_padding_mask": key_padding_mask,
             "local_weight": local_weight,
             "grid_size": grid_size,
-            "num_prefix_tokens": self.num_prefix_tokens,
+            "num_prefix_tokens": 0 if local_weight is None else self.num_prefix_tokens,
             "backend": self.backend,
         }
 
@@ -459,6 +472,7 @@ def heads_last(x: torch.Tensor) -> torch.Tensor:
 
 def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`[B, 1, 1, N]`, bool or what is added to scores (0 or -inf), as `[B, N]` bool."""
+    check_dense("attn_mask", attn_mask)
     batch, tokens, _ = x.shape
     if attn_mask.shape != (batch, 1, 1, tokens):
         raise ValueError(

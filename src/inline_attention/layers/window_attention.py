@@ -19,8 +19,15 @@ from torch import nn
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.cache import cache_by_shape
 from inline_attention.layers.grids import Extents, Windows, as_pairs
-from inline_attention.ops.tracing import is_exporting
-from inline_attention.ops.validation import FLOATING_DTYPES
+from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
+from inline_attention.ops.validation import (
+    FLOATING_DTYPES,
+    check_count,
+    check_grid,
+    check_mask_form,
+    check_rate,
+    check_tokens,
+)
 
 
 class WindowAttention(ProjectedAttention):
@@ -49,6 +56,9 @@ class WindowAttention(ProjectedAttention):
             proj_drop: Dropout rate on the projected output.
         """
         super().__init__()
+        _check_sizes(dim, num_heads, attn_drop)
+        check_count("window_size", window_size)
+        self.dim = dim
         self.num_heads = num_heads
         self.window_size = window_size
         self.shifted = shifted
@@ -86,6 +96,7 @@ class WindowAttention(ProjectedAttention):
         extents: Extents | None = None,
     ) -> torch.Tensor:
         """`forward` without the output projection."""
+        _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = self.qkv(x)
         if key_padding_mask is None:
             return self._mix(qkv, grid_size, None, self._shift(*grid_size))
@@ -102,6 +113,7 @@ class WindowAttention(ProjectedAttention):
 
     def set_window_size(self, window_size: int) -> None:
         """Change the window, resampling the relative position bias."""
+        check_count("window_size", window_size)
         if window_size == self.window_size:
             return
         table = resample_relative_positions(self.relative_position_bias_table.detach(), window_size)
@@ -182,9 +194,13 @@ class StripeAttention(ProjectedAttention):
             proj_drop: Dropout rate on the projected output.
         """
         super().__init__()
+        _check_sizes(dim, num_heads, attn_drop)
+        if stripe_width is not None:
+            check_count("stripe_width", stripe_width)
         branches = 1 if stripe_width is None else 2
         if num_heads % branches != 0:
             raise ValueError(f"two branches of stripes need an even number of heads, got {num_heads=}")
+        self.dim = dim
         self.num_heads = num_heads
         self.stripe_width = stripe_width
         self.attn_drop_rate = attn_drop
@@ -204,6 +220,7 @@ class StripeAttention(ProjectedAttention):
         self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`forward` without the output projection."""
+        _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = torch.unflatten(self.qkv(x), 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
         stripe = self.stripe_width
         if stripe is None:
@@ -249,6 +266,23 @@ class StripeAttention(ProjectedAttention):
         out = heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)).flatten(2)
         out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
         return out + _depthwise(tokens[:, :, :, 2], convolution)
+
+
+def _check_sizes(dim: int, num_heads: int, attn_drop: float) -> None:
+    check_count("dim", dim)
+    check_count("num_heads", num_heads)
+    if dim % num_heads != 0:
+        raise ValueError(f"dim must be divisible by num_heads, got {dim=}, {num_heads=}")
+    check_rate("attn_drop", attn_drop)
+
+
+def _check_inputs(x: torch.Tensor, dim: int, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None) -> None:
+    grid_size = plain_sizes(grid_size)
+    with unrecorded():
+        check_tokens("x", x, dim)
+        check_grid(grid_size, 0, x.shape[1])
+        if key_padding_mask is not None:
+            check_mask_form(key_padding_mask, x)
 
 
 def _rectangles(

@@ -58,8 +58,9 @@ def inline_attention(
         key_padding_mask: `[B, M]` bool, True for a real key. Padded keys and values count nowhere: not in the sums,
             not in M, not in the local term. Every row needs a real key.
         local_weight: `[B, H, Dv, 3, 3]`, a 3×3 kernel per sample and channel (cross-correlation, zero padding).
-        grid_size: `(h, w)` of the token grid; needed with `local_weight`, where N = M = num_prefix_tokens + h·w.
-        num_prefix_tokens: Class or register tokens before the grid; the local term neither reads nor changes them.
+        grid_size: `(h, w)` of the token grid; given with `local_weight` only, where N = M = num_prefix_tokens + h·w.
+        num_prefix_tokens: Class or register tokens before the grid, which the local term neither reads nor changes;
+            given with `local_weight` only.
         overwrite_q: Allow the result to take the memory of q where no gradients are asked for, which saves a tensor of
             that size. Some kernels do, compiled graphs never; do not read q, or what shares its memory, afterwards.
         backend: "auto", or by name "cuda", "triton", "eager", or "reference" (explicit weights, quadratic memory).
@@ -265,6 +266,8 @@ def _validated_call(
     if local_weight is not None:
         validation.check_self_attention(q, k)
         grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
+    else:
+        validation.check_no_local(grid_size, num_prefix_tokens)
     return AttentionCall(
         q, k, v, qkv, scale, feature_map, normalization,
         key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q,

@@ -6,7 +6,7 @@ Shapes: `[..., D]` in, `[..., D]` out for the built-in maps. A callable may chan
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -53,12 +53,16 @@ def apply_feature_map(feature_map: str | FeatureMap, x: torch.Tensor, compute_dt
     """phi(x) of `[B, N, H, D]` in the compute dtype, which is at least as wide as float32 and the dtype of x."""
     if isinstance(feature_map, str):
         return FEATURE_MAPS[feature_map](x.to(compute_dtype))
-    # A callable may have float32 parameters, so it sees float32 (float64 for float64) and its result is widened.
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    mapped = feature_map(x)
-    if mapped.shape[:-1] != x.shape[:-1] or mapped.dtype != x.dtype:
+    # A callable may have float32 parameters, so it sees float32 (float64 for float64) and its result is widened. It
+    # sees a copy, which it may change in place: q and k are the caller's, and may share memory.
+    x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    mapped: Any = feature_map(x)
+    if not isinstance(mapped, torch.Tensor) or mapped.layout != torch.strided or mapped.is_nested:
+        raise ValueError(f"a callable feature_map must return a dense tensor, got {type(mapped).__name__}")
+    if mapped.shape[:-1] != shape[:-1] or mapped.dtype != dtype or mapped.device != device:
         raise ValueError(
-            "a callable feature_map must keep every dimension but the last, and the dtype; "
-            f"it turned {tuple(x.shape)} {x.dtype} into {tuple(mapped.shape)} {mapped.dtype}"
+            "a callable feature_map must keep every dimension but the last, the dtype and the device; it turned "
+            f"{tuple(shape)} {dtype} on {device} into {tuple(mapped.shape)} {mapped.dtype} on {mapped.device}"
         )
     return mapped.to(compute_dtype)

@@ -5,10 +5,10 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, get_args
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from inline_attention.ops.call import Normalization
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.ops.tracing import are_plain_eager_tensors
+from inline_attention.support.text import did_you_mean
 
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 _LARGEST_SCALE = sys.float_info.max  # integers know no infinity, and go further
@@ -25,8 +26,7 @@ FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def unknown_name(argument: str, value: object, known: Iterable[str]) -> ValueError:
     """The error for a name that is not among `known`, with the nearest one suggested."""
     known = list(known)
-    nearest = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    hint = did_you_mean(value, known)
     return ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
 
 
@@ -96,6 +96,7 @@ def check_mask_form(key_padding_mask: Any, k: torch.Tensor) -> None:
             f"key_padding_mask must be a bool tensor, True for a real key, got {got}; "
             "use mask.bool(), and ~mask if yours marks padding (as nn.MultiheadAttention's does)"
         )
+    check_dense("key_padding_mask", key_padding_mask)
     if (
         key_padding_mask.dim() != 2
         or key_padding_mask.shape[0] != k.shape[0]
@@ -149,6 +150,21 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: to
     check_prefix_tokens(num_prefix_tokens)
     if grid_size is None:
         raise ValueError(f"local_weight needs grid_size=(h, w); {_grid_hint(tokens - num_prefix_tokens)}")
+    return check_grid(grid_size, num_prefix_tokens, tokens)
+
+
+def check_no_local(grid_size: Any, num_prefix_tokens: Any) -> None:
+    """Check that a call without `local_weight` has neither a grid nor prefix tokens: only the local term uses them."""
+    check_prefix_tokens(num_prefix_tokens)
+    if grid_size is not None or num_prefix_tokens != 0:
+        raise ValueError(
+            f"grid_size and num_prefix_tokens need local_weight, got {grid_size=}, {num_prefix_tokens=} without it; "
+            "pass local_weight [B, H, Dv, 3, 3], or leave both out: without the 3×3 term, all tokens are treated alike"
+        )
+
+
+def check_grid(grid_size: Any, num_prefix_tokens: int, tokens: int) -> tuple[int, int]:
+    """Check that `grid_size` is (h, w) with prefix + h·w = tokens; return it."""
     if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"grid_size must be a pair (h, w), got {grid_size!r}")
     height, width = grid_size  # pyright: ignore[reportUnknownVariableType]
@@ -165,14 +181,35 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: to
 
 def check_prefix_tokens(num_prefix_tokens: Any) -> None:
     """Check that `num_prefix_tokens` is an integer of at least 0."""
-    if not isinstance(num_prefix_tokens, int) or isinstance(num_prefix_tokens, bool) or num_prefix_tokens < 0:
-        raise ValueError(f"num_prefix_tokens must be an integer ≥ 0, got {num_prefix_tokens!r}")
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
 
 
 def check_feature_map(feature_map: Any) -> None:
     """Check that `feature_map` is a known name or a callable."""
     if not callable(feature_map) and not (isinstance(feature_map, str) and feature_map in FEATURE_MAPS):
         raise unknown_name("feature_map", feature_map, FEATURE_MAPS)
+
+
+def check_tokens(name: str, x: Any, dim: int) -> None:
+    """Check the input `[B, N, C]` of a layer."""
+    _check_tensor(name, x)
+    if x.dim() != 3 or x.shape[2] != dim:
+        raise ValueError(
+            f"{name} must be [B, N, {dim}], got shape {_shape(x)}; "
+            "flatten a feature map [B, C, h, w] with .flatten(2).transpose(1, 2) and pass grid_size=(h, w)"
+        )
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Check that an argument is an integer of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
+
+
+def check_rate(name: str, rate: Any) -> None:
+    """Check that an argument is a probability."""
+    if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {rate!r}")
 
 
 def check_flag(name: str, flag: Any) -> None:
@@ -191,18 +228,32 @@ def resolve_scale(scale: Any, head_dim: int) -> float:
     """`scale` if it is a finite number, `head_dim ** -0.5` for None."""
     if scale is None:
         return head_dim**-0.5
-    if not isinstance(scale, (int, float)) or not -_LARGEST_SCALE <= scale <= _LARGEST_SCALE:  # a NaN is neither
+    if (
+        not isinstance(scale, (int, float)) or isinstance(scale, bool) or not -_LARGEST_SCALE <= scale <= _LARGEST_SCALE
+    ):  # a NaN is neither
         raise ValueError(f"scale must be a finite number, or None for D ** -0.5, got {scale!r}")
     return float(scale) if isinstance(scale, int) else scale
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor")
+    check_dense(name, tensor)
     if tensor.dtype not in FLOATING_DTYPES:
         raise ValueError(
             f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}; use {name}.float()"
         )
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Check that an argument is a tensor, neither sparse nor nested."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor")
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pad it with {name}.to_padded_tensor(0) and mark the "
+            "padding in key_padding_mask"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}; use {name}.to_dense()")
 
 
 def _check_same(what: str, values: dict[str, object], remedy: str) -> None:
