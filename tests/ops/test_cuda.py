@@ -70,11 +70,11 @@ def test_a_kept_binary_that_was_cut_short_is_compiled_again(tmp_path, monkeypatc
 
 @pytest.mark.usefixtures("_nvrtc")
 def test_a_full_disk_leaves_no_half_binaries(tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(compiler, "_compile", lambda *_: b"a binary")
-    monkeypatch.setattr(compiler.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     assert compiler.compile_binary("sm_90", launch.defines(torch.bfloat16, 32))
     assert not list(tmp_path.iterdir())
 

@@ -1,16 +1,13 @@
 """CUDA C++ without a compiler on the user's machine: NVRTC, which comes with PyTorch, builds the kernels at first use.
 
-Binaries are kept in the user's cache folder, under a name that covers the source, the options and NVRTC's version, each
-after its checksum: one that was cut short is compiled again.
+`binary_cache` keeps the binaries, under a key that covers the source, the options and NVRTC's version.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,12 +15,13 @@ from typing import Any, cast
 
 import torch
 
+from inline_attention.ops.backends.cuda import binary_cache
+
 SOURCE = Path(__file__).with_name("kernels.cu")
 # Members of the driver's CUfunction_attribute.
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class CompilerUnavailableError(RuntimeError):
@@ -104,11 +102,10 @@ def compile_binary(architecture: str, defines: Mapping[str, int]) -> bytes:
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     source = SOURCE.read_bytes()
     key = hashlib.sha256(b"\0".join([source, *map(str.encode, options), f"{major.value}.{minor.value}".encode()]))
-    cached = _cache_folder() / f"{key.hexdigest()[:32]}.cubin"
-    binary = _stored(cached)
+    binary = binary_cache.read(key.hexdigest())
     if binary is None:
         binary = _compile(nvrtc, source, options)
-        _store(cached, binary)
+        binary_cache.write(key.hexdigest(), binary)
     return binary
 
 
@@ -132,36 +129,6 @@ def _compile(nvrtc: Any, source: bytes, options: list[str]) -> bytes:
         return binary.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _stored(path: Path) -> bytes | None:
-    """The binary that is kept under a path; None where there is none, or not the whole of it."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    checksum, binary = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-    return binary if checksum == hashlib.sha256(binary).digest() else None
-
-
-def _store(path: Path, binary: bytes) -> None:
-    """Keep the binary for the next process; a cache that cannot be written is no cache, not an error."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
-            temporary.write(hashlib.sha256(binary).digest() + binary)
-        os.replace(temporary.name, path)
-    except OSError:
-        if temporary is not None:
-            Path(temporary.name).unlink(missing_ok=True)
-
-
-def _cache_folder() -> Path:
-    chosen = os.environ.get("INLINE_ATTENTION_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inline_attention"
 
 
 @cache
