@@ -221,7 +221,7 @@ class TokenAttention(ProjectedAttention):
         with unrecorded():
             self._check_inputs(x, grid_size, key_padding_mask, local_input)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
-        grid_size = None if local_weight is None else self._resolve_grid(x, grid_size)
+        grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
         if self.qkv is not None and self.q_norm is None and self.k_norm is None:
             qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
             out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
@@ -316,11 +316,13 @@ class TokenAttention(ProjectedAttention):
             weight = weight + static.to(weight.dtype)
         return weight
 
-    def _resolve_grid(self, x: torch.Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+    def _resolve_grid(
+        self, num_tokens: int, grid_size: tuple[int, int] | None, x: torch.Tensor | None = None
+    ) -> tuple[int, int]:
         """Return the grid of a call: the given one, that of the patches, or a square."""
         if grid_size is not None:
             return grid_size
-        (num_tokens,) = plain_sizes((x.shape[1],))
+        (num_tokens,) = plain_sizes((num_tokens,))
         tokens = num_tokens - self.num_prefix_tokens
         expected = self.default_grid_size if self.patch_grid is None else self.patch_grid.current(x)
         if expected is not None and expected[0] * expected[1] == tokens:

@@ -97,11 +97,11 @@ class PatchGrid:
             module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, place), always_call=True)
 
-    def current(self, tokens: torch.Tensor) -> GridSize | None:
+    def current(self, tokens: torch.Tensor | None = None) -> GridSize | None:
         """Return the grid of the running call, or the native one for a call that starts inside the model.
 
         Args:
-            tokens: `[B, N, C]`, the input of an attention.
+            tokens: `[B, N, C]`, the input of an attention; None if it is not at hand.
 
         Raises:
             ValueError: If a checkpoint is recomputed and the grid of the original call is not known.

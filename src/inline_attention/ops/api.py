@@ -7,7 +7,7 @@ Heads come last but one, as the qkv projection leaves them: no transposes around
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,11 +18,8 @@ from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_transformed, plain_sizes, unrecorded
 
-WeightKind = Literal["inline", "linear", "magnitude", "softmax"]
 _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
-    "inline": "subtract",
-    "linear": "divide",
-    "magnitude": "magnitude",
+    kind: normalization for normalization, kind in reference.KIND_OF_NORMALIZATION.items()
 }
 
 
@@ -157,7 +154,7 @@ def attention_weights(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
-    kind: WeightKind = "inline",
+    kind: reference.AttentionKind = "inline",
     scale: float | None = None,
     feature_map: str | FeatureMap = "identity",
     key_padding_mask: torch.Tensor | None = None,

@@ -8,10 +8,19 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
+
+AttentionKind: TypeAlias = Literal["softmax", "linear", "inline", "magnitude"]
+KIND_OF_NORMALIZATION: dict[Normalization, AttentionKind] = {
+    "subtract": "inline",
+    "divide": "linear",
+    "magnitude": "magnitude",
+}
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -46,12 +55,31 @@ def kernel_weights(
     key = apply_feature_map(feature_map, k, torch.float64)
     if key_padding_mask is None:
         key_padding_mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    real = key_padding_mask[:, None, None, :]
     key = key.masked_fill(~key_padding_mask[:, :, None, None], 0)  # padding may hold NaN, and 0 · NaN is NaN
-
-    count = real.sum(-1, keepdim=True).clamp(min=1)
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", query, key)
-    mean = scores.sum(-1, keepdim=True) / count
+    return weights_from_scores(scores, normalization, key_padding_mask[:, None, None, :])
+
+
+def weights_from_scores(
+    scores: torch.Tensor, normalization: Normalization | None, visible: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Turn scores `[..., N, M]` into weights, whose rows sum to one over the visible keys; the others get zero.
+
+    Hidden keys count nowhere: not in a softmax, not in a mean score, not in the number M of keys. A query that sees no
+    key has a row of zeros.
+
+    Args:
+        scores: Scaled inner products, finite.
+        normalization: Normalization of linear-time attention; None for softmax.
+        visible: True where a query sees a key, broadcast to `[..., N, M]`; None when all see all.
+    """
+    if visible is None:
+        visible = torch.ones((), dtype=torch.bool, device=scores.device)
+    visible = visible.expand_as(scores)
+    if normalization is None:
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)
+    count = visible.sum(-1, keepdim=True).clamp(min=1)
+    mean = scores.masked_fill(~visible, 0).sum(-1, keepdim=True) / count
     divisible = mean.abs() > SMALLEST_MEAN_SCORE
     inverse = torch.where(divisible, 1 / torch.where(divisible, mean, 1), 0)
     if normalization == "subtract":
@@ -60,7 +88,7 @@ def kernel_weights(
         weights = torch.where(divisible, scores * inverse, 1)
     else:
         weights = torch.where(divisible, (1 + inverse) * scores - mean, scores - mean + 1)
-    return torch.where(real, weights / count, 0)
+    return torch.where(visible, weights / count, 0)
 
 
 def softmax_weights(
@@ -68,9 +96,7 @@ def softmax_weights(
 ) -> torch.Tensor:
     """Weights `[B, H, N, M]` in float64 of softmax attention."""
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double())
-    if key_padding_mask is not None:
-        scores = scores.masked_fill(~key_padding_mask[:, None, None, :], -torch.inf)
-    return scores.softmax(-1)
+    return weights_from_scores(scores, None, None if key_padding_mask is None else key_padding_mask[:, None, None, :])
 
 
 def _local_term(

@@ -202,7 +202,7 @@ def check_tokens(name: str, x: Any, dim: int) -> None:
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Check that an argument is an integer of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
 
 

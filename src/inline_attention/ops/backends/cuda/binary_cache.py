@@ -12,7 +12,7 @@ import hashlib
 import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -83,7 +83,7 @@ def location() -> Path | None:
 
 
 @contextmanager
-def _open_folder(*, create: bool) -> Iterator[int]:
+def _open_folder(*, create: bool) -> Generator[int]:
     """Open the cache folder and yield its descriptor.
 
     Raises:
