@@ -105,6 +105,4 @@ def _backward(grad_out: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
         return launch.backward(grad_out, *arguments)
 
 
-run, prepare = fused_op.register(
-    "cuda", _forward, _backward, largest_head_dim=max(HEAD_DIMS), can_make_state_again=True
-)
+run = fused_op.register("cuda", _forward, _backward, largest_head_dim=max(HEAD_DIMS), can_make_state_again=True)

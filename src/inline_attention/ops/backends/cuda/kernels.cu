@@ -1,8 +1,9 @@
 // InLine attention for NVIDIA tensor cores, in four passes: accumulate, merge, output; and back.
 //
 // Compiled at run time by NVRTC for one head dim and one half type (HEAD_DIM, IS_BF16); no headers, no dependencies.
-// docs/kernels.md has the algorithm, what is read and written, and what was measured. The parameters of each kernel
-// are one struct passed by value; launch.py packs them, field by field, in the same order.
+// launch.py defines these and all other constants that both sides need. docs/kernels.md has the algorithm, what is read
+// and written, and what was measured. Each kernel has one parameter, a struct passed by value; arguments.py reads the
+// structs from this file and packs their fields.
 //
 // Three ideas carry everything here:
 //
@@ -21,18 +22,14 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr int SLAB = 32;
-constexpr int UNIT = 64;
 constexpr int HEADS_PER_UNIT = UNIT / HEAD_DIM;
-constexpr int CHUNK = 8;
 constexpr int HALVES = HEAD_DIM / SLAB;            // slabs of one head
 constexpr int INNER = HEAD_DIM / 16;               // matrix instructions along a head
 constexpr int PARTS = IS_BF16 ? 3 : 2;             // half matrices that make up a float32 one
-constexpr int PITCH = SLAB * 2 + 16;               // bytes from token to token: eight tokens' chunks in different banks
 constexpr u32 ONE = IS_BF16 ? 0x3f80u : 0x3c00u;
 constexpr u32 ONES = ONE << 16 | ONE;
 
-#define PACKED_OTHERWISE "launch.py packs another struct"
+#define PACKED_OTHERWISE "arguments.py packs another struct"
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64, "fragments are laid out for head dims 32 and 64");
 
 // ---------------------------------------------------------------------------------------------- instructions
@@ -163,7 +160,6 @@ struct Lane {
   __device__ __forceinline__ Lane() : id(threadIdx.x & 31), g(id >> 2), c(id & 3), row((g >> 1) + 4 * (g & 1)) {}
 };
 
-constexpr int BLOCK_THREADS = 128;                 // of every block that multiplies
 constexpr int MATRIX_PITCH = HEAD_DIM * 2 + 16;    // bytes from row to row: eight rows' chunks in different banks
 constexpr int PART_BYTES = HEADS_PER_UNIT * HEAD_DIM * MATRIX_PITCH;
 
@@ -341,8 +337,6 @@ struct AccumulateParams {
 };
 static_assert(sizeof(AccumulateParams) == ACCUMULATE_BYTES, PACKED_OTHERWISE);
 
-constexpr int STAGES = 3;
-constexpr int STAGE_TOKENS = 64;
 constexpr int ACCUMULATE_WARPS = BLOCK_THREADS / 32;
 constexpr int TENSOR_BYTES = STAGE_TOKENS * UNIT * 2;
 constexpr int STAGE_BYTES = 2 * TENSOR_BYTES;
@@ -589,8 +583,6 @@ struct MergeParams {
 };
 static_assert(sizeof(MergeParams) == MERGE_BYTES, PACKED_OTHERWISE);
 
-constexpr int MERGE_THREADS = 256;
-
 // blockIdx.x = head, blockIdx.y = some elements of its matrix; SHARES threads share the splits of an element.
 template <bool CENTRED, int MERGE_SHARES> __device__ __forceinline__ void merge(const MergeParams& p) {
   constexpr int MERGE_ELEMENTS = MERGE_THREADS / MERGE_SHARES;
@@ -636,8 +628,8 @@ template <bool CENTRED, int MERGE_SHARES> __device__ __forceinline__ void merge(
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge(const __grid_constant__ MergeParams p) { merge<true, 1>(p); }
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_backward(const __grid_constant__ MergeParams p) { merge<false, 1>(p); }
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many(const __grid_constant__ MergeParams p) { merge<true, 4>(p); }
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many_backward(const __grid_constant__ MergeParams p) { merge<false, 4>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many(const __grid_constant__ MergeParams p) { merge<true, MANY_SHARES>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many_backward(const __grid_constant__ MergeParams p) { merge<false, MANY_SHARES>(p); }
 
 // ---------------------------------------------------------------------------------------------- tiles of the grid
 
@@ -650,9 +642,6 @@ struct Layout {
   int roles;                           // kinds of blocks for the same tile
   u32 units_inverse, tiles_across_inverse, tiles_inverse, roles_inverse;
 };
-
-constexpr int STRIP = 8;               // columns of one warp
-constexpr int GROUPS = 2;              // strips of one block
 
 struct Place {
   int role, unit, tile, batch;
@@ -851,8 +840,7 @@ struct OutputParams {
 };
 static_assert(sizeof(OutputParams) == OUTPUT_BYTES, PACKED_OTHERWISE);
 
-constexpr int TILE_THREADS = 2 * GROUPS * 32;
-static_assert(TILE_THREADS == BLOCK_THREADS, "matrices are shared by all threads of a block");
+static_assert(2 * GROUPS * 32 == BLOCK_THREADS, "matrices are shared by all threads of a block");
 using OutputStrip = Strip<true, HALVES>;
 
 // `value_mean` and `weights` of the unit; `prepare` sees to it that the covariances are in shared memory.
@@ -909,8 +897,8 @@ template <bool LOCAL> __device__ __forceinline__ void output_tile(const OutputPa
   output<LOCAL>(p, place, p.value_mean + first * HEAD_DIM, p.local_weight + first * (HEAD_DIM * 9), covariances, [&] { fetched.share(covariances); });
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) inline_output(const __grid_constant__ OutputParams p) { output_tile<false>(p); }
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_output_local(const __grid_constant__ OutputParams p) { output_tile<true>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) inline_output(const __grid_constant__ OutputParams p) { output_tile<false>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_output_local(const __grid_constant__ OutputParams p) { output_tile<true>(p); }
 
 // ---------------------------------------------------------------------------------------------- both at once
 
@@ -919,7 +907,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_o
 struct SampleParams { AccumulateParams accumulate; OutputParams output; };
 static_assert(sizeof(SampleParams) == SAMPLE_BYTES, PACKED_OTHERWISE);
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_sample(const __grid_constant__ SampleParams p) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_sample(const __grid_constant__ SampleParams p) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float key_mean[UNIT], value_mean[UNIT];
   __shared__ __align__(16) u16 weights[UNIT * 9];
@@ -940,7 +928,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_s
     float4* target = (float4*)(p.accumulate.product + first * (HEAD_DIM * HEAD_DIM)) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < FetchedMatrices::VECTORS; ++i)
-      if (FetchedMatrices::head_of(i) < heads - first_head) target[i * TILE_THREADS] = fetched.values[i];
+      if (FetchedMatrices::head_of(i) < heads - first_head) target[i * BLOCK_THREADS] = fetched.values[i];
     if (threadIdx.x < channels) {
       p.accumulate.left_mean[first * HEAD_DIM + threadIdx.x] = key_mean[threadIdx.x];
       p.accumulate.right_mean[first * HEAD_DIM + threadIdx.x] = value_mean[threadIdx.x];
@@ -1138,7 +1126,7 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
     __syncthreads();
     const int weights = min(UNIT, l.channels - place.unit * UNIT) * 9;
     const i64 target = (((i64)place.batch * l.tiles + place.tile) * l.channels + place.unit * UNIT) * 9;
-    for (int i = threadIdx.x; i < weights; i += TILE_THREADS) {
+    for (int i = threadIdx.x; i < weights; i += BLOCK_THREADS) {
       const float sum = exchange[0][i] + exchange[1][i];
       if (l.tiles == 1) p.grad_local[target + i] = (u16)pack(sum, 0.0f);
       else p.grad_local_parts[target + i] = sum;
@@ -1146,8 +1134,8 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
   }
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_gradient(const __grid_constant__ GradientParams p) { gradient<false>(p); }
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) inline_gradient_local(const __grid_constant__ GradientParams p) { gradient<true>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_gradient(const __grid_constant__ GradientParams p) { gradient<false>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_gradient_local(const __grid_constant__ GradientParams p) { gradient<true>(p); }
 
 // ---------------------------------------------------------------------------------------------- sum over tiles
 
@@ -1173,7 +1161,7 @@ template <int SHARES> __device__ __forceinline__ void sum_tiles(const TileSumPar
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<1>(p); }
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_many_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<8>(p); }
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_many_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<MANY_TILES_SHARES>(p); }
 
 // ---------------------------------------------------------------------------------------------- the 3×3 weights
 
@@ -1195,8 +1183,6 @@ struct PredictParams {
   int count, splits, channels, units;
 };
 static_assert(sizeof(PredictParams) == PREDICT_BYTES, PACKED_OTHERWISE);
-
-constexpr int PREDICT_THREADS = 256;
 
 __device__ __forceinline__ float dot(const u16* row, const float* vector, int chunks) {
   float sum = 0.0f;

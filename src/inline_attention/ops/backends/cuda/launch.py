@@ -6,29 +6,27 @@ Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim; channels C = H · D.
 from __future__ import annotations
 
 import math
-import struct
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
-from inline_attention.ops.backends.cuda import compiler
+from inline_attention.ops.backends.cuda import arguments, compiler
 from inline_attention.ops.fused_op import Problem, empty_state
 
-# The constants of kernels.cu.
-SLAB, UNIT, CHUNK = 32, 64, 8
-ACCUMULATE_THREADS, STAGE_TOKENS, STAGES = 128, 64, 3
-PITCH = SLAB * 2 + 16
-ACCUMULATE_SHARED_BYTES = STAGES * STAGE_TOKENS * UNIT * 2 * 2
-STAGING_BYTES = ACCUMULATE_THREADS // 32 * 16 * PITCH
-MERGE_THREADS = 256
+# Constants that kernels.cu shares: see `defines`.
+SLAB, UNIT, CHUNK = 32, 64, 8  # channels of a warp, of a block, of sixteen bytes
+PITCH = SLAB * 2 + 16  # bytes from token to token in shared memory: eight tokens' chunks lie in different banks
+BLOCK_THREADS = 128  # of every block that multiplies
+STAGES, STAGE_TOKENS = 3, 64
+STRIP, GROUPS = 8, 2  # columns of a warp, strips of a block
+MERGE_THREADS, PREDICT_THREADS = 256, 256
+MANY_SHARES, MANY_TILES_SHARES = 4, 8  # threads that share the splits, or the tiles, of an element
 
-STRIP, GROUPS = 8, 2
-TILE_THREADS = 2 * GROUPS * 32
-PREDICT_THREADS = 256
-MANY_TILES, MANY_TILES_SHARES = 8, 8
-MANY_SPLITS, MANY_SHARES = 8, 4
+ACCUMULATE_SHARED_BYTES = STAGES * STAGE_TOKENS * UNIT * 2 * 2
+STAGING_BYTES = BLOCK_THREADS // 32 * 16 * PITCH
+MANY_TILES, MANY_SPLITS = 8, 8
 # Blocks that share a multiprocessor, by head dim: what registers allow.
 TILE_BLOCKS = {32: 3, 64: 2}
 ACCUMULATE_BLOCKS = {32: 4, 64: 3}
@@ -44,15 +42,14 @@ MOST_SPLITS = 64
 # Tokens that merging the splits costs as much as: a launch, and the partial sums read again.
 MERGE_TOKENS = 384
 
-_ACCUMULATE = struct.Struct("QqqQqqQQQQQqqffiiiiiII0q")
-_MERGE = struct.Struct("QQQQQQffiii0q")
-_LAYOUT = "12i4I"
-_OUTPUT = struct.Struct(f"{_LAYOUT}QqqQqqQQQQ")
-_SAMPLE = struct.Struct(f"{_ACCUMULATE.format}{_OUTPUT.format}")
-_GRADIENT = struct.Struct(f"{_LAYOUT}QqqQqqQqqQQQQQQqqQqqQQ")
-_TILE_SUM = struct.Struct("QQiiq")
-TOKEN_SUM = struct.Struct("QqqQiiiiii")
-PREDICT = struct.Struct("QqqQQQQQQiiii")
+_ACCUMULATE = arguments.struct_of("AccumulateParams")
+_MERGE = arguments.struct_of("MergeParams")
+_OUTPUT = arguments.struct_of("OutputParams")
+_SAMPLE = arguments.struct_of("SampleParams")
+_GRADIENT = arguments.struct_of("GradientParams")
+_TILE_SUM = arguments.struct_of("TileSumParams")
+TOKEN_SUM = arguments.struct_of("TokenSumParams")
+PREDICT = arguments.struct_of("PredictParams")
 
 
 class Layout(NamedTuple):
@@ -364,7 +361,7 @@ def sample_layout(batches: int, tokens: int, channels: int, problem: Problem) ->
 def strip_bytes(head_dim: int) -> int:
     """Shared memory of a block's strips."""
     neighbours, own = 2 * (STRIP + 2) * PITCH, head_dim // SLAB * 16 * PITCH
-    return TILE_THREADS // 32 * 4 * (neighbours + own)
+    return BLOCK_THREADS // 32 * 4 * (neighbours + own)
 
 
 def _merge(
@@ -440,11 +437,24 @@ def load_kernels(device_index: int, dtype: torch.dtype, head_dim: int) -> dict[s
 
 
 def defines(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """The preprocessor constants of kernels.cu."""
+    """Return the preprocessor constants of kernels.cu."""
     return {
         "HEAD_DIM": head_dim,
         "IS_BF16": int(dtype == torch.bfloat16),
         "TILE_BLOCKS": TILE_BLOCKS[head_dim],
+        "SLAB": SLAB,
+        "UNIT": UNIT,
+        "CHUNK": CHUNK,
+        "PITCH": PITCH,
+        "BLOCK_THREADS": BLOCK_THREADS,
+        "STAGES": STAGES,
+        "STAGE_TOKENS": STAGE_TOKENS,
+        "STRIP": STRIP,
+        "GROUPS": GROUPS,
+        "MERGE_THREADS": MERGE_THREADS,
+        "PREDICT_THREADS": PREDICT_THREADS,
+        "MANY_SHARES": MANY_SHARES,
+        "MANY_TILES_SHARES": MANY_TILES_SHARES,
         "ACCUMULATE_BYTES": _ACCUMULATE.size,
         "MERGE_BYTES": _MERGE.size,
         "OUTPUT_BYTES": _OUTPUT.size,
@@ -457,17 +467,17 @@ def defines(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 
 
 KERNELS = {
-    "inline_accumulate": ACCUMULATE_THREADS,
-    "inline_accumulate_backward": ACCUMULATE_THREADS,
+    "inline_accumulate": BLOCK_THREADS,
+    "inline_accumulate_backward": BLOCK_THREADS,
     "inline_merge": MERGE_THREADS,
     "inline_merge_backward": MERGE_THREADS,
     "inline_merge_many": MERGE_THREADS,
     "inline_merge_many_backward": MERGE_THREADS,
-    "inline_output": TILE_THREADS,
-    "inline_output_local": TILE_THREADS,
-    "inline_sample": TILE_THREADS,
-    "inline_gradient": TILE_THREADS,
-    "inline_gradient_local": TILE_THREADS,
+    "inline_output": BLOCK_THREADS,
+    "inline_output_local": BLOCK_THREADS,
+    "inline_sample": BLOCK_THREADS,
+    "inline_gradient": BLOCK_THREADS,
+    "inline_gradient_local": BLOCK_THREADS,
     "inline_sum_tiles": MERGE_THREADS,
     "inline_sum_many_tiles": MERGE_THREADS,
     "inline_sum_tokens": PREDICT_THREADS,
