@@ -13,7 +13,8 @@ from inline_attention.analysis.neighbourhoods import neighbour_table, neighbourh
 from inline_attention.analysis.probes import attention_layers, capture_attention, choose_heads, choose_layers, observed
 from inline_attention.layers import attention as attention_module
 from inline_attention.layers.conversion import convert_attention
-from inline_attention.ops import attention_weights, inline_attention
+from inline_attention.ops import attention_weights
+from inline_attention.ops.api import attend
 from inline_attention.ops.reference import kernel_weights, softmax_weights
 
 KINDS = ("softmax", "linear", "inline", "magnitude")
@@ -189,12 +190,12 @@ def test_neighbours_of_a_corner_an_edge_and_the_prefix():
 
 
 def test_queries_that_were_looked_at_are_not_given_up(monkeypatch):
-    def overwrite(q, k, v, *, overwrite_q, **options):
-        out = inline_attention(q, k, v, **options)
-        return q.copy_(out) if overwrite_q else out
+    def overwrite(call, backend):
+        out = attend(call, backend)
+        return call.q.copy_(out) if call.overwrite_q else out
 
     model, images = small_model("inline_pvt_tiny"), torch.randn(2, 3, 32, 64)
     expected = capture_attention(model, images)
-    monkeypatch.setattr(attention_module, "inline_attention", overwrite)
+    monkeypatch.setattr(attention_module, "attend", overwrite)
     for found, wanted in zip(capture_attention(model, images), expected, strict=True):
         assert torch.equal(found.q, wanted.q)

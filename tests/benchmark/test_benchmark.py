@@ -14,6 +14,7 @@ from inline_attention.benchmark.models import ModelCase, ModelSettings
 from inline_attention.benchmark.results import Measurement, WrongResultError
 from inline_attention.benchmark.timing import Timing, Work
 from inline_attention.ops import dispatch
+from ops.calls import use_backends
 
 CPU = torch.device("cpu")
 EAGER = next(backend for backend in dispatch.AUTO_BACKENDS if backend.name == "eager")
@@ -43,7 +44,7 @@ def backends(monkeypatch):
     """Put backends before eager in the dispatch table, alone: fused ones would run in Triton's interpreter here."""
 
     def install(*extra):
-        monkeypatch.setattr(dispatch, "AUTO_BACKENDS", (*extra, EAGER))
+        use_backends(monkeypatch, *extra, EAGER)
 
     install()
     return install

@@ -10,6 +10,7 @@ from inline_attention.benchmark import attention, models, timing
 from inline_attention.cli import bench
 from inline_attention.cli.main import app
 from inline_attention.ops import dispatch
+from ops.calls import use_backends
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -23,7 +24,7 @@ def invoke():
 def quick_measurements(monkeypatch):
     """Plain InLine alone, few rounds: fused backends would run in Triton's interpreter here."""
     eager = tuple(backend for backend in dispatch.AUTO_BACKENDS if backend.name == "eager")
-    monkeypatch.setattr(dispatch, "AUTO_BACKENDS", eager)
+    use_backends(monkeypatch, *eager)
     monkeypatch.setattr(attention, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(models, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(timing, "CPU_COPY_BYTES", 1 << 16)

@@ -11,6 +11,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, attention_weights, inline_attention
 from inline_attention.layers import attention as attention_module
+from inline_attention.ops.api import attend
 
 LAYERS = [InLineAttention, LinearAttention, SoftmaxAttention]
 
@@ -198,11 +199,11 @@ def given_up(monkeypatch) -> list[bool]:
     """Whether the layer gave up its queries, for every call of the op."""
     seen = []
 
-    def record(*tensors, overwrite_q, **options):
-        seen.append(overwrite_q)
-        return inline_attention(*tensors, **options)
+    def record(call, backend):
+        seen.append(call.overwrite_q)
+        return attend(call, backend)
 
-    monkeypatch.setattr(attention_module, "inline_attention", record)
+    monkeypatch.setattr(attention_module, "attend", record)
     return seen
 
 

@@ -2,8 +2,10 @@
 
 import torch
 
-from inline_attention import inline_attention, inline_attention_qkvpacked
+from inline_attention import inline_attention_qkvpacked
+from inline_attention.ops import api
 from inline_attention.ops.backends.cuda import launch
+from inline_attention.ops.call import AttentionCall
 
 
 def attend(backend: str, head_dim: int, dtype: torch.dtype) -> None:
@@ -14,7 +16,9 @@ def attend(backend: str, head_dim: int, dtype: torch.dtype) -> None:
         inline_attention_qkvpacked(qkv, backend=backend, **local).sum().backward()
         with torch.no_grad():
             q, k, v = (tensor.clone() for tensor in qkv.unbind(2))
-            inline_attention(q, k, v, overwrite_q=True, backend=backend, **local)
+            options = local or {"local_weight": None, "grid_size": None, "num_prefix_tokens": 0}
+            call = AttentionCall(q, k, v, None, 0.2, "identity", "subtract", None, overwrite_q=True, **options)
+            api.attend(call, backend)
 
 
 for head_dim in (32, 64):

@@ -16,6 +16,7 @@ from inline_attention.ops import dispatch
 from inline_attention.ops.backends import cuda
 from inline_attention.ops.backends.cuda import compiler, launch
 from inline_attention.ops.fused_op import Problem
+from ops.calls import attend_over_queries
 from ops.contract import OPTIONS, Option, Shape, check_call
 
 HALF_DTYPES = [torch.bfloat16, torch.float16]
@@ -96,7 +97,7 @@ def test_what_nvrtc_says_reaches_the_user():
 @pytest.mark.usefixtures("_nvrtc")
 def test_a_struct_that_python_packs_otherwise_does_not_compile():
     defines = launch.defines(torch.bfloat16, 32)
-    with pytest.raises(compiler.CompilerUnavailableError, match=r"launch\.py packs another struct"):
+    with pytest.raises(compiler.CompilerUnavailableError, match=r"arguments\.py packs another struct"):
         compiler.compile_binary("sm_90", defines | {"OUTPUT_BYTES": defines["OUTPUT_BYTES"] + 8})
 
 
@@ -254,7 +255,7 @@ def test_output_in_the_memory_of_the_queries(grid, head_dim, dtype):
         expected = inline_attention(q, k, v, backend="cuda", **local)
         for _ in range(3):
             queries = q.clone()
-            out = inline_attention(queries, k, v, overwrite_q=True, backend="cuda", **local)
+            out = attend_over_queries(queries, k, v, backend="cuda", **local)
             assert torch.equal(out, expected)
             assert (out.data_ptr() == queries.data_ptr()) == (head_dim == 32)
 
@@ -267,7 +268,7 @@ def test_overwriting_saves_one_tensor():
     for overwrite_q in (False, True, False, True):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        inline_attention(q, k, v, overwrite_q=overwrite_q, backend="cuda")
+        attend_over_queries(q, k, v, overwrite_q=overwrite_q, backend="cuda")
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # Less than that by what sums of splits take, before there is an output.
     assert peaks[2] - peaks[3] >= 0.9 * q.numel() * q.element_size()

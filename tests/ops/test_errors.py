@@ -7,6 +7,7 @@ import torch
 from inline_attention import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
 from inline_attention.ops import dispatch
 from inline_attention.ops.dispatch import Backend
+from ops.calls import use_backends
 
 T = torch.randn
 Q = T(2, 6, 2, 4)
@@ -133,7 +134,7 @@ def test_a_huge_integer_that_is_finite_is_a_scale():
 
 def test_named_backend_that_cannot_run_says_why(monkeypatch):
     never = Backend("never", lambda call: f"needs a moon phase, got {call.q.device}", lambda call: call.q)
-    monkeypatch.setattr(dispatch, "AUTO_BACKENDS", (never, *dispatch.AUTO_BACKENDS))
+    use_backends(monkeypatch, never, *dispatch.AUTO_BACKENDS)
     with pytest.raises(ValueError, match="'never' cannot run this call: needs a moon phase, got cpu; backend='auto'"):
         attend(backend="never")
     torch.testing.assert_close(attend(backend="auto"), attend(backend="eager"))
@@ -141,7 +142,7 @@ def test_named_backend_that_cannot_run_says_why(monkeypatch):
 
 def test_auto_takes_the_first_backend_that_can_run(monkeypatch):
     marker = Backend("marker", lambda call: None, lambda call: torch.full_like(call.v, 7))
-    monkeypatch.setattr(dispatch, "AUTO_BACKENDS", (marker, *dispatch.AUTO_BACKENDS))
+    use_backends(monkeypatch, marker, *dispatch.AUTO_BACKENDS)
     assert (attend() == 7).all()
 
 

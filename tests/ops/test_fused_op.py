@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inline_attention import inline_attention, inline_attention_qkvpacked
 from inline_attention.ops import dispatch, fused_op
+from inline_attention.ops.api import attend
 from inline_attention.ops.call import AttentionCall
+from ops.calls import use_backends
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 pytestmark = interpreted
@@ -213,7 +215,7 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
         for grad in grads:
             grad.zero_()
 
-    run, _ = fused_op.register("test_double", forward, backward, largest_head_dim=8, can_make_state_again=False)
+    run = fused_op.register("test_double", forward, backward, largest_head_dim=8, can_make_state_again=False)
     qkv = torch.randn(8, 2, 3, 6, 2).permute(4, 3, 2, 1, 0).requires_grad_()
     call = AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0, False)
     run(call).sum().backward()
@@ -233,7 +235,7 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
         for grad in grads:
             grad.zero_()
 
-    run, _ = fused_op.register("test_states", forward, backward, largest_head_dim=8, can_make_state_again=True)
+    run = fused_op.register("test_states", forward, backward, largest_head_dim=8, can_make_state_again=True)
 
     def attend(qkv):
         return run(AttentionCall(*qkv.unbind(2), qkv, 0.5, "identity", "subtract", None, None, None, 0, False))
@@ -257,20 +259,18 @@ def test_queries_may_be_overwritten_only_where_nobody_needs_them():
     def backward(*arguments):
         raise AssertionError("nobody asked for gradients")
 
-    backend = fused_op.register("test_overwriting", forward, backward, largest_head_dim=8, can_make_state_again=True)
+    run = fused_op.register("test_overwriting", forward, backward, largest_head_dim=8, can_make_state_again=True)
     q, k, v = torch.randn(3, 2, 6, 1, 8)
     call = AttentionCall(q, k, v, None, 0.5, "identity", "subtract", None, None, None, 0, overwrite_q=True)
-    calls = (backend.run, lambda call: backend.prepare(call)(call.q, call.k, call.v, None, None))
-    for run in calls:
-        for wanted in (True, False):
-            run(call._replace(overwrite_q=wanted))
-            assert allowed.pop() == wanted
-        run(call._replace(v=v.clone().requires_grad_()))
-        assert not allowed.pop()
-        with Recorder():  # may keep what it sees
-            run(call)
-        assert not allowed.pop()
-    backend.run(call._replace(feature_map=torch.nn.Identity()))  # q may be what the map was given
+    for wanted in (True, False):
+        run(call._replace(overwrite_q=wanted))
+        assert allowed.pop() == wanted
+    run(call._replace(v=v.clone().requires_grad_()))
+    assert not allowed.pop()
+    with Recorder():  # may keep what it sees
+        run(call)
+    assert not allowed.pop()
+    run(call._replace(feature_map=torch.nn.Identity()))  # q may be what the map was given
     assert not allowed.pop()
 
 
@@ -282,13 +282,12 @@ def test_a_call_seen_before_overwrites_only_where_allowed(monkeypatch):
         return call.v
 
     recording = dispatch.Backend("recording", lambda call: None, run)
-    monkeypatch.setattr(dispatch, "AUTO_BACKENDS", (recording,))
+    use_backends(monkeypatch, recording)
     wanted = [False, True, True, False, False, True]
     for overwrite_q in wanted:
-        inline_attention(*torch.randn(3, 2, 6, 1, 8), overwrite_q=overwrite_q)
+        call = AttentionCall(*torch.randn(3, 2, 6, 1, 8), None, 1.0, "identity", "subtract", None, None, None, 0)
+        attend(call._replace(overwrite_q=overwrite_q), "auto")
     assert seen == wanted
-    with pytest.raises(ValueError, match="overwrite_q must be True or False, got 'no'"):
-        inline_attention(*torch.randn(3, 2, 6, 1, 8), overwrite_q="no")
 
 
 def unusual_layout(*shape):

@@ -21,6 +21,7 @@ from inline_attention.analysis.layer_attention import LayerAttention, PositionBi
 from inline_attention.layers.attention import SoftmaxAttention, TokenAttention
 from inline_attention.layers.grids import Windows
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention, relative_position_index
+from inline_attention.ops.call import AttentionCall
 
 AnyAttention: TypeAlias = TokenAttention | WindowAttention | StripeAttention
 OnLayer: TypeAlias = Callable[[LayerAttention], Tensor | None]
@@ -128,43 +129,27 @@ def _observe_token_attention(
         arguments = signature.bind(*args, **kwargs).arguments
         grid_size = attention._resolve_grid(arguments["x"].shape[1], arguments.get("grid_size"))
 
-    def mix(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_padding_mask: Tensor | None,
-        local_weight: Tensor | None,
-        local_grid: tuple[int, int] | None,
-        *,
-        overwrite_q: bool = False,
-    ) -> Tensor:
-        del overwrite_q  # whoever looks on may keep the queries
-        _refuse_padding(key_padding_mask)
+    def mix(call: AttentionCall) -> Tensor:
+        _refuse_padding(call.key_padding_mask)
         assert grid_size is not None
         normalization = None if isinstance(attention, SoftmaxAttention) else attention.normalization
         rule = MixingRule(normalization, attention.feature_map, attention.scale)
         layer = LayerAttention(
-            name, index, rule, q, k, v,
+            name, index, rule, call.q, call.k, call.v,
             # Learned kernels are views of parameters; nobody wants gradients of an analysis.
-            local_weight=None if local_weight is None else local_weight.detach(), local_bias=None, grid_size=grid_size,
-            num_prefix_tokens=attention.num_prefix_tokens,
+            local_weight=None if call.local_weight is None else call.local_weight.detach(),
+            local_bias=None, grid_size=grid_size, num_prefix_tokens=attention.num_prefix_tokens,
         )  # fmt: skip
         mixed = on_layer(layer)
         if mixed is None:
-            return original(q, k, v, key_padding_mask, local_weight, local_grid)
-        return mixed.unflatten(2, v.shape[2:]).to(v.dtype)
-
-    def mix_packed(qkv: Tensor, *rest: Any) -> Tensor:
-        q, k, v = qkv.unbind(2)
-        return mix(q, k, v, *rest)
+            return original(call._replace(overwrite_q=False))  # the observer may keep the queries
+        return mixed.unflatten(2, call.v.shape[2:]).to(call.v.dtype)
 
     handle = attention.register_forward_pre_hook(before, with_kwargs=True)
-    methods = {"mix": mix, "mix_packed": mix_packed}
-    vars(attention).update(methods)  # on this one layer, in place of its class's
+    vars(attention)["mix"] = mix  # on this one layer, in place of its class's
 
     def restore() -> None:
-        for method in methods:
-            del vars(attention)[method]
+        del vars(attention)["mix"]
 
     return [handle.remove, restore]
 

@@ -20,9 +20,10 @@ from torch import nn
 from inline_attention.layers.hooks import has_private_output
 from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.layers.patch_grids import PatchGrid
-from inline_attention.ops import inline_attention, inline_attention_qkvpacked, local_residual
+from inline_attention.ops import local_residual
+from inline_attention.ops.api import attend
 from inline_attention.ops.autocast import as_autocast
-from inline_attention.ops.call import Normalization
+from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
@@ -222,13 +223,7 @@ class TokenAttention(ProjectedAttention):
             self._check_inputs(x, grid_size, key_padding_mask, local_input)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
         grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
-        if self.qkv is not None and self.q_norm is None and self.k_norm is None:
-            qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
-            out = self.mix_packed(qkv, key_padding_mask, local_weight, grid_size)
-        else:
-            q, k, v, overwrite_q = self._project(x)
-            out = self.mix(q, k, v, key_padding_mask, local_weight, grid_size, overwrite_q=overwrite_q)
-        out = out.flatten(2)
+        out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size)).flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
@@ -241,39 +236,25 @@ class TokenAttention(ProjectedAttention):
         return self.residual is not None or self.static_local is not None
 
     @abstractmethod
-    def mix(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
-        *,
-        overwrite_q: bool = False,
-    ) -> torch.Tensor:
-        """Mix values `[B, N, H, D]`, local term included; `overwrite_q` as in `inline_attention`."""
-
-    def mix_packed(
-        self,
-        qkv: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
-    ) -> torch.Tensor:
-        """`mix` on packed `[B, N, 3, H, D]`."""
-        q, k, v = qkv.unbind(2)
-        return self.mix(q, k, v, key_padding_mask, local_weight, grid_size)
+    def mix(self, call: AttentionCall) -> torch.Tensor:
+        """Mix the values of a call; return `[B, N, H, D]`, local term included."""
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
         return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """Queries, keys and values `[B, N, H, D]`, and whether the queries are nobody else's."""
-        owns_queries = False
+    def _project(
+        self,
+        x: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        local_weight: torch.Tensor | None,
+        grid_size: tuple[int, int] | None,
+    ) -> AttentionCall:
+        """Project tokens to queries, keys and values."""
+        qkv, owns_queries = None, False
         if self.qkv is not None:
-            q, k, v = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim)).unbind(2)
+            qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
+            q, k, v = qkv.unbind(2)
         else:
             assert self.q is not None
             assert self.kv is not None
@@ -283,10 +264,14 @@ class TokenAttention(ProjectedAttention):
             q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
             k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
         if self.q_norm is not None:
-            q = self.q_norm(q).to(v.dtype)
+            q, qkv = self.q_norm(q).to(v.dtype), None
         if self.k_norm is not None:
-            k = self.k_norm(k).to(v.dtype)
-        return q, k, v, owns_queries
+            k, qkv = self.k_norm(k).to(v.dtype), None
+        prefix = 0 if local_weight is None else self.num_prefix_tokens
+        return AttentionCall(
+            q, k, v, qkv, self.scale, self.feature_map, self.normalization,
+            key_padding_mask, local_weight, grid_size, prefix, owns_queries,
+        )  # fmt: skip
 
     def _check_inputs(self, x: Any, grid_size: Any, key_padding_mask: Any, local_input: Any) -> None:
         check_tokens("x", x, self.dim)
@@ -342,48 +327,9 @@ class TokenAttention(ProjectedAttention):
 class KernelAttention(TokenAttention):
     """Attention whose weights are inner products of mapped queries and keys: everything the op computes."""
 
-    def mix(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
-        *,
-        overwrite_q: bool = False,
-    ) -> torch.Tensor:
-        """Mix values `[B, N, H, D]` by `inline_attention`."""
-        options = self._op_options(key_padding_mask, local_weight, grid_size)
-        return self.attn_drop(inline_attention(q, k, v, overwrite_q=overwrite_q, **options))
-
-    def mix_packed(
-        self,
-        qkv: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
-    ) -> torch.Tensor:
-        """Mix packed `[B, N, 3, H, D]` by `inline_attention_qkvpacked`."""
-        options = self._op_options(key_padding_mask, local_weight, grid_size)
-        return self.attn_drop(inline_attention_qkvpacked(qkv, **options))
-
-    def _op_options(
-        self,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
-    ) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "feature_map": self.feature_map,
-            "normalization": self.normalization,
-            "key_padding_mask": key_padding_mask,
-            "local_weight": local_weight,
-            "grid_size": grid_size,
-            "num_prefix_tokens": 0 if local_weight is None else self.num_prefix_tokens,
-            "backend": self.backend,
-        }
+    def mix(self, call: AttentionCall) -> torch.Tensor:
+        """Mix the values of a call by the op."""
+        return self.attn_drop(attend(call, self.backend))
 
 
 class InLineAttention(KernelAttention):
@@ -427,40 +373,30 @@ class SoftmaxAttention(TokenAttention):
                 f"{self.normalization!r}; leave both out, or use InLineAttention or LinearAttention"
             )
 
-    def mix(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
-        *,
-        overwrite_q: bool = False,
-    ) -> torch.Tensor:
-        """Mix values `[B, N, H, D]` by scaled dot-product attention."""
-        del overwrite_q  # PyTorch's kernels cannot
-        if key_padding_mask is not None:
+    def mix(self, call: AttentionCall) -> torch.Tensor:
+        """Mix the values of a call by scaled dot-product attention."""
+        mask = call.key_padding_mask
+        if mask is not None:
             with unrecorded():
-                check_mask(key_padding_mask, k)
+                check_mask(mask, call.k)
         out = heads_last(
             F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=None if key_padding_mask is None else key_padding_mask[:, None, None, :],
+                call.q.transpose(1, 2),
+                call.k.transpose(1, 2),
+                call.v.transpose(1, 2),
+                attn_mask=None if mask is None else mask[:, None, None, :],
                 dropout_p=self.attn_drop.p if self.training else 0.0,
-                scale=self.scale,
+                scale=call.scale,
             )
         )
-        if local_weight is None or grid_size is None:
+        if call.local_weight is None or call.grid_size is None:
             return out
         return out + local_residual(
-            v,
-            local_weight,
-            grid_size=grid_size,
-            num_prefix_tokens=self.num_prefix_tokens,
-            key_padding_mask=key_padding_mask,
+            call.v,
+            call.local_weight,
+            grid_size=call.grid_size,
+            num_prefix_tokens=call.num_prefix_tokens,
+            key_padding_mask=mask,
         )
 
 

@@ -6,15 +6,15 @@ Heads come last but one, as the qkv projection leaves them: no transposes around
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
 from inline_attention.ops import dispatch, reference, validation
 from inline_attention.ops.autocast import as_autocast, autocast_enabled
 from inline_attention.ops.backends import eager
-from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
+from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_transformed, plain_sizes, unrecorded
 
@@ -35,7 +35,6 @@ def inline_attention(
     local_weight: torch.Tensor | None = None,
     grid_size: tuple[int, int] | None = None,
     num_prefix_tokens: int = 0,
-    overwrite_q: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Injective linear attention, in time and memory linear in the number of tokens.
@@ -58,8 +57,6 @@ def inline_attention(
         grid_size: `(h, w)` of the token grid; given with `local_weight` only, where N = M = num_prefix_tokens + h·w.
         num_prefix_tokens: Class or register tokens before the grid, which the local term neither reads nor changes;
             given with `local_weight` only.
-        overwrite_q: Allow the result to take the memory of q where no gradients are asked for, which saves a tensor of
-            that size. Some kernels do, compiled graphs never; do not read q, or what shares its memory, afterwards.
         backend: "auto", or by name "cuda", "triton", "eager", or "reference" (explicit weights, quadratic memory).
 
     Returns:
@@ -68,13 +65,11 @@ def inline_attention(
     Raises:
         ValueError: Arguments that do not fit together; the message says what to do.
     """
-    validation.check_flag("overwrite_q", overwrite_q)
-    if autocast_enabled(q):
-        q, k, v, local_weight = map(as_autocast, (q, k, v, local_weight))
-    return _attend(
-        q, k, v, None, scale, feature_map, normalization,
-        key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q, backend,
+    call = AttentionCall(
+        q, k, v, None, cast(float, scale), feature_map, normalization,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens,
     )  # fmt: skip
+    return attend(call, backend)
 
 
 def inline_attention_qkvpacked(
@@ -93,26 +88,25 @@ def inline_attention_qkvpacked(
 
     Args:
         qkv: `[B, N, 3, H, D]`.
-        scale: As in `inline_attention`, like all that follow.
-        feature_map: See there.
-        normalization: See there.
-        key_padding_mask: See there.
-        local_weight: See there.
-        grid_size: See there.
-        num_prefix_tokens: See there.
-        backend: See there.
+        scale: Factor on the inner products; `D ** -0.5` by default.
+        feature_map: phi, a name or a callable.
+        normalization: "subtract" (InLine), "divide" or "magnitude".
+        key_padding_mask: `[B, N]` bool, True for a real key.
+        local_weight: `[B, H, D, 3, 3]`, a 3×3 kernel per sample and channel.
+        grid_size: `(h, w)` of the token grid; given with `local_weight` only.
+        num_prefix_tokens: Tokens before the grid; given with `local_weight` only.
+        backend: "auto" or a name.
 
     Returns:
         `[B, N, H, D]`.
     """
-    if autocast_enabled(qkv):
-        qkv, local_weight = as_autocast(qkv), as_autocast(local_weight)
     validation.check_packed(qkv)
     q, k, v = qkv.unbind(2)
-    return _attend(
-        q, k, v, qkv, scale, feature_map, normalization,
-        key_padding_mask, local_weight, grid_size, num_prefix_tokens, False, backend,
+    call = AttentionCall(
+        q, k, v, qkv, cast(float, scale), feature_map, normalization,
+        key_padding_mask, local_weight, grid_size, num_prefix_tokens,
     )  # fmt: skip
+    return attend(call, backend)
 
 
 def local_residual(
@@ -123,7 +117,7 @@ def local_residual(
     num_prefix_tokens: int = 0,
     key_padding_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The local term on its own: a dynamic 3×3 cross-correlation of the value grid, to add to another attention.
+    """Compute the local term alone: a dynamic 3×3 cross-correlation of the value grid, to add to another attention.
 
     `inline_attention(..., local_weight=...)` computes it together with the rest, which is faster.
 
@@ -189,105 +183,63 @@ def attention_weights(
     return weights.to(q.dtype)
 
 
-# What runs calls seen before, by everything the checks and the choice of a backend depend on: a model's layers ask the
-# same question every step, and answering it costs more host time than a small kernel takes on a GPU.
-_PREPARED: dict[tuple[Any, ...], PreparedCall] = {}
-_MOST_PREPARED = 4096
+# The backend and the scale of calls seen before, by everything that checks and selection depend on. The layers of a
+# model make the same calls every step, and selecting again takes the host longer than a small kernel takes on a GPU.
+_SELECTED: dict[tuple[Any, ...], tuple[Callable[[AttentionCall], torch.Tensor], float]] = {}
+_MAX_SELECTED = 4096
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    qkv: torch.Tensor | None,
-    scale: float | None,
-    feature_map: str | FeatureMap,
-    normalization: Normalization,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    grid_size: tuple[int, int] | None,
-    num_prefix_tokens: int,
-    overwrite_q: bool,
-    backend: str,
-) -> torch.Tensor:
-    if autocast_enabled(q):
-        # Inputs are cast already; left on, autocast would also round the float32 sums inside.
-        with torch.autocast(q.device.type, enabled=False):
-            return _attend(
-                q, k, v, qkv, scale, feature_map, normalization,
-                key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q, backend,
-            )  # fmt: skip
-    signature = None
-    if key_padding_mask is None and isinstance(feature_map, str) and not is_transformed():
-        tensors = (q, k, v, local_weight) if qkv is None else (qkv, local_weight)
-        options = (feature_map, normalization, overwrite_q, backend, dispatch.AUTO_BACKENDS)
-        signature = _signature(tensors, scale, grid_size, num_prefix_tokens, options)
-        prepared = None if signature is None else _PREPARED.get(signature)
-        if prepared is not None:
-            return prepared(q, k, v, qkv, local_weight)
-    grid_size = plain_sizes(grid_size)
+def attend(call: AttentionCall, backend: str) -> torch.Tensor:
+    """Validate a call, select a backend and run it.
+
+    The public functions end here. Layers call it directly where q is theirs, with `overwrite_q`.
+    """
+    if autocast_enabled(call.q):
+        call = _as_autocast_call(call)
+        # Left on, autocast would also round the float32 sums inside.
+        with torch.autocast(call.q.device.type, enabled=False):
+            return attend(call, backend)
+    signature = _signature(call, backend)
+    found = None if signature is None else _SELECTED.get(signature)
+    if found is not None:
+        run, scale = found
+        return run(call if call.scale is not None else call._replace(scale=scale))  # pyright: ignore[reportUnnecessaryComparison]
+    call = call._replace(grid_size=plain_sizes(call.grid_size))
     with unrecorded():
-        call = _validated_call(
-            q, k, v, qkv, scale, feature_map, normalization,
-            key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q,
-        )  # fmt: skip
-    selected = dispatch.select(backend, call)
+        call = validation.validated(call)
+    run = dispatch.select(backend, call).run
     if signature is not None:
-        if len(_PREPARED) >= _MOST_PREPARED:
-            _PREPARED.clear()
-        _PREPARED[signature] = selected.prepared(call)
-    return selected.run(call)
+        if len(_SELECTED) >= _MAX_SELECTED:
+            _SELECTED.clear()
+        _SELECTED[signature] = run, call.scale
+    return run(call)
 
 
-def _validated_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    qkv: torch.Tensor | None,
-    scale: float | None,
-    feature_map: str | FeatureMap,
-    normalization: Normalization,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    grid_size: tuple[int, int] | None,
-    num_prefix_tokens: int,
-    overwrite_q: bool,
-) -> AttentionCall:
-    validation.check_queries_and_keys(q, k)
-    validation.check_values(q, k, v)
-    validation.check_feature_map(feature_map)
-    validation.check_normalization(normalization)
-    scale = validation.resolve_scale(scale, q.shape[3])
-    if key_padding_mask is not None:
-        validation.check_mask(key_padding_mask, k)
-    if local_weight is not None:
-        validation.check_self_attention(q, k)
-        grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
-    else:
-        validation.check_no_local(grid_size, num_prefix_tokens)
-    return AttentionCall(
-        q, k, v, qkv, scale, feature_map, normalization,
-        key_padding_mask, local_weight, grid_size, num_prefix_tokens, overwrite_q,
-    )  # fmt: skip
+def _as_autocast_call(call: AttentionCall) -> AttentionCall:
+    """Cast the tensors of a call to the autocast dtype, as PyTorch does for its own attention."""
+    local_weight = as_autocast(call.local_weight)
+    if call.qkv is not None:
+        qkv = as_autocast(call.qkv)
+        q, k, v = qkv.unbind(2)
+        return call._replace(q=q, k=k, v=v, qkv=qkv, local_weight=local_weight)
+    return call._replace(q=as_autocast(call.q), k=as_autocast(call.k), v=as_autocast(call.v), local_weight=local_weight)
 
 
-def _signature(
-    tensors: Sequence[torch.Tensor | None],
-    scale: float | None,
-    grid_size: tuple[int, int] | None,
-    num_prefix_tokens: int,
-    options: tuple[Any, ...],
-) -> tuple[Any, ...] | None:
-    """What the checks and the choice of a backend depend on; None for arguments that the checks must see."""
+def _signature(call: AttentionCall, backend: str) -> tuple[Any, ...] | None:
+    """Return what checks and selection depend on; None for calls that must be checked each time."""
+    if call.key_padding_mask is not None or not isinstance(call.feature_map, str) or is_transformed():
+        return None
+    tensors = (call.q, call.k, call.v, call.local_weight) if call.qkv is None else (call.qkv, call.local_weight)
+    grid_size, prefix = call.grid_size, call.num_prefix_tokens
     try:
         layouts = [
             None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 8, type(x))
             for x in tensors
         ]
-        # Types too: 3.0 and True equal numbers that the checks let pass.
+        # Types too: 3.0 and True equal integers, but are refused.
         extents = () if grid_size is None else map(type, grid_size)
-        numbers = (scale, type(scale), num_prefix_tokens, type(num_prefix_tokens), grid_size, *extents)
-        signature: tuple[Any, ...] = (*layouts, *numbers, *options)
+        numbers = (call.scale, type(call.scale), prefix, type(prefix), grid_size, *extents)
+        signature = (*layouts, *numbers, call.feature_map, call.normalization, call.overwrite_q, backend)
         hash(signature)
     except (AttributeError, TypeError, RuntimeError):
         return None

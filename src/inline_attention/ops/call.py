@@ -1,11 +1,10 @@
-"""The validated arguments of one attention call: what the dispatcher hands to a backend.
+"""The arguments of one attention call, which travel together from the public functions to a backend.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -14,28 +13,28 @@ from inline_attention.ops.feature_maps import FeatureMap
 
 Normalization: TypeAlias = Literal["subtract", "divide", "magnitude"]
 
-# Queries whose mean score is this close to zero have nothing to divide by: 1/z counts as zero for them, without a
-# gradient, so that "divide" makes them attend uniformly and "magnitude" as InLine does. The alternative is an infinity
-# times a zero, that is, a NaN.
+# A mean score z this close to zero cannot be divided by. 1/z then counts as zero, without a gradient: "divide" gives
+# uniform weights, and "magnitude" those of InLine. Otherwise infinity times zero would make a NaN.
 SMALLEST_MEAN_SCORE = 1e-12
 
 
 class AttentionCall(NamedTuple):
-    """One attention call after validation. Every backend receives exactly this.
+    """One attention call. `validation.validated` checks it and fills in defaults; every backend receives the result.
 
     Attributes:
         q: Queries `[B, N, H, D]`.
         k: Keys `[B, M, H, D]`.
         v: Values `[B, M, H, Dv]`.
         qkv: `[B, N, 3, H, D]` when q, k and v are its three slices, so that a backend may return one packed gradient.
-        scale: Factor on the inner products.
+        scale: Factor on the inner products; None for the default, before validation only.
         feature_map: Name of a built-in map, or a callable.
         normalization: How the weights of a query are made to sum to one.
         key_padding_mask: `[B, M]` bool, True for a real key; None when all are real.
         local_weight: `[B, H, Dv, 3, 3]`, or None without the local term.
         grid_size: `(height, width)` of the tokens after the prefix; given whenever `local_weight` is.
         num_prefix_tokens: Tokens before the grid (class or register tokens), outside the local term.
-        overwrite_q: Whether the output may take the memory of q, which nobody reads any more. No backend has to.
+        overwrite_q: True if the output may take the memory of q, because the caller will not read q again. Backends
+            may ignore it.
     """
 
     q: torch.Tensor
@@ -49,10 +48,4 @@ class AttentionCall(NamedTuple):
     local_weight: torch.Tensor | None
     grid_size: tuple[int, int] | None
     num_prefix_tokens: int
-    overwrite_q: bool
-
-
-# (q, k, v, qkv, local_weight) to the output, for calls that differ in the data alone from one that was validated.
-PreparedCall: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
-]
+    overwrite_q: bool = False

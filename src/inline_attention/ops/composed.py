@@ -21,52 +21,34 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from inline_attention.ops.call import SMALLEST_MEAN_SCORE, Normalization
-from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
+from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
+from inline_attention.ops.feature_maps import apply_feature_map
 
 
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    feature_map: str | FeatureMap,
-    compute_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Mapped queries and keys, values, and local weights, in the compute dtype; padded keys and values are zero."""
-    q = apply_feature_map(feature_map, q, compute_dtype)
-    k = apply_feature_map(feature_map, k, compute_dtype)
-    v = v.to(compute_dtype)
-    if key_padding_mask is not None:
+def mapped(call: AttentionCall, compute_dtype: torch.dtype) -> AttentionCall:
+    """Apply the feature map and the mask, and cast to the compute dtype; padded keys and values become zero."""
+    q = apply_feature_map(call.feature_map, call.q, compute_dtype)
+    k = apply_feature_map(call.feature_map, call.k, compute_dtype)
+    v = call.v.to(compute_dtype)
+    if call.key_padding_mask is not None:
         # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.
-        padded = ~key_padding_mask[:, :, None, None]
+        padded = ~call.key_padding_mask[:, :, None, None]
         k, v = k.masked_fill(padded, 0), v.masked_fill(padded, 0)
-    return q, k, v, None if local_weight is None else local_weight.to(compute_dtype)
+    local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
+    return call._replace(q=q, k=k, v=v, qkv=None, local_weight=local_weight, feature_map="identity", overwrite_q=False)
 
 
-def attend_with_local_term(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    scale: float,
-    normalization: Normalization,
-    grid_size: tuple[int, int] | None,
-    num_prefix_tokens: int,
-) -> torch.Tensor:
-    """Output `[B, N, H, Dv]`. Arguments as in `attend` and `local_term`; N = M when there is a local term."""
-    out = attend(q, k, v, key_padding_mask, scale, normalization)
-    if local_weight is None or grid_size is None:
+def attend(call: AttentionCall) -> torch.Tensor:
+    """Output `[B, N, H, Dv]` of a call that `mapped` returned, local term included."""
+    out = global_term(call.q, call.k, call.v, call.key_padding_mask, call.scale, call.normalization)
+    if call.local_weight is None or call.grid_size is None:
         return out
-    local = local_term(v[:, num_prefix_tokens:], local_weight, grid_size)
-    if num_prefix_tokens == 0:
-        return out + local
-    return torch.cat([out[:, :num_prefix_tokens], out[:, num_prefix_tokens:] + local], dim=1)
+    prefix = call.num_prefix_tokens
+    local = local_term(call.v[:, prefix:], call.local_weight, call.grid_size)
+    return out + local if prefix == 0 else torch.cat([out[:, :prefix], out[:, prefix:] + local], dim=1)
 
 
-def attend(
+def global_term(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -9,7 +9,7 @@ import torch
 
 from inline_attention.ops import reference
 from inline_attention.ops.backends import cuda, eager, triton
-from inline_attention.ops.call import AttentionCall, PreparedCall
+from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.validation import unknown_name
 
 
@@ -22,43 +22,22 @@ class Backend(NamedTuple):
     """One implementation of the op.
 
     Attributes:
-        name: For `backend=`.
-        unsupported_reason: Why it cannot run a call, or None.
-        run: Runs a call.
-        can_be_automatic: Holds back from "auto" what is possible but never wanted.
-        prepare: Does what calls of one layout have in common, where that is worth host time; of the call, which has a
-            built-in feature map and no mask, it keeps no tensor.
+        name: Value of `backend=`.
+        unsupported_reason: Returns why it cannot run a call, or None.
+        run: Runs a validated call.
+        can_be_automatic: Returns False for calls that it can run, but "auto" must not give to it.
     """
 
     name: str
     unsupported_reason: Callable[[AttentionCall], str | None]
     run: Callable[[AttentionCall], torch.Tensor]
     can_be_automatic: Callable[[AttentionCall], bool] = _always
-    prepare: Callable[[AttentionCall], PreparedCall] | None = None
-
-    def prepared(self, call: AttentionCall) -> PreparedCall:
-        """What runs further calls of this one's layout and options, on any data."""
-        if self.prepare is not None:
-            return self.prepare(call)
-        run, scale, feature_map, normalization = self.run, call.scale, call.feature_map, call.normalization
-        options = (call.grid_size, call.num_prefix_tokens, call.overwrite_q)
-
-        def run_prepared(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            qkv: torch.Tensor | None,
-            local_weight: torch.Tensor | None,
-        ) -> torch.Tensor:
-            return run(AttentionCall(q, k, v, qkv, scale, feature_map, normalization, None, local_weight, *options))
-
-        return run_prepared
 
 
 # Fastest first. "auto" takes the first that can run the call.
 AUTO_BACKENDS: tuple[Backend, ...] = (
-    Backend("cuda", cuda.unsupported_reason, cuda.run, prepare=cuda.prepare),
-    Backend("triton", triton.unsupported_reason, triton.run, triton.can_be_automatic, triton.prepare),
+    Backend("cuda", cuda.unsupported_reason, cuda.run),
+    Backend("triton", triton.unsupported_reason, triton.run, triton.can_be_automatic),
     Backend("eager", eager.unsupported_reason, eager.run),
 )
 # Reachable by name only: quadratic memory.
@@ -68,7 +47,7 @@ BACKEND_NAMES: tuple[str, ...] = ("auto", *(backend.name for backend in (*AUTO_B
 
 
 def select(name: str, call: AttentionCall) -> Backend:
-    """The backend that runs `call`.
+    """Return the backend that runs `call`.
 
     Raises:
         ValueError: An unknown name, or a named backend that cannot run the call (with its reason).

@@ -22,8 +22,8 @@ import torch
 from torch.autograd import forward_ad
 
 from inline_attention.ops import composed
-from inline_attention.ops.call import AttentionCall, Normalization, PreparedCall
-from inline_attention.ops.tracing import are_plain_eager_tensors, is_exporting, is_plain_execution
+from inline_attention.ops.call import AttentionCall, Normalization
+from inline_attention.ops.tracing import is_exporting, is_plain_execution
 
 
 class Problem(NamedTuple):
@@ -109,114 +109,53 @@ def transform_reason() -> str | None:
     return None
 
 
-class FusedBackend(NamedTuple):
-    """What a dispatch table needs of a backend: see `dispatch.Backend`."""
-
-    run: Callable[[AttentionCall], torch.Tensor]
-    prepare: Callable[[AttentionCall], PreparedCall]
-
-
 def register(
     name: str, forward: Forward, backward: Backward, *, largest_head_dim: int, can_make_state_again: bool
-) -> FusedBackend:
-    """Define the ops `inline_attention::{name}[_packed]_{forward,backward}` and return the backend.
+) -> Callable[[AttentionCall], torch.Tensor]:
+    """Define the ops `inline_attention::{name}[_packed]_{forward,backward,inference}`; return what runs a call.
 
     Args:
-        name: Name of the backend.
-        forward: See `Forward`.
-        backward: See `Backward`.
-        largest_head_dim: Of the kernels; a callable feature map may widen heads beyond it, and is composed then.
-        can_make_state_again: Whether `backward` takes None for the state.
+        name: Backend name.
+        forward: Forward kernels, see `Forward`.
+        backward: Backward kernels, see `Backward`.
+        largest_head_dim: Largest head dim of the kernels. A callable feature map may widen heads beyond it; such calls
+            are composed from PyTorch operations.
+        can_make_state_again: True if `backward` takes None for the state.
     """
     kernels = _Kernels(forward, backward, can_make_state_again)
-    separate_op = _define_ops(name, kernels, ("q", "k", "v"))
-    packed_op = _define_ops(f"{name}_packed", kernels, ("qkv",))
-    separate_inference_op = _define_inference_op(name, kernels, ("q", "k", "v"))
-    packed_inference_op = _define_inference_op(f"{name}_packed", kernels, ("qkv",))
-
-    def attend(
-        tensors: Sequence[torch.Tensor],
-        separate: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        problem: Problem,
-        overwrite_q: bool,
-    ) -> torch.Tensor:
-        differentiable = torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight)
-        if _must_be_traceable(tensors):
-            is_packed = len(tensors) == 1
-            if differentiable:
-                op = packed_op if is_packed else separate_op
-                return op(*tensors, key_padding_mask, local_weight, *problem)[0]
-            inference_op = packed_inference_op if is_packed else separate_inference_op
-            return inference_op(*tensors, key_padding_mask, local_weight, *problem)
-        if differentiable:
-            return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, key_padding_mask, local_weight, *tensors))
-        return _forward(
-            kernels, separate, key_padding_mask, local_weight, problem, keep_state=False, overwrite_q=overwrite_q
-        )[0]
+    forms = (("q", "k", "v"), ("qkv",))
+    names = (name, f"{name}_packed")
+    training_ops = [_define_ops(*pair) for pair in zip(names, (kernels, kernels), forms, strict=True)]
+    inference_ops = [_define_inference_op(*pair) for pair in zip(names, (kernels, kernels), forms, strict=True)]
 
     def run(call: AttentionCall) -> torch.Tensor:
         if not isinstance(call.feature_map, str):
             return run_mapped(call)
+        mask, local_weight, is_packed = call.key_padding_mask, call.local_weight, call.qkv is not None
         separate = (call.q, call.k, call.v)
         tensors = separate if call.qkv is None else (call.qkv,)
         problem = _problem(call, call.feature_map)
-        return attend(tensors, separate, call.key_padding_mask, call.local_weight, problem, call.overwrite_q)
-
-    def prepare(call: AttentionCall) -> PreparedCall:
-        if not isinstance(call.feature_map, str) or call.key_padding_mask is not None:
-            raise ValueError("only calls of built-in feature maps and without a mask are prepared")
-        problem, overwrite_q = _problem(call, call.feature_map), call.overwrite_q
-        separate = (call.q, call.k, call.v)
-        # No empty batch, and nothing to copy first.
-        is_direct = call.q.shape[0] > 0 and are_plain_eager_tensors(*separate)
-        is_direct = is_direct and all(tensor.stride(3) == 1 for tensor in separate)
-
-        def run_prepared(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            qkv: torch.Tensor | None,
-            local_weight: torch.Tensor | None,
-        ) -> torch.Tensor:
-            tensors = (q, k, v) if qkv is None else (qkv,)
-            if (
-                is_direct
-                and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-                and not (torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight))
-            ):
-                return kernels.forward(q, k, v, None, local_weight, problem, False, overwrite_q)[0]
-            return attend(tensors, (q, k, v), None, local_weight, problem, overwrite_q)
-
-        return run_prepared
+        is_differentiable = torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight)
+        if is_plain_execution(*tensors):
+            if is_differentiable:
+                return cast(torch.Tensor, _FusedAttention.apply(kernels, problem, mask, local_weight, *tensors))
+            return _forward(kernels, separate, mask, local_weight, problem, overwrite_q=call.overwrite_q)[0]
+        # A compiler, a dispatch mode or a tensor subclass must see one operation.
+        if is_differentiable:
+            return training_ops[is_packed](*tensors, mask, local_weight, *problem)[0]
+        return inference_ops[is_packed](*tensors, mask, local_weight, *problem)
 
     def run_mapped(call: AttentionCall) -> torch.Tensor:
-        # Mapped values are float32, and the kernels take one dtype: the values follow.
-        q, k, v, local_weight = composed.prepare(
-            call.q, call.k, call.v, call.key_padding_mask, call.local_weight, call.feature_map, torch.float32
-        )
-        if q.shape[3] > largest_head_dim:
-            out = composed.attend_with_local_term(
-                q, k, v, call.key_padding_mask, local_weight,
-                call.scale, call.normalization, call.grid_size, call.num_prefix_tokens,
-            )  # fmt: skip
-        else:
-            problem = _problem(call, "identity")
-            out = attend((q, k, v), (q, k, v), call.key_padding_mask, local_weight, problem, overwrite_q=False)
+        mapped = composed.mapped(call, torch.float32)  # values too: the kernels take one dtype
+        out = run(mapped) if mapped.q.shape[3] <= largest_head_dim else composed.attend(mapped)
         return out.to(call.v.dtype)
 
-    return FusedBackend(run, prepare)
+    return run
 
 
 def _problem(call: AttentionCall, feature_map: str) -> Problem:
     height, width = (0, 0) if call.local_weight is None or call.grid_size is None else call.grid_size
     return Problem(float(call.scale), feature_map, call.normalization, height, width, call.num_prefix_tokens)
-
-
-def _must_be_traceable(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether somebody watches: a compiler, a dispatch mode, or a subclass such as a fake tensor."""
-    return not is_plain_execution(*tensors)
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor], local_weight: torch.Tensor | None) -> bool:
@@ -232,8 +171,9 @@ def _forward(
     key_padding_mask: torch.Tensor | None,
     local_weight: torch.Tensor | None,
     problem: Problem,
-    keep_state: bool,
-    overwrite_q: bool,
+    *,
+    keep_state: bool = False,
+    overwrite_q: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if tensors[0].shape[0] == 0:
         return _empty_results(tensors)
@@ -268,7 +208,7 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: _Kernels, problem: Problem, mask: Any, local_weight: Any, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        out, state = _forward(kernels, tensors, mask, local_weight, problem, keep_state=True, overwrite_q=False)
+        out, state = _forward(kernels, tensors, mask, local_weight, problem, keep_state=True)
         ctx.save_for_backward(mask, local_weight, state, *tensors)
         ctx.kernels, ctx.problem = kernels, problem
         return out
@@ -295,15 +235,11 @@ def _differentiable_backward(
     def attend(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
         local_weight, *tensors = inputs
         q, k, v = _separate(cast(Sequence[torch.Tensor], tensors))
-        mapped_q, mapped_k, value, weight = composed.prepare(
-            q, k, v, mask, local_weight, problem.feature_map, torch.float32
-        )
-        out = composed.attend_with_local_term(
-            mapped_q, mapped_k, value, mask, weight,
-            problem.scale, cast(Normalization, problem.normalization),
-            (problem.grid_height, problem.grid_width), problem.num_prefix_tokens,
+        call = AttentionCall(
+            q, k, v, None, problem.scale, problem.feature_map, cast(Normalization, problem.normalization),
+            mask, local_weight, (problem.grid_height, problem.grid_width), problem.num_prefix_tokens,
         )  # fmt: skip
-        return out.to(v.dtype)
+        return composed.attend(composed.mapped(call, torch.float32)).to(v.dtype)
 
     return composed.differentiable_gradients(attend, [local_weight, *tensors], grad_out)
 
@@ -320,9 +256,7 @@ def _define_ops(name: str, kernels: _Kernels, tensor_names: tuple[str, ...]) -> 
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
         saves = kernels.should_save_state(tensors)
-        out, state = _forward(
-            kernels, tensors, mask, local_weight, Problem(*problem), keep_state=saves, overwrite_q=False
-        )
+        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=saves)
         return out, state if saves and state is not None else out.new_empty(0, dtype=torch.float32)
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -387,7 +321,7 @@ def _define_inference_op(name: str, kernels: _Kernels, tensor_names: tuple[str, 
 
     def infer(*arguments: Any) -> torch.Tensor:
         tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
-        return _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=False, overwrite_q=False)[0]
+        return _forward(kernels, tensors, mask, local_weight, Problem(*problem))[0]
 
     def fake_infer(*arguments: Any) -> torch.Tensor:
         return _empty_results(arguments[:count])[0]

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from inline_attention.ops.call import Normalization
+from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.ops.tracing import are_plain_eager_tensors
 from inline_attention.support.text import did_you_mean
@@ -28,6 +28,23 @@ def unknown_name(argument: str, value: object, known: Iterable[str]) -> ValueErr
     known = list(known)
     hint = did_you_mean(value, known)
     return ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+
+
+def validated(call: AttentionCall) -> AttentionCall:
+    """Check every argument of a call; return it with the scale and the grid filled in."""
+    check_queries_and_keys(call.q, call.k)
+    check_values(call.q, call.k, call.v)
+    check_feature_map(call.feature_map)
+    check_normalization(call.normalization)
+    scale = resolve_scale(call.scale, call.q.shape[3])
+    if call.key_padding_mask is not None:
+        check_mask(call.key_padding_mask, call.k)
+    if call.local_weight is None:
+        check_no_local(call.grid_size, call.num_prefix_tokens)
+        return call._replace(scale=scale)
+    check_self_attention(call.q, call.k)
+    grid_size = check_local(call.local_weight, call.grid_size, call.num_prefix_tokens, call.v)
+    return call._replace(scale=scale, grid_size=grid_size)
 
 
 def check_packed(qkv: Any) -> None:
@@ -210,12 +227,6 @@ def check_rate(name: str, rate: Any) -> None:
     """Check that an argument is a probability."""
     if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, got {rate!r}")
-
-
-def check_flag(name: str, flag: Any) -> None:
-    """Check that an argument is True or False."""
-    if not isinstance(flag, bool):
-        raise ValueError(f"{name} must be True or False, got {flag!r}")
 
 
 def check_normalization(normalization: Any) -> None:

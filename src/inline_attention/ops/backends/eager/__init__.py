@@ -58,11 +58,7 @@ def _can_block(call: AttentionCall) -> bool:
 
 
 def _run_composed(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tensor:
-    q, k, v, local_weight = _prepare(call, compute_dtype)
-    return composed.attend_with_local_term(
-        q, k, v, call.key_padding_mask, local_weight,
-        call.scale, call.normalization, call.grid_size, call.num_prefix_tokens,
-    )  # fmt: skip
+    return composed.attend(composed.mapped(call, compute_dtype))
 
 
 def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tensor:
@@ -70,13 +66,5 @@ def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tenso
     if call.qkv is not None and call.feature_map == "identity" and call.key_padding_mask is None:
         local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
         return blocked.attend([call.qkv.to(compute_dtype)], None, local_weight, settings)
-    q, k, v, local_weight = _prepare(call, compute_dtype)
-    return blocked.attend([q, k, v], call.key_padding_mask, local_weight, settings)
-
-
-def _prepare(
-    call: AttentionCall, compute_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    return composed.prepare(
-        call.q, call.k, call.v, call.key_padding_mask, call.local_weight, call.feature_map, compute_dtype
-    )
+    call = composed.mapped(call, compute_dtype)
+    return blocked.attend([call.q, call.k, call.v], call.key_padding_mask, call.local_weight, settings)

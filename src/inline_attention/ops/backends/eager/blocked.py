@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from inline_attention.ops import composed
-from inline_attention.ops.call import Normalization
+from inline_attention.ops.call import AttentionCall, Normalization
 
 # Elements of one block. Smaller blocks starve the threads (PyTorch splits work in pieces of 32 Ki elements), larger
 # ones leave the cache: 2 MiB of float32 was the best of 2^15 … 2^20 elements on two cores, N = 196 … 16384.
@@ -319,7 +319,10 @@ def _differentiable_backward(
     def attend(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
         local_weight, *tensors = inputs
         q, k, v = _separate(cast(Sequence[torch.Tensor], tensors))
-        return composed.attend_with_local_term(q, k, v, mask, local_weight, *settings)
+        scale, normalization, grid_size, prefix = settings
+        return composed.attend(
+            AttentionCall(q, k, v, None, scale, "identity", normalization, mask, local_weight, grid_size, prefix)
+        )
 
     return composed.differentiable_gradients(attend, [local_weight, *tensors], grad_out)
 

@@ -51,9 +51,7 @@ def _backward(*arguments: Any) -> torch.Tensor | None:
     return backward(*arguments)
 
 
-run, prepare = fused_op.register(
-    "triton", _forward, _backward, largest_head_dim=LARGEST_HEAD_DIM, can_make_state_again=False
-)
+run = fused_op.register("triton", _forward, _backward, largest_head_dim=LARGEST_HEAD_DIM, can_make_state_again=False)
 
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
