@@ -54,7 +54,7 @@ def test_queries_on_a_ray_collide_under_linear_attention_only():
     assert spread["softmax"] > 1e-3
 
 
-def test_inline_confuses_two_queries_exactly_when_the_centred_keys_lack_rank():
+def test_inline_confuses_two_queries_exactly_when_the_centered_keys_lack_rank():
     q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
     flat = torch.randn(1, 8, 1, 3, dtype=torch.float64)
     flat[..., 2] = 1.0  # all keys in a plane: rank [K, 1] = 3, not 4

@@ -1,6 +1,6 @@
 """The attention layer, and its two baselines, on one skeleton.
 
-One `InLineAttention` serves all model families; what differs between them is an argument. `LinearAttention` and
+One `InLineAttention` serves all model families; arguments cover their differences. `LinearAttention` and
 `SoftmaxAttention` take the same arguments, so that a comparison changes one word.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` = C / H. Tokens are `num_prefix_tokens` class or register
@@ -44,7 +44,7 @@ from inline_attention.ops.validation import (
 
 
 class ProjectedAttention(nn.Module, ABC):
-    """An attention that ends in a projection, which a block may leave out in order to fuse it with what follows."""
+    """An attention that ends in a projection. A block may call `attend` and fuse the projection with its MLP."""
 
     proj: nn.Linear
     proj_drop: nn.Dropout
@@ -84,8 +84,8 @@ class TokenAttention(ProjectedAttention):
         Args:
             dim: Channels C.
             num_heads: Heads H; must divide `dim`.
-            qkv_bias: Whether the query, key and value projections have a bias.
-            proj_bias: Whether the output projection has one.
+            qkv_bias: True for a bias in the query, key and value projections.
+            proj_bias: True for a bias in the output projection.
             fused_qkv: One `qkv` projection; False for a `q` and a `kv` projection (keys before values).
             feature_map: phi, as in `inline_attention`.
             normalization: As in `inline_attention`.
@@ -181,14 +181,14 @@ class TokenAttention(ProjectedAttention):
         """Mix the tokens.
 
         Args:
-            x: `[B, N, C]`, normalised.
+            x: `[B, N, C]`, normalized.
             grid_size: `(h, w)` with N = num_prefix_tokens + h·w; inferred when the grid is square.
             key_padding_mask: `[B, N]` bool, True for a real token.
             local_input: `[B, N, C]` tokens whose mean predicts the local weights; x by default. CSWin's blocks pass
-                their un-normalised input.
-            attn_mask: What timm's blocks pass: None, or a key padding mask `[B, 1, 1, N]`: bool, or 0 for a real
-                token and something very negative for others, as it is added to scores.
-            is_causal: What timm's blocks pass; only False is possible.
+                their un-normalized input.
+            attn_mask: Argument of timm's blocks: None, or a key padding mask `[B, 1, 1, N]`. It is bool, or added to
+                scores: 0 for a real token, -inf or the dtype's least number for padding.
+            is_causal: Argument of timm's blocks; must be False.
 
         Returns:
             `[B, N, C]`.
@@ -200,7 +200,7 @@ class TokenAttention(ProjectedAttention):
         if attn_mask is not None:
             check_tokens("x", x, self.dim)
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
-            is_of_many_shapes = attn_mask.is_floating_point()  # as NaFlexViT passes it, and nobody else
+            is_of_many_shapes = attn_mask.is_floating_point()  # only NaFlexViT passes such masks
             has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
             if is_of_many_shapes and self.has_local_term and not has_grid:
                 raise ValueError(
@@ -232,7 +232,7 @@ class TokenAttention(ProjectedAttention):
 
     @property
     def has_local_term(self) -> bool:
-        """Whether a grid is needed: there are 3×3 weights, predicted or learned."""
+        """True if the layer needs a grid: it has 3×3 weights, predicted or learned."""
         return self.residual is not None or self.static_local is not None
 
     @abstractmethod
@@ -313,7 +313,7 @@ class TokenAttention(ProjectedAttention):
         if expected is not None and expected[0] * expected[1] == tokens:
             return expected
         side = round(max(tokens, 0) ** 0.5)
-        # Of a model that pools its tokens, a square grid stays square. What becomes of another is not known.
+        # A model may pool its tokens. A square grid then stays square; other grids cannot be known.
         may_be_square = expected is None or expected[0] == expected[1]
         if side * side != tokens or not may_be_square:
             reason = "not a square grid" if expected is None else f"not the {expected[0]}×{expected[1]} of the image"
@@ -337,7 +337,7 @@ class InLineAttention(KernelAttention):
 
 
 class LinearAttention(KernelAttention):
-    """Vanilla linear attention, the baseline: phi = ReLU, weights normalised by division, no local residual."""
+    """Vanilla linear attention, the baseline: phi = ReLU, weights normalized by division, no local residual."""
 
     def __init__(
         self,
@@ -403,13 +403,13 @@ class SoftmaxAttention(TokenAttention):
 def heads_last(x: torch.Tensor) -> torch.Tensor:
     """`[B, H, N, D]` → `[B, N, H, D]`."""
     x = x.transpose(1, 2)
-    # Fused kernels return what is contiguous after this transpose; their decomposition, which an exported graph may
-    # be lowered to, does not, and a recorded view would fail.
+    # The output of fused kernels is contiguous after this transpose. An exported graph may be lowered to their
+    # decomposition, whose output is not, so that a recorded view would fail.
     return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
 
 
 def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`[B, 1, 1, N]`, bool or what is added to scores (0 or -inf), as `[B, N]` bool."""
+    """Turn a mask `[B, 1, 1, N]`, bool or added to scores (0 or -inf), into `[B, N]` bool."""
     check_dense("attn_mask", attn_mask)
     batch, tokens, _ = x.shape
     if attn_mask.shape != (batch, 1, 1, tokens):

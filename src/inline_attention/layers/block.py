@@ -19,7 +19,7 @@ from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
 from inline_attention.ops.tracing import is_exporting
 
-# What passes its input on unless it is training.
+# Modules that return their input unless they are training.
 _IDLE_AT_INFERENCE = (nn.Dropout, nn.Identity, DropPath)
 
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
             norm_eps: Epsilon of both norms.
             drop: Dropout rate in the MLP.
             drop_path: Rate of stochastic depth.
-            local_from_input: Predict the local weights from the block's un-normalised input (CSWin).
+            local_from_input: Predict the local weights from the block's un-normalized input (CSWin).
         """
         super().__init__()
         self.local_from_input = local_from_input
@@ -86,8 +86,8 @@ class Block(nn.Module):
             x: `[B, N, C]`.
             grid_size: `(h, w)` of the tokens.
             key_padding_mask: `[B, N]` bool, True for a real token.
-            wanted: Of how many tokens, from the first, the output is wanted; None for all.
-            extents: What the mask says of each image, for attention that would read it from there.
+            wanted: Number of leading tokens whose output is needed; None for all.
+            extents: Rows and columns of each image, so that attention need not read them from the mask.
 
         Returns:
             `[B, N, C]`, or `[B, wanted, C]`.
@@ -104,14 +104,14 @@ class Block(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
     def _fusable_parameters(self) -> FeedForwardParameters | None:
-        """Of all that follows the attention; None where a module must be called."""
+        """Return the parameters of everything after the attention; None if a module must be called."""
         attention, mlp = self.attn, self.mlp
         if self.training or self.backend != "auto" or not isinstance(attention, ProjectedAttention):
             return None
         if type(mlp) is not Mlp:
             return None
         projection, norm, hidden, activation, last = attention.proj, self.norm2, mlp.fc1, mlp.act, mlp.fc2
-        # Of modules put in the places of ours, as by adapters, only calling them shows what they do.
+        # A replaced module, such as an adapter, must be called.
         if not (type(projection) is type(hidden) is type(last) is nn.Linear and type(norm) is TokenNorm):
             return None
         if type(activation) is not nn.GELU or activation.approximate != "none":
@@ -122,11 +122,11 @@ class Block(nn.Module):
                 return None
         if must_be_called(attention, projection, norm, mlp, hidden, activation, last, *idle):
             return None
-        learnt: list[Any] = [
+        learned: list[Any] = [
             projection.weight, projection.bias, norm.weight, norm.bias,
             hidden.weight, hidden.bias, last.weight, last.bias,
         ]  # fmt: skip
-        return None if any(parameter is None for parameter in learnt) else FeedForwardParameters(*learnt)
+        return None if any(parameter is None for parameter in learned) else FeedForwardParameters(*learned)
 
 
 def _first(tokens: torch.Tensor, count: int | None) -> torch.Tensor:

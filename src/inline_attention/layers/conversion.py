@@ -32,13 +32,13 @@ def convert_attention(
     """Replace every softmax attention of `model` (timm's `Attention`, as in its ViTs) in place.
 
     Projections are kept, so the model's weights stay where they are and new ones (the local residual) start at zero.
-    A module counts as softmax attention if it does what one with its projections does, which is tried on a copy: what
-    takes maps instead of tokens `[B, N, C]`, or attends to channels, is left alone, with a warning.
+    A module counts as softmax attention if a copy of it gives the outputs of softmax attention with its projections.
+    Modules that take maps instead of tokens `[B, N, C]`, or attend to channels, are left alone, with a warning.
 
-    A local residual needs the same prefix tokens in all layers, and the grid that the other tokens lie on. Of models
-    with timm's `patch_embed` it is known for every image, `dynamic_img_size` and `set_input_size` included; of others
-    (CAFormer, NaFlexViT) it is taken to be square, so that images must be. Where a model adds its class token half-way
-    (ConViT), or for images that are not square, convert with `local_residual=False`.
+    A local residual needs the same prefix tokens in all layers, and the grid of the other tokens. Models with timm's
+    `patch_embed` tell the grid of every call, also with `dynamic_img_size` and after `set_input_size`. Other models
+    (CAFormer, NaFlexViT) are assumed to have square grids, so images must be square. For other images, or if a model
+    adds its class token half-way (ConViT), convert with `local_residual=False`.
 
     Args:
         model: Any model; its `num_prefix_tokens` and `patch_embed.grid_size` are used where it has them.
@@ -51,7 +51,7 @@ def convert_attention(
 
     Raises:
         ValueError: No attention could be replaced (the message says why for each candidate), or a local residual would
-            have to guess the number of prefix tokens, or look for neighbours of patches that a model drops in training.
+            have to guess the number of prefix tokens, or look for neighbors of patches that a model drops in training.
             The model is unchanged.
     """
     if hasattr(model, "qkv") and hasattr(model, "proj"):
@@ -190,7 +190,7 @@ def from_softmax(
     new.q_norm, new.k_norm = _learned_norm(attention, "q_norm"), _learned_norm(attention, "k_norm")
     new.default_grid_size = grid_size
     if new.residual is not None:
-        new.residual.predict_nothing()
+        new.residual.zero_last_layer()
     return new.train(attention.training)
 
 
@@ -215,16 +215,16 @@ def _check_keeps_all_patches(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_is_softmax_attention(attention: nn.Module) -> None:
-    """Try whether a module does to random tokens `[B, N, C]` what softmax attention with its projections does."""
+    """Check on random tokens `[B, N, C]` that a module gives the output of softmax attention with its projections."""
     name = type(attention).__name__
     generator = torch.Generator().manual_seed(0)
     try:
-        # A copy on a CPU, with weights of its own: the module may be on the meta device, watched, or still all zeros.
+        # A copy on a CPU, with random weights: the module may be on the meta device, have hooks, or be all zeros.
         trial = copy.deepcopy(attention)
         if any(parameter.is_meta for parameter in trial.parameters()):
             trial = trial.to_empty(device="cpu")
         trial = trial.to("cpu", torch.float64).eval()
-        for module in trial.modules():  # whoever watches has no business here; torch has no public name for it
+        for module in trial.modules():  # hooks must not see the trial; torch has no public name for them
             module._forward_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
             module._forward_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         for parameter in trial.parameters():

@@ -18,7 +18,7 @@ from inline_attention.ops.tracing import is_exporting, plain_sizes
 class Extents:
     """Rows and columns of a grid that belong to each image of a batch, from the top left.
 
-    They are numbers of the host's: to read them back from a device would make it wait for all that was launched before.
+    They are host numbers: reading them from a device would wait for all work that was launched before.
 
     Attributes:
         grid: (height, width).
@@ -49,7 +49,7 @@ class Grid(NamedTuple):
     Attributes:
         height: Rows.
         width: Columns.
-        extents: What belongs to each image; None when all does.
+        extents: Rows and columns of each image; None if all images fill the grid.
     """
 
     height: int
@@ -58,7 +58,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of_images(cls, height: int, width: int, pairs: Iterable[tuple[int, int]], device: torch.device) -> Grid:
-        """A grid of which each image of a batch has so many rows and columns."""
+        """Return the grid of a batch whose images have the given numbers of rows and columns."""
         pairs = tuple(pairs)
         is_full = all(pair == (height, width) for pair in pairs)
         return cls(height, width, None if is_full else Extents((height, width), pairs, device))
@@ -74,7 +74,7 @@ class Grid(NamedTuple):
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
-        # Not -(-size // stride): ONNX rounds quotients towards zero.
+        # Not -(-size // stride): ONNX rounds quotients toward zero.
         height, width = (self.height + stride - 1) // stride, (self.width + stride - 1) // stride
         if self.extents is None:
             return Grid(height, width)
@@ -128,7 +128,7 @@ class Windows(NamedTuple):
     @classmethod
     def cover(cls, grid: tuple[int, int], window: tuple[int | None, int | None]) -> Windows:
         """Divide a grid; None in `window` stands for the whole height or width."""
-        grid = (grid[0], grid[1])  # a list, too, divides a grid, but nothing can be kept by it
+        grid = (grid[0], grid[1])  # a list cannot be a key of a cache
         # In an exported graph that must serve every size, one window or several are different cases: always several.
         extra = 1 if is_exporting() else 0
         sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]
@@ -144,7 +144,7 @@ class Windows(NamedTuple):
         return self.counts[0] * self.window[0], self.counts[1] * self.window[1]
 
     def is_exact(self) -> bool:
-        """Whether the windows cover the grid and nothing else; an exported graph cannot tell."""
+        """True if the windows cover the grid exactly; always False in an exported graph."""
         return not is_exporting() and self.padded == self.grid
 
     def split(self, x: torch.Tensor, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Windows(NamedTuple):
         Places beyond the edge hold zeros; in an exported graph they hold some token.
         """
         if is_exporting():
-            # By index: that a dimension of any length divides into windows is more than an exporter can prove.
+            # By index: an exporter cannot prove that a dimension of any length divides into windows.
             sample = torch.arange(x.shape[0], device=x.device)[:, None] * (self.grid[0] * self.grid[1])
             sample = (sample + torch.zeros_like(self._window_numbers(x.device))).flatten()
             return x.flatten(0, 1)[
@@ -194,7 +194,7 @@ class Windows(NamedTuple):
         height, width = self.window
         if not is_exporting():
             return x.flatten(1, 2)
-        # Side by side: whether a dimension of any length may be merged is also more than an exporter can prove.
+        # Concatenated: an exporter cannot prove that a dimension of any length may be merged.
         if _is_constant(height):
             return torch.cat([x[:, row] for row in range(height)], dim=1)
         return torch.cat([x[:, :, column] for column in range(width)], dim=1)
@@ -209,7 +209,7 @@ class Windows(NamedTuple):
         return torch.stack([x[:, column * height : (column + 1) * height] for column in range(width)], dim=2)
 
     def repeat(self, x: torch.Tensor, batch: int) -> torch.Tensor:
-        """What belongs to windows, `[1 or B, W, ...]`, for every sample: `[B · W, ...]`."""
+        """Repeat data of the windows, `[1 or B, W, ...]`, for every sample: `[B · W, ...]`."""
         if is_exporting():  # one grid serves the batch
             numbers = self._window_numbers(x.device) + torch.zeros(batch, 1, dtype=torch.long, device=x.device)
             return x[0][numbers.flatten()]
@@ -238,7 +238,7 @@ class Windows(NamedTuple):
         return (real[:, :, None, :] & visible) | _itself(device, visible.shape[-1])
 
     def regions(self, shift: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """`[W, height, width]` integers that differ where the roll brought together what are no neighbours."""
+        """Return `[W, height, width]` integers; they differ for tokens that only the roll made neighbors."""
         row, column = self.coordinates(shift, device)
         return 2 * (row < shift[0]).long() + (column < shift[1]).long()
 
@@ -270,7 +270,7 @@ def _inside(device: torch.device, windows: Windows, shift: tuple[int, int]) -> t
 
 @cache_by_shape
 def _tokens(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
-    """Index of the token at every place, `[W, height, width]`; some token where there is none."""
+    """Return the token index at every place, `[W, height, width]`; any token at places beyond the edge."""
     row, column = windows.coordinates(shift, device)
     return row.clamp(max=windows.grid[0] - 1) * windows.grid[1] + column.clamp(max=windows.grid[1] - 1)
 

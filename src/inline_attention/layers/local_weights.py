@@ -17,8 +17,8 @@ from inline_attention.ops.local_weights import predict_local_weight
 class BlockDiagonalLinear(nn.Module):
     """A linear map of `[B, C]` that keeps the heads apart: head h reads and writes only its own channels.
 
-    The weight is stored as a grouped 1×1 `Conv1d` stores it, `[out, C / H, 1]`, which is what published checkpoints
-    hold; it is applied as one batched matrix product.
+    The weight is stored as a grouped 1×1 `Conv1d` stores it, `[out, C / H, 1]`, as in published
+    checkpoints; it is applied as one batched matrix product.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LocalWeightPredictor(nn.Sequential):
     def predict(
         self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None = None, *, fused: bool = True
     ) -> torch.Tensor:
-        """The weights `[B, H, D, 3, 3]` for tokens `[B, N, C]`, of which the real ones are averaged.
+        """Predict the weights `[B, H, D, 3, 3]` from the mean of the real tokens.
 
         Args:
             tokens: `[B, N, C]`.
@@ -99,7 +99,7 @@ class LocalWeightPredictor(nn.Sequential):
         return self(mean_token(tokens, key_padding_mask))
 
     def _fusable_parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Weight and bias of the first and of the second map; None where a module must be called."""
+        """Return weight and bias of both linear maps; None if a module must be called."""
         modules = tuple(self)
         if len(modules) != 3 or must_be_called(self, *modules):
             return None
@@ -110,7 +110,7 @@ class LocalWeightPredictor(nn.Sequential):
             return None
         return hidden.weight, hidden.bias, last.weight, last.bias
 
-    def predict_nothing(self) -> None:
+    def zero_last_layer(self) -> None:
         """Set the last layer to zero: no local term until training finds one."""
         last = self[-1]
         assert isinstance(last, BlockDiagonalLinear)

@@ -27,7 +27,7 @@ GridSize: TypeAlias = tuple[int, int]
 _MARK = "_inline_attention_grids"
 _MODEL = 0  # place of the model itself; modules inside have places from 1
 _NOT_ENTERED = -1
-_NO_BACKWARD = -1  # what torch calls the backward pass where none runs
+_NO_BACKWARD = -1  # torch's number for no backward pass
 _numbers = itertools.count()
 
 
@@ -146,7 +146,7 @@ class PatchGrid:
     def _enter(self, place: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the grid of a module's tokens and mark them with it (forward pre-hook)."""
         if torch.compiler.is_compiling():
-            return  # the graph holds the grid; what the compiler recomputes, it recomputes from the graph
+            return  # the graph holds the grid, and the compiler recomputes from the graph
         backward_pass = _eager_backward_pass()
         entry = outer = _running.entries.get(self.number)
         if entry is not None and entry.backward_pass != backward_pass:

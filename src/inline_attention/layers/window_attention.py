@@ -51,7 +51,7 @@ class WindowAttention(ProjectedAttention):
             num_heads: Heads H.
             window_size: Side of a window in tokens.
             shifted: Shift by half a window, along each axis that is longer than a window.
-            qkv_bias: Whether the query, key and value projections have a bias.
+            qkv_bias: True for a bias in the query, key and value projections.
             attn_drop: Dropout rate on the weights.
             proj_drop: Dropout rate on the projected output.
         """
@@ -189,7 +189,7 @@ class StripeAttention(ProjectedAttention):
             dim: Channels C.
             num_heads: Heads H; even where there are two branches.
             stripe_width: Tokens across a stripe; None for the whole map.
-            qkv_bias: Whether the query, key and value projections have a bias.
+            qkv_bias: True for a bias in the query, key and value projections.
             attn_drop: Dropout rate on the weights.
             proj_drop: Dropout rate on the projected output.
         """
@@ -299,8 +299,8 @@ def _depthwise(x: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
     """A depthwise 3×3 convolution of `[maps, height, width, c]`, zero-padded."""
     if not (x.device.type == "cuda" and torch.compiler.is_compiling()):
         return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    # A compiler fuses nine shifted products with what is around them; a convolution it copies to and from another
-    # layout, at twice the cost of the convolution.
+    # A compiler fuses nine shifted products with the operations around them. It copies a convolution to and from
+    # another layout, at twice the cost of the convolution.
     weight, bias = convolution.weight, convolution.bias
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     height, width = x.shape[1:3]
@@ -335,7 +335,7 @@ def relative_position_index(device: torch.device, side: int) -> torch.Tensor:
 
 
 def resample_relative_positions(table: torch.Tensor, window_size: int) -> torch.Tensor:
-    """A bias table `[(2s - 1)², H]` for another window, bicubically over relative offsets; what is none stays."""
+    """Resample a bias table `[(2s - 1)², H]` for another window, bicubically; return other tensors as they are."""
     if table.dim() != 2 or table.dtype not in FLOATING_DTYPES or table.numel() == 0:
         return table
     old, new = math.isqrt(table.shape[0]), 2 * window_size - 1

@@ -37,7 +37,7 @@ def inline_attention(
     num_prefix_tokens: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Injective linear attention, in time and memory linear in the number of tokens.
+    """Compute injective linear attention, in time and memory linear in the number of tokens.
 
     The weight of key j for query i is `(s_ij - mean_j s_ij + 1) / M` with `s_ij = scale · phi(q_i)·phi(k_j)`: it sums
     to one by subtraction, where linear attention divides. With `local_weight`, a dynamic 3×3 correlation of the value
@@ -51,8 +51,8 @@ def inline_attention(
         feature_map: phi: "identity", "relu", "leaky_relu", "exp", "elu_plus_one", or a callable on `[B, N, H, D]`
             that keeps all but the last dimension. Callables see float32 (float64) whatever the input's dtype.
         normalization: "subtract" (InLine), "divide" (vanilla linear attention) or "magnitude" (MALA).
-        key_padding_mask: `[B, M]` bool, True for a real key. Padded keys and values count nowhere: not in the sums,
-            not in M, not in the local term. Every row needs a real key.
+        key_padding_mask: `[B, M]` bool, True for a real key. Padded keys and values are left out of the sums, of M and
+            of the local term. Every row needs a real key.
         local_weight: `[B, H, Dv, 3, 3]`, a 3×3 kernel per sample and channel (cross-correlation, zero padding).
         grid_size: `(h, w)` of the token grid; given with `local_weight` only, where N = M = num_prefix_tokens + h·w.
         num_prefix_tokens: Class or register tokens before the grid, which the local term neither reads nor changes;
@@ -63,7 +63,7 @@ def inline_attention(
         `[B, N, H, Dv]`, in the dtype of the inputs.
 
     Raises:
-        ValueError: Arguments that do not fit together; the message says what to do.
+        ValueError: If arguments do not fit together. The message says what to do.
     """
     call = AttentionCall(
         q, k, v, None, cast(float, scale), feature_map, normalization,
@@ -84,7 +84,7 @@ def inline_attention_qkvpacked(
     num_prefix_tokens: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`inline_attention` on the output of a fused projection, read in place; its gradient comes back packed.
+    """Compute `inline_attention` on the output of a fused projection, read in place; its gradient is packed, too.
 
     Args:
         qkv: `[B, N, 3, H, D]`.
@@ -153,7 +153,7 @@ def attention_weights(
     feature_map: str | FeatureMap = "identity",
     key_padding_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weights of every query for every key, written out: for analysis and teaching, quadratic memory.
+    """Compute the weights of every query for every key, for analysis and teaching; memory is quadratic.
 
     Args:
         q: Queries `[B, N, H, D]`.
@@ -226,7 +226,7 @@ def _as_autocast_call(call: AttentionCall) -> AttentionCall:
 
 
 def _signature(call: AttentionCall, backend: str) -> tuple[Any, ...] | None:
-    """Return what checks and selection depend on; None for calls that must be checked each time."""
+    """Return a key of everything that checks and selection depend on; None for calls that are checked each time."""
     if call.key_padding_mask is not None or not isinstance(call.feature_map, str) or is_transformed():
         return None
     tensors = (call.q, call.k, call.v, call.local_weight) if call.qkv is None else (call.qkv, call.local_weight)

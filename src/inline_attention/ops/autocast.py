@@ -1,4 +1,4 @@
-"""What autocast asks of an op that PyTorch does not know."""
+"""Autocast for operations that PyTorch has no rule for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inline_attention.ops.validation import FLOATING_DTYPES
 
 
 def autocast_enabled(tensor: Any) -> bool:
-    """Whether autocast is on where a tensor is; not for what is none."""
+    """True if autocast is enabled for the tensor's device; False for other values."""
     if not isinstance(tensor, torch.Tensor):
         return False
     device_type = tensor.device.type
@@ -18,7 +18,7 @@ def autocast_enabled(tensor: Any) -> bool:
 
 
 def as_autocast(tensor: Any) -> Any:
-    """In the autocast dtype where autocast is on; float64 and what is no tensor of numbers stay."""
+    """Cast a floating-point tensor to the autocast dtype if autocast is enabled; return anything else as it is."""
     if not autocast_enabled(tensor) or tensor.dtype not in FLOATING_DTYPES or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))

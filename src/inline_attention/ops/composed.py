@@ -4,11 +4,11 @@ Any device, any dtype, any transform: autograd to any order, `torch.func`, `torc
 here branches on a size, so one compiled graph serves every shape, and every 3×3 tap is a shifted view, which a
 compiler fuses into one loop (a convolution with B·C groups it cannot, and ONNX cannot express).
 
-All three normalisations have weights that sum to one, so all three are
+All three normalizations have weights that sum to one, so all three are
 
     out = vbar + a(z) · phi(q) C,    C = scale · Cov(phi(k), v),    z = scale · phi(q) · kbar
 
-with a = 1 (subtract), 1/z (divide) or 1 + 1/z (magnitude). Keys and values are centred before they are multiplied:
+with a = 1 (subtract), 1/z (divide) or 1 + 1/z (magnitude). Keys and values are centered before they are multiplied:
 nothing large is ever subtracted from something large.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
@@ -70,17 +70,17 @@ def global_term(
         inverse_count = 1 / k.shape[1]
         key_mean = k.mean(1, keepdim=True)
         value_mean = v.mean(1, keepdim=True)
-        centred_key = k - key_mean
-        centred_value = v - value_mean
+        centered_key = k - key_mean
+        centered_value = v - value_mean
     else:
         real = key_padding_mask[:, :, None, None].to(k.dtype)
         inverse_count = 1 / real.sum(1, keepdim=True).clamp(min=1)
         key_mean = k.sum(1, keepdim=True) * inverse_count
         value_mean = v.sum(1, keepdim=True) * inverse_count
-        centred_key = (k - key_mean) * real
-        centred_value = v - value_mean
+        centered_key = (k - key_mean) * real
+        centered_value = v - value_mean
 
-    covariance = torch.matmul(centred_key.permute(0, 2, 3, 1), centred_value.permute(0, 2, 1, 3))
+    covariance = torch.matmul(centered_key.permute(0, 2, 3, 1), centered_value.permute(0, 2, 1, 3))
     covariance = covariance * (inverse_count * scale)
     deviation = torch.matmul(q.permute(0, 2, 1, 3), covariance).permute(0, 2, 1, 3)
     if normalization != "subtract":
@@ -126,7 +126,7 @@ def differentiable_gradients(
 
     Args:
         attend: Computes the output by differentiable operations from (views of) `inputs`.
-        inputs: What the output depends on; None, or a tensor that requires no gradient, gets None.
+        inputs: Tensors that the output depends on; None, or a tensor that requires no gradient, gets None.
         grad_out: Gradient of the output.
     """
     # Views, so that a tensor passed twice (q is k) counts as two inputs.

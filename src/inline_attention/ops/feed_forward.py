@@ -1,4 +1,4 @@
-"""What follows the attention in a transformer block, fused where that pays: inference in half precision on Hopper.
+"""The rest of a transformer block after attention, fused where that is faster: half-precision inference on Hopper.
 
 Composed (projection, residual, norm, MLP, residual), it takes three times as long as InLine attention itself, most of
 it spent on moving activations through memory.
@@ -24,7 +24,7 @@ HIDDEN_MULTIPLE = 64
 
 
 class FeedForwardParameters(NamedTuple):
-    """What is learnt after the attention of a block."""
+    """The parameters of a block after its attention."""
 
     projection_weight: torch.Tensor  # [C, C]
     projection_bias: torch.Tensor  # [C]
@@ -43,21 +43,21 @@ def fused_feed_forward(
 
     Args:
         x: `[B, N, C]`, the residual stream.
-        attended: `[B, N, C]`, what attention gave, before its projection.
-        parameters: Of the projection, the norm and the two linear maps.
-        eps: Of the norm.
+        attended: `[B, N, C]`, output of the attention before its projection.
+        parameters: Parameters of the projection, the norm and the two linear maps.
+        eps: Epsilon of the norm.
     """
     arguments: list[Any] = [*(tensor.contiguous() for tensor in (x, attended, *parameters)), eps]
     return (_feed_forward_op if torch.compiler.is_compiling() else _feed_forward)(*arguments)
 
 
 def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> str | None:
-    """Why there is no fused kernel for these, or that it would not pay; None if it does."""
+    """Return why the fused kernel cannot run or would not be faster; None if it should run."""
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "recorded graphs consist of PyTorch's own operations"
     hidden, channels = parameters.hidden_weight.shape
     if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not _suits_tensor_cores(channels):
-        return f"was measured to pay up to {MOST_CHANNELS} channels that tensor cores take, got {channels} and {hidden}"
+        return f"is faster only up to {MOST_CHANNELS} channels that fit tensor cores, got {channels} and {hidden}"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {x.dtype}"
     if x.device.type != "cuda":
@@ -78,12 +78,12 @@ def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> st
     if x.numel() == 0:
         return "takes at least one token"
     if not torch.compiler.is_compiling() and not is_plain_execution(x, *parameters):
-        return "is not for those who watch the operations, such as a counter of FLOPs"
+        return "does not run under dispatch modes, such as a FLOP counter"
     return fused_op.transform_reason() or _device_reason(x.device.index)
 
 
 def _suits_tensor_cores(channels: int) -> bool:
-    """Whether channels are a power of two or a sum of two of them, 16 at least: no padding."""
+    """True if channels are a power of two or a sum of two, 16 at least: tensor cores then need no padding."""
     return channels % 16 == 0 and channels.bit_count() <= 2
 
 
@@ -95,7 +95,7 @@ def _device_reason(index: int | None) -> str | None:
 @functools.cache
 def _cached_device_reason(index: int | None) -> str | None:
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) not in CAPABILITIES:
-        return "was measured to pay on Hopper only"
+        return "is faster on Hopper only"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None

@@ -1,13 +1,12 @@
 """From a pair of fused kernels to a backend: custom ops, their fakes, and derivatives of any order.
 
-A kernel library supplies two plain functions, `Forward` and `Backward`. `register` makes custom ops of them (on
-separate q, k, v and on packed qkv: forward, backward, and a plainer forward for inference), which compilers, dispatch
-modes and tensor subclasses see as one node each. A plain eager call takes a shorter way to the same two functions: an
-autograd function of ours, without the dispatcher, because a custom op's wrappers cost more host time than the launches
-inside.
+A kernel library supplies two plain functions, `Forward` and `Backward`. `register` makes custom ops of them, on
+separate q, k, v and on packed qkv: forward, backward, and a plainer forward for inference. Compilers, dispatch modes
+and tensor subclasses see one node each. A plain eager call reaches the same two functions without the dispatcher,
+through an autograd function, because a custom op's wrappers cost more host time than the launches inside.
 
-Saved for backward are the inputs and the state, where it is small beside them. Where it is not, as in short sequences,
-a compiled graph makes it again; a plain call saves it all the same, because there the extra launch costs more than the
+Backward needs the inputs and the state. A compiled graph saves the state if it is small beside the inputs, and computes
+it again if not, as for short sequences. A plain call always saves it, because an extra launch costs more than the
 memory is worth. Second derivatives go through `composed`.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
@@ -27,7 +26,7 @@ from inline_attention.ops.tracing import is_exporting, is_plain_execution
 
 
 class Problem(NamedTuple):
-    """What a kernel needs beside tensors. The grid is 0 × 0 when there is no local term."""
+    """The arguments of a kernel that are not tensors. The grid is 0 × 0 without a local term."""
 
     scale: float
     feature_map: str
@@ -37,18 +36,17 @@ class Problem(NamedTuple):
     num_prefix_tokens: int
 
 
-# (q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q) to (out, state): out `[B, N, H, Dv]`,
-# contiguous, in the dtype of v, in the memory of q where that may be overwritten and the kernels can; the state a
-# vector as `split_state` reads it, or None if not to be kept and not needed. The last dimension of q, k and v has unit
-# stride.
+# (q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q) to (out, state). `out` is `[B, N, H, Dv]`,
+# contiguous, in the dtype of v; with overwrite_q it may take the memory of q. `state` is a vector, see `split_state`;
+# it may be None without keep_state. The last dimension of q, k and v has unit stride.
 Forward: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Problem, bool, bool],
     tuple[torch.Tensor, torch.Tensor | None],
 ]
 # (grad_out, q, k, v, key_padding_mask, local_weight, state, problem, grad_q, grad_k, grad_v) to the gradient of
-# local_weight, or None without one. Fills grad_q, grad_k and grad_v, which come uninitialised and may be views of one
-# packed gradient. The last dimension of every token tensor has unit stride. The state is None where it is to be made
-# again, which happens only to backends that say they can.
+# local_weight, or None without one. Fills grad_q, grad_k and grad_v, which are uninitialized and may be views of one
+# packed gradient. The last dimension of every token tensor has unit stride. If the state is None, the function computes
+# it again; only backends with `can_make_state_again` get None.
 Backward: TypeAlias = Callable[..., torch.Tensor | None]
 
 # The largest part of the inputs' memory that a state may take and still be saved by a compiled graph.
@@ -63,7 +61,7 @@ _PROBLEM_SCHEMA = (
 
 
 def empty_state(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """An uninitialised state for queries `[B, N, H, D]` and values `[B, M, H, Dv]`."""
+    """An uninitialized state for queries `[B, N, H, D]` and values `[B, M, H, Dv]`."""
     return torch.empty(_state_size(q, v), dtype=torch.float32, device=q.device)
 
 
@@ -82,14 +80,14 @@ def _state_size(q: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> i
 
 
 class _Kernels(NamedTuple):
-    """The two functions of one backend, and whether the second can do without the state."""
+    """The two functions of one backend; `can_make_state_again` if the second accepts None for the state."""
 
     forward: Forward
     backward: Backward
     can_make_state_again: bool
 
     def should_save_state(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a compiled graph saves the state of these inputs; depends on all sizes but the batch's."""
+        """True if a compiled graph saves the state of these inputs. Does not depend on the batch size."""
         if not self.can_make_state_again:
             return True
         q, k, v = _separate(tensors)
@@ -98,7 +96,7 @@ class _Kernels(NamedTuple):
 
 
 def transform_reason() -> str | None:
-    """Why no fused kernel can run in the transform that is active, or None."""
+    """Return why no fused kernel can run under the active transform, or None."""
     if is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "exported and recorded graphs consist of PyTorch's own operations"
     if (
@@ -112,7 +110,7 @@ def transform_reason() -> str | None:
 def register(
     name: str, forward: Forward, backward: Backward, *, largest_head_dim: int, can_make_state_again: bool
 ) -> Callable[[AttentionCall], torch.Tensor]:
-    """Define the ops `inline_attention::{name}[_packed]_{forward,backward,inference}`; return what runs a call.
+    """Define the ops `inline_attention::{name}[_packed]_{forward,backward,inference}`; return a function for calls.
 
     Args:
         name: Backend name.
@@ -334,7 +332,7 @@ def _define_inference_op(name: str, kernels: _Kernels, tensor_names: tuple[str, 
 
 
 def _empty_results(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised output and state: shapes and dtypes of what the forward op returns."""
+    """Return uninitialized output and state, with the shapes and dtypes of the forward op's results."""
     q, _, v = _separate(tensors)
     state = q.new_empty(_state_size(q, v), dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[3]), state

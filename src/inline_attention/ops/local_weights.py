@@ -1,4 +1,4 @@
-"""The 3×3 weights of the local residual, predicted from tokens by a fused kernel where there is one."""
+"""Fused prediction of the 3×3 weights of the local residual."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from inline_attention.ops.backends.cuda import predictor
 def predict_local_weight(
     tokens: torch.Tensor, parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], num_heads: int
 ) -> torch.Tensor | None:
-    """Weights `[B, H, D, 3, 3]` from tokens `[B, N, C]`, or None where no fused kernel applies and the caller composes.
+    """Predict weights `[B, H, D, 3, 3]` by a fused kernel; return None if there is none for this call.
 
     Args:
-        tokens: Their mean over N is what the weights depend on.
+        tokens: `[B, N, C]`; the weights depend on their mean.
         parameters: Weight and bias of the first and of the second map, as `BlockDiagonalLinear` holds them.
         num_heads: H.
     """

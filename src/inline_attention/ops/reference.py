@@ -103,7 +103,7 @@ def _local_term(
     value: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int, int], num_prefix_tokens: int
 ) -> torch.Tensor:
     """Dynamic 3×3 cross-correlation of the value grid, `[B, N, H, Dv]`; zero on prefix tokens."""
-    outside = value.shape[1]  # index of an extra all-zero value: the neighbour beyond the border
+    outside = value.shape[1]  # index of an extra all-zero value: the neighbor beyond the border
     table = torch.full((value.shape[1], 9), outside, device=value.device)
     height, width = grid_size
     for row in range(height):
@@ -112,5 +112,5 @@ def _local_term(
                 i, j = row + tap // 3 - 1, column + tap % 3 - 1
                 if 0 <= i < height and 0 <= j < width:
                     table[num_prefix_tokens + row * width + column, tap] = num_prefix_tokens + i * width + j
-    neighbours = torch.cat([value, torch.zeros_like(value[:, :1])], dim=1)[:, table]
-    return torch.einsum("bnthd,bhdt->bnhd", neighbours, local_weight.flatten(-2))
+    neighbors = torch.cat([value, torch.zeros_like(value[:, :1])], dim=1)[:, table]
+    return torch.einsum("bnthd,bhdt->bnhd", neighbors, local_weight.flatten(-2))

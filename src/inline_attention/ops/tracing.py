@@ -1,4 +1,4 @@
-"""Whether tensors are plain values that may be looked at, or stand-ins that a transform is tracing."""
+"""Questions about the execution: plain eager tensors, or a compiler, an exporter or a transform that traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 
 def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
-    """True when the tensors hold data that Python may branch on: nothing compiles, exports, traces or transforms."""
+    """True if Python may branch on the tensors' values: nothing compiles, exports, traces or transforms."""
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
@@ -24,18 +24,18 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
 
 
 def is_plain_execution(*tensors: torch.Tensor) -> bool:
-    """Whether the tensors are plain ones and no dispatch mode, such as a tracer or a counter of FLOPs, watches them."""
+    """True if the tensors are plain and no dispatch mode, such as a tracer or a FLOP counter, is active."""
     return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _is_making_a_graph() -> bool:
-    """Whether `make_fx` records plain tensors, whose values it does not let be read."""
+    """True if `make_fx` records plain tensors; it does not allow their values to be read."""
     native: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     return native._get_dispatch_mode(native._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_transformed() -> bool:
-    """Whether anything but plain eager execution may be going on: compiling, tracing, `torch.func`, dual levels."""
+    """True if a compiler, a tracer, a `torch.func` transform or forward-mode differentiation may be active."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return True
     level = cast(int, forward_ad._current_level)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
@@ -43,23 +43,20 @@ def is_transformed() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing: the graph must then serve every size, and may not ask about sizes.
+    """True if `torch.export` is tracing. The graph must serve every size, so code may not branch on sizes.
 
-    Not `torch.compiler.is_exporting`: the compiler of torch 2.11 takes that for true in whatever it compiles.
+    Not `torch.compiler.is_exporting`: in torch 2.11 it is also true in compiled code.
     """
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """A context that `torch.jit.trace` does not see: sizes are plain numbers in it, about which one may ask.
-
-    Where it records, the size of a tensor is a tensor.
-    """
+    """Return a context in which `torch.jit.trace` does not record, so that sizes are plain numbers, not tensors."""
     return _without_recording() if _is_recording() else nullcontext()
 
 
 def plain_sizes(sizes: Any) -> Any:
-    """Sizes, as numbers also where `torch.jit.trace` has made tensors of them; anything else as it is."""
+    """Return sizes as numbers, even if `torch.jit.trace` made tensors of them; return anything else as it is."""
     if not isinstance(sizes, (tuple, list)) or not _is_recording():
         return sizes  # pyright: ignore[reportUnknownVariableType]
     with _without_recording():

@@ -24,7 +24,7 @@ FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def unknown_name(argument: str, value: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not among `known`, with the nearest one suggested."""
+    """Return the error for a name that is not among `known`, with the nearest one suggested."""
     known = list(known)
     hint = did_you_mean(value, known)
     return ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
@@ -129,7 +129,7 @@ def check_mask_form(key_padding_mask: Any, k: torch.Tensor) -> None:
 
 
 def check_added_mask(mask: torch.Tensor) -> None:
-    """Check that what would be added to the scores of softmax hides keys or leaves them: there are no scores here."""
+    """Check that an additive mask only hides keys or keeps them: linear-time attention has no scores to bias."""
     if not are_plain_eager_tensors(mask):
         return  # values cannot be read here
     does_either = ((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all()
@@ -236,7 +236,7 @@ def check_normalization(normalization: Any) -> None:
 
 
 def resolve_scale(scale: Any, head_dim: int) -> float:
-    """`scale` if it is a finite number, `head_dim ** -0.5` for None."""
+    """Return `scale` if it is a finite number, `head_dim ** -0.5` for None."""
     if scale is None:
         return head_dim**-0.5
     if (

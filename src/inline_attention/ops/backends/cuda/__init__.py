@@ -1,7 +1,7 @@
-"""InLine attention in CUDA C++, for what vision models ask: half precision, head dims 32 and 64, on tensor cores.
+"""InLine attention in CUDA C++ for vision models: half precision, head dims 32 and 64, on tensor cores.
 
-`kernels.cu` is the device code, `compiler` builds it with NVRTC at first use, `launch` cuts the work into blocks. What
-this backend does not take, or where NVRTC is missing, goes to the next one in the table.
+`kernels.cu` is the device code, `compiler` builds it with NVRTC at first use, `launch` divides the work into blocks.
+Calls that this backend cannot run, and all calls without NVRTC, go to the next backend in the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALLEST_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Why this backend cannot run the call, or None."""
+    """Return why this backend cannot run the call, or None."""
     q = call.q
     reason = device_reason(q)
     if reason is not None:
@@ -45,7 +45,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def known_head_dim(head_dim: int) -> int | None:
-    """The head dim if the kernels take it: a number even where it comes as a symbol, in a graph for any size."""
+    """Return the head dim as a number if the kernels support it, even if it is symbolic; else None."""
     for known in HEAD_DIMS:
         if head_dim == known:
             return known
@@ -53,7 +53,7 @@ def known_head_dim(head_dim: int) -> int | None:
 
 
 def device_reason(tensor: torch.Tensor) -> str | None:
-    """Why no kernel here takes the tensor, or None: it must lie on an NVIDIA GPU and be of half precision."""
+    """Return why no kernel accepts the tensor, or None. It must be in half precision on an NVIDIA GPU."""
     if tensor.device.type != "cuda" or torch.version.hip is not None:
         return f"needs an NVIDIA GPU, got {tensor.device.type if torch.version.hip is None else 'ROCm'}"
     if tensor.dtype not in DTYPES:
@@ -62,7 +62,7 @@ def device_reason(tensor: torch.Tensor) -> str | None:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether sixteen bytes at a time can be read where they lie; a start that is not aligned is copied at launch."""
+    """True if kernels can read sixteen bytes at a time; an unaligned start is copied at launch."""
     batch, token, head, channel = tensor.stride()
     chunk = launch.CHUNK
     return bool(channel == 1 and head == tensor.shape[3] and token % chunk == 0 and batch % chunk == 0)
@@ -70,13 +70,13 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot be built or loaded on a device, or None; builds them."""
+    """Build the kernels for a device; return why that failed, or None."""
     return _cached_build_reason(device_index, dtype, head_dim)
 
 
 @functools.cache
 def _cached_build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Build the kernels, once per process, device and kind; say why where that fails."""
+    """Build the kernels once per process, device, dtype and head dim."""
     capability = torch.cuda.get_device_capability(device_index)
     if capability < SMALLEST_CAPABILITY:
         return f"needs compute capability {SMALLEST_CAPABILITY} or more, got {capability}"
@@ -91,7 +91,7 @@ _ALREADY_THERE = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which kernels are launched on the device."""
+    """Return a context in which kernels are launched on the device."""
     return _ALREADY_THERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 

@@ -1,8 +1,8 @@
 """Compiled kernels on disk, in a folder that only the user can write.
 
 A binary from the cache runs on the GPU with the user's rights, so it must be one that this user stored. The folder and
-the file are opened once, checked by descriptor, and read through it: nobody can exchange them after the check. Where a
-check fails, nothing is read and nothing is written; kernels are then compiled once per process.
+the file are opened once, checked by descriptor, and read through it, so they cannot be replaced after the check. If a
+check fails, the cache is neither read nor written, and kernels are compiled once per process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnsafeFolderError(OSError):
 
 
 def read(key: str) -> bytes | None:
-    """Return the binary stored under a key; None if there is none, or none that can be trusted."""
+    """Return the binary stored under a key; None if it is missing or cannot be trusted."""
     name = _file_name(key)
     try:
         with _open_folder(create=False) as folder:
@@ -63,7 +63,7 @@ def write(key: str, binary: bytes) -> None:
     except UnsafeFolderError as error:
         warnings.warn(f"compiled kernels are not kept: {error}", stacklevel=2)
     except OSError:
-        pass  # a folder that cannot be written is no cache, and no error
+        pass  # without a writable folder there is no cache; that is no error
 
 
 def location() -> Path | None:
@@ -87,8 +87,8 @@ def _open_folder(*, create: bool) -> Generator[int]:
     """Open the cache folder and yield its descriptor.
 
     Raises:
-        UnsafeFolderError: If it is a link, belongs to somebody else, or can be written or replaced by others.
-        OSError: If there is none, or it cannot be opened.
+        UnsafeFolderError: If it is a link, belongs to another user, or other users can write to it or replace it.
+        OSError: If it does not exist or cannot be opened.
     """
     path = location()
     if path is None or not _HAS_OWNERS:
@@ -97,8 +97,8 @@ def _open_folder(*, create: bool) -> Generator[int]:
         for folder in reversed([path, *path.parents]):
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-    # Links on the way to the folder are the user's business, so the real path is taken. It is then followed component
-    # by component; a component that became a link since cannot be opened.
+    # Links above the folder are allowed, so the real path is resolved first. It is then opened component by component;
+    # a component that has become a link meanwhile cannot be opened.
     *outer, name = Path(os.path.realpath(path.parent), path.name).parts
     with ExitStack() as opened:
 
@@ -123,7 +123,7 @@ def _open_folder(*, create: bool) -> Generator[int]:
 
 
 def _check_outer(status: os.stat_result, path: Path) -> None:
-    """Check that nobody else can rename or replace what is inside a folder around the cache."""
+    """Check that no other user can rename or replace the contents of a folder around the cache."""
     if status.st_uid not in (0, os.geteuid()):
         raise UnsafeFolderError(f"a folder around {path} belongs to another user; set {VARIABLE} to a folder of yours")
     is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -326,7 +326,7 @@ __device__ __forceinline__ void load_bias(float (&bias)[8], const float* slab, c
 struct AccumulateParams {
   const u16* left; i64 left_batch, left_token;
   const u16* right; i64 right_batch, right_token;
-  float* product;          // [B, H, splits, HEAD_DIM, HEAD_DIM]; forward: centred
+  float* product;          // [B, H, splits, HEAD_DIM, HEAD_DIM]; forward: centered
   float* left_mean;        // [B, H, splits, HEAD_DIM]; forward only
   float* right_mean;       // [B, H, splits, HEAD_DIM]; backward: the sum
   const float* covariance; // backward only
@@ -584,7 +584,7 @@ struct MergeParams {
 static_assert(sizeof(MergeParams) == MERGE_BYTES, PACKED_OTHERWISE);
 
 // blockIdx.x = head, blockIdx.y = some elements of its matrix; SHARES threads share the splits of an element.
-template <bool CENTRED, int MERGE_SHARES> __device__ __forceinline__ void merge(const MergeParams& p) {
+template <bool CENTERED, int MERGE_SHARES> __device__ __forceinline__ void merge(const MergeParams& p) {
   constexpr int MERGE_ELEMENTS = MERGE_THREADS / MERGE_SHARES;
   __shared__ float shares[4][MERGE_SHARES][MERGE_ELEMENTS];
   const int share = threadIdx.x / MERGE_ELEMENTS, element = blockIdx.y * MERGE_ELEMENTS + threadIdx.x % MERGE_ELEMENTS;
@@ -594,15 +594,15 @@ template <bool CENTRED, int MERGE_SHARES> __device__ __forceinline__ void merge(
   const float* left = p.left_mean + first_slot * HEAD_DIM + row;
   const float* right = p.right_mean + first_slot * HEAD_DIM + column;
   // Means count relative to the first split's: what is added up is then small, however large the mean.
-  const float left_first = CENTRED ? left[0] : 0.0f, right_first = CENTRED ? right[0] : 0.0f;
+  const float left_first = CENTERED ? left[0] : 0.0f, right_first = CENTERED ? right[0] : 0.0f;
   float sums[4] = {};  // of products, of left means, of right means, of the means' products
 #pragma unroll 8
   for (int s = share; s < p.splits; s += MERGE_SHARES) {
     sums[0] += product[(i64)s * (HEAD_DIM * HEAD_DIM)];
-    const float count = CENTRED ? min(p.tokens_per_split, p.tokens - s * p.tokens_per_split) : 1.0f;
+    const float count = CENTERED ? min(p.tokens_per_split, p.tokens - s * p.tokens_per_split) : 1.0f;
     const float right_part = count * (right[s * HEAD_DIM] - right_first);
     sums[2] += right_part;
-    if (CENTRED) {
+    if (CENTERED) {
       const float left_part = left[s * HEAD_DIM] - left_first;
       sums[1] = fmaf(count, left_part, sums[1]);
       sums[3] = fmaf(left_part, right_part, sums[3]);
@@ -618,11 +618,11 @@ template <bool CENTRED, int MERGE_SHARES> __device__ __forceinline__ void merge(
     for (int from = 1; from < MERGE_SHARES; ++from) sums[i] += shares[i][from][threadIdx.x];
   const float inverse_count = 1.0f / p.tokens;
   float total = sums[0];
-  if (CENTRED) {
+  if (CENTERED) {
     total += fmaf(-sums[1] * inverse_count, sums[2], sums[3]);
     if (column == 0) p.merged_left[blockIdx.x * HEAD_DIM + row] = fmaf(sums[1], inverse_count, left_first);
   }
-  if (row == 0) p.merged_right[blockIdx.x * HEAD_DIM + column] = CENTRED ? fmaf(sums[2], inverse_count, right_first) : sums[2] * p.right_factor;
+  if (row == 0) p.merged_right[blockIdx.x * HEAD_DIM + column] = CENTERED ? fmaf(sums[2], inverse_count, right_first) : sums[2] * p.right_factor;
   p.merged_product[(i64)blockIdx.x * (HEAD_DIM * HEAD_DIM) + element] = total * p.product_factor;
 }
 
@@ -672,59 +672,59 @@ struct Place {
 };
 
 // A warp's way down a strip of eight columns, two rows a step. On the way come, several steps ahead, two more rows of
-// the tensor whose neighbourhoods are read (ten columns, zero outside the grid) and the step's own rows of another
+// the tensor whose neighborhoods are read (ten columns, zero outside the grid) and the step's own rows of another
 // tensor. Both land in rings of four in the warp's own shared memory: nothing here waits for other warps.
-template <bool NEIGHBOURS, int SLABS> struct Strip {
+template <bool NEIGHBORS, int SLABS> struct Strip {
   static constexpr int SLOTS = 4, AHEAD = 2;
   static constexpr int ROW = (STRIP + 2) * PITCH, PAIR = 2 * ROW, OWN = 16 * PITCH;
-  static constexpr int BYTES = SLOTS * ((NEIGHBOURS ? PAIR : 0) + SLABS * OWN);
+  static constexpr int BYTES = SLOTS * ((NEIGHBORS ? PAIR : 0) + SLABS * OWN);
   const Lane& lane;
-  const u32 neighbour_ring, own_ring;
-  const i64 neighbour_row, own_row;    // elements from row to row
+  const u32 neighbor_ring, own_ring;
+  const i64 neighbor_row, own_row;    // elements from row to row
   const int width, height;             // of the grid
-  const u16* neighbour;                // this lane's chunk: of its column, of the next two rows to come
-  const u16* neighbour_beyond;         // and of columns nine and ten
+  const u16* neighbor;                // this lane's chunk: of its column, of the next two rows to come
+  const u16* neighbor_beyond;         // and of columns nine and ten
   const u16* own;                      // of its column, of the next rows to come
   int y;                               // the grid's row of the next own rows to come
   int to_send, left;                   // steps
   u32 slot;                            // of the current step
-  bool column_inside, neighbour_inside, beyond_inside;
+  bool column_inside, neighbor_inside, beyond_inside;
 
   __device__ __forceinline__ Strip(const Layout& l, const Place& place, const Lane& lane, int group, u32 memory,
-                                   const u16* neighbour_slab, i64 neighbour_token, const u16* own_slab, i64 own_token)
-      : lane(lane), neighbour_ring(memory), own_ring(memory + (NEIGHBOURS ? SLOTS * PAIR : 0)),
-        neighbour_row(l.width * neighbour_token), own_row(l.width * own_token), width(l.width), height(l.height) {
+                                   const u16* neighbor_slab, i64 neighbor_token, const u16* own_slab, i64 own_token)
+      : lane(lane), neighbor_ring(memory), own_ring(memory + (NEIGHBORS ? SLOTS * PAIR : 0)),
+        neighbor_row(l.width * neighbor_token), own_row(l.width * own_token), width(l.width), height(l.height) {
     const int x = place.left + group * STRIP;
     y = place.top;
     to_send = left = x < l.width ? (place.rows + 1) / 2 : 0;
     slot = SLOTS - 1;
     column_inside = x + lane.row < l.width;
     own = own_slab + (l.prefix + (i64)y * l.width + min(x + lane.row, l.width - 1)) * own_token + lane.c * CHUNK;
-    if (NEIGHBOURS) {
+    if (NEIGHBORS) {
       const int beyond = x + STRIP - 1 + (lane.g & 1);
-      neighbour_inside = (u32)(x - 1 + lane.row) < (u32)l.width;
+      neighbor_inside = (u32)(x - 1 + lane.row) < (u32)l.width;
       beyond_inside = lane.id < 16 && beyond < l.width;
-      neighbour = neighbour_slab + (l.prefix + (i64)(y - 1) * l.width + x - 1 + lane.row) * neighbour_token + lane.c * CHUNK;
-      neighbour_beyond = neighbour_slab + (l.prefix + (i64)(y - 1 + (lane.g >> 1 & 1)) * l.width + beyond) * neighbour_token + lane.c * CHUNK;
-      if (left > 0) send_neighbours(y - 1, 0);
+      neighbor = neighbor_slab + (l.prefix + (i64)(y - 1) * l.width + x - 1 + lane.row) * neighbor_token + lane.c * CHUNK;
+      neighbor_beyond = neighbor_slab + (l.prefix + (i64)(y - 1 + (lane.g >> 1 & 1)) * l.width + beyond) * neighbor_token + lane.c * CHUNK;
+      if (left > 0) send_neighbors(y - 1, 0);
     }
     commit_copies();
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) send(i);
   }
   // Rows first_row and first_row + 1 of the grid, into a slot.
-  __device__ __forceinline__ void send_neighbours(int first_row, u32 to) {
-    const u32 target = neighbour_ring + to * PAIR + lane.row * PITCH + lane.c * 16;
+  __device__ __forceinline__ void send_neighbors(int first_row, u32 to) {
+    const u32 target = neighbor_ring + to * PAIR + lane.row * PITCH + lane.c * 16;
     const bool first = (u32)first_row < (u32)height, second = (u32)(first_row + 1) < (u32)height;
-    copy_async(target, neighbour, first && neighbour_inside);
-    copy_async(target + ROW, neighbour + neighbour_row, second && neighbour_inside);
+    copy_async(target, neighbor, first && neighbor_inside);
+    copy_async(target + ROW, neighbor + neighbor_row, second && neighbor_inside);
     if (lane.id < 16) {
       const bool inside = beyond_inside && (lane.id < 8 ? first : second);
-      copy_async(neighbour_ring + to * PAIR + (lane.id >> 3) * ROW + (STRIP + (lane.g & 1)) * PITCH + lane.c * 16,
-                 neighbour_beyond, inside);
+      copy_async(neighbor_ring + to * PAIR + (lane.id >> 3) * ROW + (STRIP + (lane.g & 1)) * PITCH + lane.c * 16,
+                 neighbor_beyond, inside);
     }
-    neighbour += 2 * neighbour_row;
-    neighbour_beyond += 2 * neighbour_row;
+    neighbor += 2 * neighbor_row;
+    neighbor_beyond += 2 * neighbor_row;
   }
   __device__ __forceinline__ void send(u32 to) {
     if (to_send > 0) {
@@ -735,7 +735,7 @@ template <bool NEIGHBOURS, int SLABS> struct Strip {
         copy_async(target + h * OWN, own + SLAB * h, true);
         copy_async(target + h * OWN + 8 * PITCH, below + SLAB * h, true);
       }
-      if (NEIGHBOURS) send_neighbours(y + 1, (to + 1) % SLOTS);
+      if (NEIGHBORS) send_neighbors(y + 1, (to + 1) % SLOTS);
       own += 2 * own_row;
       y += 2;
       --to_send;
@@ -751,7 +751,7 @@ template <bool NEIGHBOURS, int SLABS> struct Strip {
     send((slot + AHEAD) % SLOTS);
   }
   __device__ __forceinline__ u32 own_slot() const { return own_ring + slot * (SLABS * OWN); }
-  __device__ __forceinline__ u32 pair(u32 which) const { return neighbour_ring + (slot + which) % SLOTS * PAIR; }
+  __device__ __forceinline__ u32 pair(u32 which) const { return neighbor_ring + (slot + which) % SLOTS * PAIR; }
   __device__ __forceinline__ void read_own(LeftOperand& rows) const {
     const u32 matrix = own_slot() + (lane.id & 15) * PITCH + (lane.id >> 4) * 16;
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Which blocks of work the CUDA kernels get, and their launches.
+"""How the work is divided into blocks, and the launches of the CUDA kernels.
 
 Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim; channels C = H · D.
 """
@@ -27,7 +27,7 @@ MANY_SHARES, MANY_TILES_SHARES = 4, 8  # threads that share the splits, or the t
 ACCUMULATE_SHARED_BYTES = STAGES * STAGE_TOKENS * UNIT * 2 * 2
 STAGING_BYTES = BLOCK_THREADS // 32 * 16 * PITCH
 MANY_TILES, MANY_SPLITS = 8, 8
-# Blocks that share a multiprocessor, by head dim: what registers allow.
+# Blocks that share a multiprocessor, by head dim; registers set the limit.
 TILE_BLOCKS = {32: 3, 64: 2}
 ACCUMULATE_BLOCKS = {32: 4, 64: 3}
 ACCUMULATE_BACKWARD_BLOCKS = {32: 3, 64: 2}
@@ -86,12 +86,12 @@ class Splits(NamedTuple):
 
 
 def inverse(divisor: int) -> int:
-    """What `Division` of kernels.cu multiplies by."""
+    """Return the factor that `Division` of kernels.cu multiplies by."""
     return min(2**32 // divisor, 2**32 - 1)
 
 
 class Tensors(NamedTuple):
-    """Sizes and strides of one call: what its plan depends on."""
+    """Sizes of one call; its plan depends on these."""
 
     device: int
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class Tensors(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Everything about a call that does not change with its data."""
+    """Everything about a call that does not depend on its data."""
 
     kernels: dict[str, compiler.Kernel]
     units: int
@@ -163,15 +163,15 @@ def forward(
 def _output(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_weight: torch.Tensor | None, overwrite_q: bool
 ) -> torch.Tensor:
-    """Where the output goes: over q where that is allowed and every query is read before its output is written.
+    """Allocate the output, or reuse q if that is allowed and every query is read before its output is written.
 
-    That is so where a warp multiplies whole heads: see `OutputParams` of kernels.cu.
+    The latter holds if a warp multiplies whole heads: see `OutputParams` of kernels.cu.
     """
     if overwrite_q and q.shape[3] == SLAB and q.is_contiguous() and q.data_ptr() % 16 == 0 and not q.requires_grad:
         others = (k, v) if local_weight is None else (k, v, local_weight)
         memory = q.untyped_storage().data_ptr()
         if memory not in [tensor.untyped_storage().data_ptr() for tensor in others]:
-            increment_version(q)  # as any operation in place, so that autograd notices where somebody saved q
+            increment_version(q)  # as every in-place operation does, so that autograd notices a saved q
             return q.detach()
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -280,7 +280,7 @@ def _plan(
 
 @lru_cache(4096)
 def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
-    """How the forward pass of a call is cut up."""
+    """Plan the forward pass of a call."""
     B, N, H, D = tensors.query
     units, multiprocessors = -(-H * D // UNIT), processors(tensors.device)
     kernels = load_kernels(tensors.device, tensors.dtype, D)
@@ -295,7 +295,7 @@ def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
 
 @lru_cache(4096)
 def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
-    """How the backward pass of a call is cut up."""
+    """Plan the backward pass of a call."""
     B, N, H, D = tensors.query
     units, multiprocessors = -(-H * D // UNIT), processors(tensors.device)
     layout = choose_layout(B, tensors.keys, H, D, problem, 3 if tensors.has_local_term else 2, multiprocessors)
@@ -305,7 +305,7 @@ def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
 
 
 def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
-    """Cut `tokens` so that `rows` × splits blocks fill the GPU's `slots` in few, equal waves."""
+    """Split `tokens` so that `rows` × splits blocks fill the GPU's `slots` in few, equal waves."""
     best, best_cost = Splits(1, tokens), math.inf
     for count in range(1, min(MOST_SPLITS, -(-tokens // (2 * STAGE_TOKENS))) + 1):
         each = -(-tokens // (count * STAGE_TOKENS)) * STAGE_TOKENS
@@ -320,7 +320,7 @@ def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
 def choose_layout(
     batches: int, tokens: int, heads: int, head_dim: int, problem: Problem, roles: int, multiprocessors: int
 ) -> Layout:
-    """Tiles high enough that their borders cost little, low enough that every processor has some."""
+    """Choose tiles high enough that their borders cost little, low enough that every multiprocessor has some."""
     channels = heads * head_dim
     units = -(-channels // UNIT)
     height, width = problem.grid_height, problem.grid_width
@@ -345,7 +345,7 @@ def choose_layout(
 
 
 def fits_one_block(rows: int, tokens: int, slots: int) -> bool:
-    """Whether one block per unit of a sample does both passes well: few tokens, or not many and many blocks."""
+    """True if one block per unit of a sample should do both passes: few tokens, or more tokens and many blocks."""
     many_blocks = rows >= FEWEST_SAMPLE_WAVES * slots
     return tokens <= (MOST_SAMPLE_TOKENS if many_blocks else FEW_TOKENS)
 
@@ -360,8 +360,8 @@ def sample_layout(batches: int, tokens: int, channels: int, problem: Problem) ->
 
 def strip_bytes(head_dim: int) -> int:
     """Shared memory of a block's strips."""
-    neighbours, own = 2 * (STRIP + 2) * PITCH, head_dim // SLAB * 16 * PITCH
-    return BLOCK_THREADS // 32 * 4 * (neighbours + own)
+    neighbors, own = 2 * (STRIP + 2) * PITCH, head_dim // SLAB * 16 * PITCH
+    return BLOCK_THREADS // 32 * 4 * (neighbors + own)
 
 
 def _merge(
@@ -409,7 +409,7 @@ def _address(tensor: torch.Tensor, copies: list[torch.Tensor]) -> tuple[int, int
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, from an address that sixteen bytes can be read at: parameters may lie anywhere in a larger tensor."""
+    """Return the tensor contiguous and aligned to sixteen bytes; a parameter may be a slice of a larger tensor."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -419,20 +419,20 @@ def _pointer(tensor: torch.Tensor | None) -> int:
 
 
 def current_stream(device_index: int) -> int:
-    """The stream that PyTorch queues work on."""
+    """Return the stream that PyTorch queues work on."""
     return torch._C._cuda_getCurrentRawStream(device_index)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 
 @cache
 def processors(device_index: int) -> int:
-    """Multiprocessors of a device."""
+    """Return the number of multiprocessors of a device."""
     properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     return properties.multi_processor_count
 
 
 @cache
 def load_kernels(device_index: int, dtype: torch.dtype, head_dim: int) -> dict[str, compiler.Kernel]:
-    """The kernels by name, built at the first call."""
+    """Return the kernels by name; the first call builds them."""
     return compiler.load(device_index, defines(dtype, head_dim), KERNELS)
 
 

@@ -1,4 +1,4 @@
-"""The 3×3 weights of the local residual from a block's tokens, in one launch or two: what inference asks for.
+"""The 3×3 weights of the local residual from a block's tokens, in one launch or two, for inference.
 
 Mean over the tokens, linear, GELU, linear, the linear maps block-diagonal over heads. Composed, that is half a dozen
 launches of next to no work each.
@@ -24,7 +24,7 @@ FEWEST_TOKENS_PER_SPLIT = 128
 
 
 def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...], num_heads: int) -> str | None:
-    """Why the weights cannot be predicted by these kernels, or None."""
+    """Return why these kernels cannot predict the weights, or None."""
     reason = cuda.device_reason(tokens)
     if reason is not None:
         return reason
@@ -48,10 +48,10 @@ def predict(
     bias: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """The weights `[B, H, D, 3, 3]`.
+    """Predict the weights `[B, H, D, 3, 3]`.
 
     Args:
-        tokens: `[B, N, C]`, of which the mean is taken.
+        tokens: `[B, N, C]`; the weights depend on their mean.
         hidden_weight: `[C, D, 1]` of the first map, as a grouped 1×1 convolution stores it.
         hidden_bias: `[C]`.
         weight: `[9 C, D, 1]` of the second map; channel c owns rows 9c … 9c + 8.
@@ -104,7 +104,7 @@ def _launch(
 
 
 def choose_splits(blocks: int, tokens: int, processors: int) -> launch.Splits:
-    """How many blocks share the tokens of a sample's unit of channels, and how many tokens each sums."""
+    """Choose how many blocks share the tokens of a sample's unit of channels, and how many tokens each sums."""
     if tokens <= MOST_TOKENS_PER_BLOCK or blocks >= processors:
         return launch.Splits(1, tokens)
     wanted = -(-BLOCKS_PER_PROCESSOR * processors // blocks)

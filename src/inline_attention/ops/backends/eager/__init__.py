@@ -1,7 +1,7 @@
 """Linear-time InLine attention in plain PyTorch: any device, any floating dtype, every transform.
 
-Two ways to the same numbers. `composed` is a chain of differentiable operations, for accelerators, compilers and
-functional transforms. `blocked` is the same arithmetic with hand-written derivatives in cache-sized blocks, for plain
+Two implementations of the same arithmetic. `composed` is a chain of differentiable operations, for accelerators,
+compilers and functional transforms. `blocked` works in cache-sized blocks with hand-written derivatives, for plain
 eager calls on a CPU. Sums are taken in float32 at least, whatever the dtype of the inputs.
 """
 
@@ -15,12 +15,12 @@ from inline_attention.ops.backends.eager import blocked
 from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.tracing import are_plain_eager_tensors
 
-# Beyond what activations add up to (ten million of a thousand each), far below where float32 gradients overflow.
+# Activations stay below this sum (ten million of a thousand each); float32 gradients overflow far above it.
 LARGEST_ORDINARY_SUM = 1e10
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Why this backend cannot run the call: never, it runs everywhere."""
+    """Return None: this backend runs every call."""
     del call
     return None
 
@@ -32,8 +32,8 @@ def run(call: AttentionCall) -> torch.Tensor:
         return _run_composed(call, compute_dtype).to(call.v.dtype)
     out = _run_blocked(call, compute_dtype)
     if compute_dtype != torch.float64 and not abs(out.detach().sum().item()) < LARGEST_ORDINARY_SUM:
-        # Products of three huge float32 numbers overflow, here or in the backward pass, and inf - inf is NaN: finite
-        # inputs deserve better.
+        # Products of three huge float32 numbers overflow, here or in the backward pass, and inf - inf is NaN. Finite
+        # inputs must not give NaN, so float64 takes over.
         out = _run_composed(call, torch.float64)
     return out.to(call.v.dtype)
 
@@ -49,7 +49,7 @@ def run_local_term(
 
 
 def _can_block(call: AttentionCall) -> bool:
-    """Whether this is a plain call on CPU tensors: nothing traces, transforms or batches it."""
+    """True for a plain call on CPU tensors: nothing traces, transforms or batches it."""
     tensors = [tensor for tensor in (call.q, call.k, call.v, call.local_weight) if tensor is not None]
     return are_plain_eager_tensors(*tensors) and all(
         tensor.device.type == "cpu" and tensor.numel() > 0 and forward_ad.unpack_dual(tensor).tangent is None  # pyright: ignore[reportUnknownMemberType]

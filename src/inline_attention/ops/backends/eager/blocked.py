@@ -1,7 +1,7 @@
 """InLine attention on a CPU by hand-written passes over blocks that stay in cache.
 
 Composed operations stream every intermediate through memory and page in fresh buffers for each. Here a block of
-two megabytes is centred, multiplied and written while it is in cache, into buffers allocated once, and the 3×3 term
+two megabytes is centered, multiplied and written while it is in cache, into buffers allocated once, and the 3×3 term
 is nine in-place multiply-adds on shifted views. The backward pass is written out in the same way; its formulas are in
 docs/math.md. Derivatives of it are those of the composed operations.
 
@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 19
 
 
 class Settings(NamedTuple):
-    """What one call needs beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     scale: float
     normalization: Normalization
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the keys and values boil down to: all that a query needs to know, and all that backward keeps."""
+    """The summary of keys and values that queries need and that backward keeps."""
 
     key_mean: torch.Tensor  # [B, 1, H, D]
     value_mean: torch.Tensor  # [B, 1, H, Dv]
@@ -80,10 +80,10 @@ def _forward(
         torch.sum(k[batch], 1, keepdim=True, out=key_mean).mul_(inverse_count[batch])
         torch.sum(v[batch], 1, keepdim=True, out=value_mean).mul_(inverse_count[batch])
         for tokens in _token_blocks(batch, k.shape[1], H * max(D, Dv)):
-            key = scratch.centred(0, k[batch, tokens], key_mean)
+            key = scratch.centered(0, k[batch, tokens], key_mean)
             if key_padding_mask is not None:
                 key.mul_(key_padding_mask[batch, None, tokens, None])
-            value = scratch.centred(1, v[batch, tokens], value_mean)
+            value = scratch.centered(1, v[batch, tokens], value_mean)
             _accumulate_product(covariance, key, value)
         covariance.mul_(inverse_count[batch] * settings.scale)
 
@@ -146,11 +146,11 @@ def _backward(
         grad_key_mean.mul_(inverse_count[batch])
         grad_value_mean = _heads_first(grad_out[batch].sum(1, keepdim=True)).mul(inverse_count[batch])
         for tokens in _token_blocks(batch, k.shape[1], H * max(D, Dv)):
-            # Both means drop out of their own gradients: the centred keys and values that would carry it sum to zero.
-            value = scratch.centred(1, v[batch, tokens], value_mean)
+            # Both means drop out of their own gradients: the centered keys and values that would carry it sum to zero.
+            value = scratch.centered(1, v[batch, tokens], value_mean)
             grad_key = scratch.product(2, value, grad_covariance.transpose(-1, -2))
             torch.add(grad_key, grad_key_mean, out=_heads_first(grad_k[batch, tokens]))
-            key = scratch.centred(0, k[batch, tokens], key_mean)
+            key = scratch.centered(0, k[batch, tokens], key_mean)
             grad_value = scratch.product(2, key, grad_covariance)
             torch.add(grad_value, grad_value_mean, out=_heads_first(grad_v[batch, tokens]))
         if local_weight is not None and grad_local is not None:
@@ -194,7 +194,7 @@ def _correlate(grad_local: torch.Tensor, grad_grid: torch.Tensor, grid: torch.Te
 
 
 class _Scratch:
-    """Reusable buffers of one block each, heads first and contiguous: what a batched matrix product wants."""
+    """Reusable buffers of one block each, heads first and contiguous, as batched matrix products need."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
@@ -211,7 +211,7 @@ class _Scratch:
         source = _heads_first(tokens)
         return self.empty(slot, source.shape).copy_(source)
 
-    def centred(self, slot: int, tokens: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def centered(self, slot: int, tokens: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         source = _heads_first(tokens)
         return torch.sub(source, _heads_first(mean), out=self.empty(slot, source.shape))
 
@@ -259,7 +259,7 @@ _Index: TypeAlias = tuple[slice, slice, slice]
 
 
 def _taps(grid: torch.Tensor) -> Iterator[tuple[int, int, _Index, _Index]]:
-    """For every block of rows and every tap (i, j): the positions that have that neighbour, and the neighbours."""
+    """For every block of rows and every tap (i, j): the positions that have that neighbor, and the neighbors."""
     b, height, width, H, D = grid.shape
     everything = slice(None)
     for rows in _slices(height, BLOCK_ELEMENTS // (b * width * H * D)):
@@ -277,7 +277,7 @@ def _slices(extent: int, step: int) -> Iterator[slice]:
 
 
 def _overlap(target: slice, offset: int, extent: int) -> tuple[slice, slice]:
-    """The part of `target` whose neighbour at `offset` lies in [0, extent), and that neighbour's slice."""
+    """The part of `target` whose neighbor at `offset` lies in [0, extent), and that neighbor's slice."""
     start = max(target.start, -offset)
     stop = max(min(target.stop, extent - offset), start)
     return slice(start, stop), slice(start + offset, stop + offset)

@@ -1,6 +1,6 @@
 """Fused Triton kernels, forward and backward: portable over NVIDIA and AMD GPUs.
 
-`forward` and `backward` hold the kernels and their launches, `primitives` what they share, `tuning` their block sizes.
+`forward` and `backward` hold the kernels and their launches, `primitives` their common parts, `tuning` block sizes.
 Triton is imported by the first launch.
 """
 
@@ -22,7 +22,7 @@ SMALLEST_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Why this backend cannot run the call, or None."""
+    """Return why this backend cannot run the call, or None."""
     device = call.q.device
     reason = _device_reason(device.type, device.index)
     if reason is not None:
@@ -35,7 +35,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def can_be_automatic(call: AttentionCall) -> bool:
-    """Whether "auto" may choose it: not on a CPU, where Triton's interpreter serves tests."""
+    """True if "auto" may choose it: not on a CPU, where Triton's interpreter is for tests."""
     return call.q.device.type != "cpu"
 
 

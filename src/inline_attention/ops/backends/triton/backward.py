@@ -5,7 +5,7 @@
 
     queries: dphi(q) = a G Cᵀ + σδ kbar, and over a chunk the sums A = Σ phi(q)ᵀ aG, Σ G, Σ σδ phi(q)
     keys:    dphi(k) = (v - vbar) Aᵀ + …, dv = (phi(k) - kbar) A + Σ G / M + the transposed 3×3 term
-    weights: Σ G_i ⊙ v_{neighbour of i} over a chunk
+    weights: Σ G_i ⊙ v_{neighbor of i} over a chunk
 
 The formulas are those of docs/math.md. Sums over chunks are added up by PyTorch, in a fixed order.
 
@@ -21,7 +21,7 @@ from inline_attention.ops.backends.triton import tuning
 from inline_attention.ops.backends.triton.primitives import (
     accumulate_outer,
     fold_tokens,
-    grid_neighbour,
+    grid_neighbor,
     group_heads,
     inverse_mean_score,
     load_channels,
@@ -205,8 +205,8 @@ def _backward_key_value_kernel(
                 local = tl.zeros([BLOCK_TOKENS, GROUP * BLOCK_DV], tl.float32)
                 for tap_row in range(3):
                     for tap_column in tl.static_range(3):
-                        # This token is the tap's neighbour of the token on the other side.
-                        source, inside = grid_neighbour(token, 1 - tap_row, 1 - tap_column, height, width, prefix)
+                        # This token is the tap's neighbor of the token on the other side.
+                        source, inside = grid_neighbor(token, 1 - tap_row, 1 - tap_column, height, width, prefix)
                         grad = load_tokens(
                             grad_out, g_stride_token, g_stride_head, source, inside & real,
                             value_head, value_dim, heads, DV,
@@ -244,30 +244,30 @@ def _backward_local_weight_kernel(
     last = tl.minimum(first + chunk_tokens, tokens)
 
     left = tl.zeros([16, GROUP * BLOCK_DV], tl.float32)
-    centre = tl.zeros([16, GROUP * BLOCK_DV], tl.float32)
+    center = tl.zeros([16, GROUP * BLOCK_DV], tl.float32)
     right = tl.zeros([16, GROUP * BLOCK_DV], tl.float32)
     for start in range(first, last, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
         present = token < last
         grad = load_tokens(grad_out, g_stride_token, g_stride_head, token, present, head, dim, heads, DV)
         for tap_column in tl.static_range(3):
-            neighbour, inside = grid_neighbour(token, tap_row - 1, tap_column - 1, height, width, prefix)
+            neighbor, inside = grid_neighbor(token, tap_row - 1, tap_column - 1, height, width, prefix)
             inside = inside & present
             if HAS_MASK:
-                inside = load_mask(mask + sample * mask_stride_batch, mask_stride_token, neighbour, inside)
-            value = load_tokens(v, v_stride_token, v_stride_head, neighbour, inside, head, dim, heads, DV)
+                inside = load_mask(mask + sample * mask_stride_batch, mask_stride_token, neighbor, inside)
+            value = load_tokens(v, v_stride_token, v_stride_head, neighbor, inside, head, dim, heads, DV)
             total = fold_tokens(grad.to(tl.float32) * value.to(tl.float32), 16)
             if tap_column == 0:
                 left += total
             elif tap_column == 1:
-                centre += total
+                center += total
             else:
                 right += total
 
     samples = tl.num_programs(0) // chunks
     grad_local += ((chunk * samples + sample) * heads * DV + head * DV + dim) * 9 + tap_row * 3
     tl.store(grad_local, tl.sum(left, axis=0).to(grad_local.dtype.element_ty), mask=valid)
-    tl.store(grad_local + 1, tl.sum(centre, axis=0).to(grad_local.dtype.element_ty), mask=valid)
+    tl.store(grad_local + 1, tl.sum(center, axis=0).to(grad_local.dtype.element_ty), mask=valid)
     tl.store(grad_local + 2, tl.sum(right, axis=0).to(grad_local.dtype.element_ty), mask=valid)
 
 

@@ -1,7 +1,7 @@
 # Triton's language is Python in name only: a type checker sees constants where the compiler sees tensors.
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-"""What follows the attention in a transformer block, at inference, in one kernel: y = x + projection, y + MLP(norm(y)).
+"""The rest of a transformer block after attention, at inference, in one kernel: y = x + projection, y + MLP(norm(y)).
 
 Composed, that moves the hidden activations, four times as wide as the tokens, through memory three times, and the
 tokens seven times. Here a program takes some tokens, walks through the hidden channels, and keeps its outputs in
@@ -24,7 +24,7 @@ import triton.language as tl
 class Plan(NamedTuple):
     """Cut of the problem, and the resources of a program."""
 
-    first: int  # channels as a sum of two powers of two, the second possibly zero: what tensor cores take
+    first: int  # channels as a sum of two powers of two, the second possibly zero, as tensor cores need
     second: int
     block_rows: int
     block_hidden: int
@@ -57,10 +57,10 @@ def launch(
 
     Args:
         x: The residual stream.
-        attended: What attention gave, before its projection.
+        attended: Output of the attention before its projection.
         *parameters_and_eps: Weight and bias of the projection, of the norm, of the first and of the second linear map;
             the norm's epsilon.
-        launched: What to launch in place of the kernel: its wrapper for compilers.
+        launched: Wrapper of the kernel to launch instead, for compilers.
     """
     out = torch.empty_like(x)
     channels = x.shape[-1]
@@ -133,11 +133,11 @@ def inline_feed_forward(
         y_b += _load_residual(x, projection_bias, at_b, b, inside)
         total += tl.sum(y_b, 1)
     mean = total / CHANNELS
-    centred_a = y_a - mean[:, None]
-    squares = tl.sum(centred_a * centred_a, 1)
+    centered_a = y_a - mean[:, None]
+    squares = tl.sum(centered_a * centered_a, 1)
     if SECOND > 0:
-        centred_b = y_b - mean[:, None]
-        squares += tl.sum(centred_b * centred_b, 1)
+        centered_b = y_b - mean[:, None]
+        squares += tl.sum(centered_b * centered_b, 1)
     deviation = tl.rsqrt(squares / CHANNELS + eps)
     norm_a = _normalize(y_a, norm_weight, norm_bias, a, mean, deviation).to(dtype)
     # The sums begin with the residual and the last bias, which then need no registers of their own.

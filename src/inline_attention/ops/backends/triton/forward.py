@@ -20,7 +20,7 @@ import triton.language as tl
 from inline_attention.ops.backends.triton import tuning
 from inline_attention.ops.backends.triton.primitives import (
     accumulate_outer,
-    grid_neighbour,
+    grid_neighbor,
     group_heads,
     inverse_mean_score,
     load_channels,
@@ -42,7 +42,7 @@ def _block_statistics(x, real, count, HALF_PRODUCTS: tl.constexpr):
     """Of mapped keys or values `[tokens, channels]`: mean, what may be multiplied without loss, and the mean of that.
 
     Half-precision values are shifted only by what leaves them exact; float32 values by their mean, so that the mean
-    of the shifted ones is nothing but rounding and counts as zero.
+    of the shifted ones is a rounding error and counts as zero.
     """
     mean = tl.sum(x, axis=0) / tl.maximum(count, 1.0)
     if HALF_PRODUCTS:
@@ -245,12 +245,12 @@ def _forward_output_kernel(
             local = tl.zeros([BLOCK_TOKENS, GROUP * BLOCK_DV], tl.float32)
             for tap_row in range(3):
                 for tap_column in tl.static_range(3):
-                    neighbour, inside = grid_neighbour(token, tap_row - 1, tap_column - 1, height, width, prefix)
+                    neighbor, inside = grid_neighbor(token, tap_row - 1, tap_column - 1, height, width, prefix)
                     inside = inside & real
                     if HAS_MASK:
-                        inside = load_mask(mask + sample * mask_stride_batch, mask_stride_token, neighbour, inside)
+                        inside = load_mask(mask + sample * mask_stride_batch, mask_stride_token, neighbor, inside)
                     value = load_tokens(
-                        v, v_stride_token, v_stride_head, neighbour, inside, value_head, value_dim, heads, DV
+                        v, v_stride_token, v_stride_head, neighbor, inside, value_head, value_dim, heads, DV
                     )
                     weight = load_channels(
                         taps + (tap_row * 3 + tap_column) * heads * DV, value_head, value_dim, heads, DV
@@ -272,7 +272,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[B, N, H, Dv]` and state, as `fused_op.Forward` asks."""
     del keep_state  # the output kernel reads it from memory in any case
-    del overwrite_q  # warps of a program may still read what others of it would write over
+    del overwrite_q  # a warp may still read queries that another warp of its program would overwrite
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
     device = q.device
     state = empty_state(q, v)

@@ -1,7 +1,7 @@
 # Triton's language is Python in name only: a type checker sees constants where the compiler sees tensors.
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""What the kernels share: addressing of head groups, feature maps, and products as exact as float32's.
+"""Parts that the kernels share: addressing of head groups, feature maps, and products as exact as float32's.
 
 A kernel works on a tile of tokens × channels. The channels are those of GROUP heads side by side, each padded to a
 power of two, so that the rows of a tile are long enough for wide loads even when heads are narrow. A matrix per head
@@ -169,7 +169,7 @@ def multiply(tile, matrix):
 def multiply_mean(mean, matrix, DTYPE: tl.constexpr, ROWS: tl.constexpr):
     """mean · matrix `[columns]`, by the arithmetic that `multiply` puts tiles of ROWS tokens of DTYPE through.
 
-    Where every token equals the mean, as with a single key, subtracting this leaves exactly nothing.
+    Where every token equals the mean, as with a single key, subtracting this leaves exactly zero.
     """
     rest = mean
     product = tl.zeros([matrix.shape[1]], tl.float32)
@@ -194,8 +194,8 @@ def fold_tokens(tile, ROWS: tl.constexpr):
 
 
 @triton.jit
-def grid_neighbour(token, tap_row, tap_column, height, width, prefix):
-    """Whether tokens lie on the grid and have the neighbour (tap_row, tap_column) there, in -1 … 1; and its token."""
+def grid_neighbor(token, tap_row, tap_column, height, width, prefix):
+    """Return whether tokens have the neighbor (tap_row, tap_column), each in -1 … 1, on the grid, and its token."""
     position = token - prefix
     row = position // width + tap_row
     column = position % width + tap_column

@@ -1,6 +1,6 @@
 """Block sizes, warps and chunks by rule: no search at first use, and a safe answer for GPUs never seen.
 
-A *chunk* is what one program walks through, block by block. Chunks are short enough that float32 sums over one stay
+One program works through one *chunk*, block by block. Chunks are short enough that float32 sums over one stay
 accurate, and short enough that all chunks together fill the GPU.
 """
 
@@ -35,7 +35,7 @@ class HeadGroup(NamedTuple):
     groups: int  # how many such groups a sample has
     block_d: int  # head dim of queries and keys, padded to a power of two
     block_dv: int
-    resident: bool  # whether a group's matrix, in parts, stays in shared memory while a program walks its chunk
+    resident: bool  # True if a group's matrix stays in shared memory while a program works through its chunk
 
     @property
     def width(self) -> int:
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 def half_products(dtype: torch.dtype, feature_map: str) -> bool:
-    """Whether mapped values are exact in their half-precision dtype, so that tensor cores may multiply them."""
+    """True if mapped values are exact in their half-precision dtype, so that tensor cores may multiply them."""
     return dtype != torch.float32 and feature_map in ("identity", "relu")
 
 
@@ -68,7 +68,7 @@ def head_group(heads: int, head_dim: int, value_dim: int) -> HeadGroup:
 
 
 # Block sizes and warps below were chosen by the compiler's figures for compute capability 9.0 (head dim 32, bfloat16):
-# the largest tiles whose registers leave room for two to four programs on a multiprocessor, and spill nothing.
+# the largest tiles whose registers leave room for two to four programs on a multiprocessor, without spilling.
 def state_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
     """For the pass over keys and values."""
     return _plan(batch, tokens, heads, 32, 4 if half else 8, device)
