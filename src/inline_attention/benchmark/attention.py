@@ -12,7 +12,8 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -30,6 +31,7 @@ from inline_attention.benchmark.timing import (
     release_memory,
 )
 from inline_attention.ops import dispatch, inline_attention_qkvpacked
+from inline_attention.ops.call import Normalization
 
 Pass = Literal["forward", "forward+backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -37,9 +39,11 @@ Compiled = Literal["none", "first", "all"]
 Attend: TypeAlias = Callable[["Inputs"], torch.Tensor]
 
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative, against float64
+LARGEST_TF32_ERROR = 2e-3
 CHECKED_SAMPLES = 3
 # Inputs rotate until they have filled the cache this often, so that none is found there when its turn comes again.
 CACHE_TURNOVERS = 4
+MOST_INPUT_SETS = 64  # reached by problems so small that a model, too, would find them in the cache
 LEAST_ROUNDS = 9
 HOST_WARM_UP_CALLS = 10
 
@@ -54,6 +58,11 @@ class AttentionCase:
         head_dim: D.
         batch: B.
         compiled: Whether plain PyTorch under `torch.compile` takes part, which takes seconds to compile.
+        grid: `(h, w)` with h·w = N; None for the squarest.
+        local: Whether InLine adds the 3×3 term.
+        padded: Whether images are of unequal height, with a key padding mask.
+        feature_map: Feature map of InLine.
+        normalization: Normalization of InLine.
     """
 
     tokens: int
@@ -61,6 +70,11 @@ class AttentionCase:
     head_dim: int
     batch: int
     compiled: bool = False
+    grid: tuple[int, int] | None = None
+    local: bool = True
+    padded: bool = False
+    feature_map: str = "identity"
+    normalization: Normalization = "subtract"
 
     @property
     def heads(self) -> int:
@@ -74,7 +88,9 @@ class AttentionCase:
 
     @property
     def grid_size(self) -> tuple[int, int]:
-        """The squarest grid of N tokens."""
+        """Height and width in tokens."""
+        if self.grid is not None:
+            return self.grid
         height = next(side for side in range(math.isqrt(self.tokens), 0, -1) if self.tokens % side == 0)
         return height, self.tokens // height
 
@@ -93,6 +109,7 @@ class AttentionSettings:
         cases: Sizes.
         passes: Forward, forward and backward, or both.
         latency_case: Single-image case, or None to leave it out.
+        contestants: Names of those that take part; None for all.
         seconds: Time spent on measuring each pass of each case, as far as `LEAST_ROUNDS` allow.
     """
 
@@ -101,6 +118,7 @@ class AttentionSettings:
     cases: tuple[AttentionCase, ...]
     passes: tuple[Pass, ...] = PASSES
     latency_case: AttentionCase | None = LATENCY_CASE
+    contestants: tuple[str, ...] | None = None
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
@@ -182,15 +200,17 @@ class Inputs:
 
     Attributes:
         qkv: `[B, N, 3, H, D]`, a leaf.
-        local_weight: `[B, H, D, 3, 3]`, a leaf.
+        local_weight: `[B, H, D, 3, 3]`, a leaf, or None.
         grad: Gradient of the output, `[B, N, H, D]`.
-        grid_size: `(h, w)`.
+        mask: Key padding mask `[B, N]`, or None.
+        case: What they were made for.
     """
 
     qkv: torch.Tensor
-    local_weight: torch.Tensor
+    local_weight: torch.Tensor | None
     grad: torch.Tensor
-    grid_size: tuple[int, int]
+    mask: torch.Tensor | None
+    case: AttentionCase
 
     @classmethod
     def random(cls, case: AttentionCase, device: torch.device, dtype: torch.dtype, seed: int) -> Inputs:
@@ -198,30 +218,35 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         size = (case.batch, case.tokens, 3, case.heads, case.head_dim)
         options: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
-        return cls(
-            torch.randn(size, **options).requires_grad_(),
-            torch.randn(case.batch, case.heads, case.head_dim, 3, 3, **options).requires_grad_(),
-            torch.randn(case.batch, case.tokens, case.heads, case.head_dim, **options),
-            case.grid_size,
-        )
+        qkv = torch.randn(size, **options).requires_grad_()
+        local_weight = None
+        if case.local:
+            local_weight = torch.randn(case.batch, case.heads, case.head_dim, 3, 3, **options).requires_grad_()
+        grad = torch.randn(case.batch, case.tokens, case.heads, case.head_dim, **options)
+        return cls(qkv, local_weight, grad, _padding_mask(case, device) if case.padded else None, case)
 
     def sample(self, index: int) -> Inputs:
         """One sample in float64."""
-        qkv, local_weight, grad = (
-            tensor[index : index + 1].detach().double() for tensor in (self.qkv, self.local_weight, self.grad)
+        one = slice(index, index + 1)
+        return Inputs(
+            self.qkv[one].detach().double().requires_grad_(),
+            None if self.local_weight is None else self.local_weight[one].detach().double().requires_grad_(),
+            self.grad[one].double(),
+            None if self.mask is None else self.mask[one],
+            self.case,
         )
-        return Inputs(qkv.requires_grad_(), local_weight.requires_grad_(), grad, self.grid_size)
 
     @property
-    def leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def leaves(self) -> tuple[torch.Tensor, ...]:
         """What gradients are taken with respect to."""
-        return self.qkv, self.local_weight
+        return (self.qkv,) if self.local_weight is None else (self.qkv, self.local_weight)
 
 
 SOFTMAX_KERNELS: dict[str, SDPBackend | None] = {
     "sdpa": None,  # whichever PyTorch picks
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 COMPILED = "eager-compiled"
 
@@ -317,6 +342,19 @@ def count_steps(settings: AttentionSettings) -> int:
     return 1 + on_gpu + (settings.latency_case is not None) + len(settings.cases) * len(settings.passes)
 
 
+def measure_case(case: AttentionCase, settings: AttentionSettings, copy_rate: float) -> CaseResult:
+    """Measure every pass of one case, which need not be one of the settings."""
+    *_, (result, _) = _measure_case(case, settings, settings.passes, copy_rate)
+    return result
+
+
+def compile_kernels(case: AttentionCase, settings: AttentionSettings) -> None:
+    """Run two samples of a case once, so that later processes find the kernels on disk."""
+    inputs = Inputs.random(replace(case, batch=min(2, case.batch)), settings.device, settings.dtype, seed=0)
+    for pass_ in settings.passes:
+        _evaluate(_contestant("auto"), inputs, pass_)
+
+
 def _measure_case(
     case: AttentionCase | None, settings: AttentionSettings, passes: Sequence[Pass], copy_rate: float
 ) -> Iterator[tuple[CaseResult, str]]:
@@ -331,7 +369,7 @@ def _measure_case(
         try:
             sets = _input_sets(case, device, dtype)
         except RuntimeError as error:
-            result.measurements[pass_] = [Measurement.failure(name, error) for name in _taking_part(case, device)]
+            result.measurements[pass_] = [Measurement.failure(name, error) for name in _taking_part(case, settings)]
         else:
             result.measurements[pass_] = _measure_pass(case, sets, pass_, settings)
             del sets
@@ -347,7 +385,7 @@ def _measure_pass(
     works: dict[str, Work] = {}
     outcomes: dict[str, Measurement] = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    for name in _taking_part(case, device):
+    for name in _taking_part(case, settings):
         try:
             # SDPA says by warnings why a kernel cannot run, and by an error that none can.
             with warnings.catch_warnings():
@@ -370,8 +408,10 @@ def _measure_pass(
     ]
 
 
-def _taking_part(case: AttentionCase, device: torch.device) -> list[str]:
-    return [name for name in contestants_of(device) if name != COMPILED or case.compiled]
+def _taking_part(case: AttentionCase, settings: AttentionSettings) -> list[str]:
+    if settings.contestants is not None:
+        return list(settings.contestants)
+    return [name for name in contestants_of(settings.device) if name != COMPILED or case.compiled]
 
 
 def _fused_backends() -> list[str]:
@@ -383,24 +423,29 @@ def _contestant(name: str) -> Attend:
         return functools.partial(_softmax, kernel=SOFTMAX_KERNELS[name])
     if name == COMPILED:
         compiled = torch.compile(inline_attention_qkvpacked, dynamic=False)
-        return lambda inputs: compiled(
-            inputs.qkv, local_weight=inputs.local_weight, grid_size=inputs.grid_size, backend="eager"
-        )
+        return lambda inputs: compiled(inputs.qkv, **_options(inputs), backend="eager")
     return functools.partial(_inline, backend=name)
 
 
 def _inline(inputs: Inputs, *, backend: str) -> torch.Tensor:
-    return inline_attention_qkvpacked(
-        inputs.qkv, local_weight=inputs.local_weight, grid_size=inputs.grid_size, backend=backend
-    )
+    return inline_attention_qkvpacked(inputs.qkv, **_options(inputs), backend=backend)
+
+
+def _options(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "feature_map": inputs.case.feature_map,
+        "normalization": inputs.case.normalization,
+        "key_padding_mask": inputs.mask,
+        "local_weight": inputs.local_weight,
+        "grid_size": inputs.case.grid_size if inputs.case.local else None,
+    }
 
 
 def _softmax(inputs: Inputs, *, kernel: SDPBackend | None) -> torch.Tensor:
     q, k, v = inputs.qkv.permute(2, 0, 3, 1, 4)
-    if kernel is None:
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    with sdpa_kernel(kernel):
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    mask = None if inputs.mask is None else inputs.mask[:, None, None, :]
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
 def _call(attend: Attend, name: str, inputs: Inputs, pass_: Pass) -> Callable[[], object]:
@@ -425,7 +470,15 @@ def _input_sets(case: AttentionCase, device: torch.device, dtype: torch.dtype) -
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         count = max(1, math.ceil(CACHE_TURNOVERS * cache / (3 * case.elements * dtype.itemsize)))
-    return [Inputs.random(case, device, dtype, seed) for seed in range(count)]
+    return [Inputs.random(case, device, dtype, seed) for seed in range(min(count, MOST_INPUT_SETS))]
+
+
+def _padding_mask(case: AttentionCase, device: torch.device) -> torch.Tensor:
+    """`[B, N]`: images of full width, each a row lower than the one before, from full height down to half."""
+    height, width = case.grid_size
+    index = torch.arange(case.batch, device=device)
+    rows = height - index % (height // 2 + 1)
+    return torch.arange(height, device=device).lt(rows[:, None]).repeat_interleave(width, dim=1)
 
 
 def _evaluate(attend: Attend, inputs: Inputs, pass_: Pass) -> list[torch.Tensor]:
@@ -454,7 +507,7 @@ def _check(attend: Attend, inputs: Inputs, exact: dict[int, list[torch.Tensor]],
     _poison(inputs)
     results = _evaluate(attend, inputs, pass_)
     names = ("output", "gradient of qkv", "gradient of local_weight")[: len(results)]
-    limit = LARGEST_ERROR[inputs.qkv.dtype]
+    limit = _largest_error(inputs.qkv.dtype)
     worst = 0.0
     for position, (name, actual) in enumerate(zip(names, results, strict=True)):
         if not actual.isfinite().all():
@@ -465,6 +518,12 @@ def _check(attend: Attend, inputs: Inputs, exact: dict[int, list[torch.Tensor]],
                 raise WrongResultError(f"relative error {error:.1e} of the {name} exceeds {limit:.0e}")
             worst = max(worst, error)
     return worst
+
+
+def _largest_error(dtype: torch.dtype) -> float:
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return LARGEST_TF32_ERROR
+    return LARGEST_ERROR[dtype]
 
 
 def _poison(inputs: Inputs) -> None:

@@ -8,13 +8,10 @@ timed before its logits agree with those of the same weights on plain PyTorch in
 from __future__ import annotations
 
 import copy
+import functools
 import math
-import multiprocessing
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -23,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inline_attention.benchmark.compile_cache import run_compile_jobs, time_limit
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import Measurement, WrongResultError, ratio, relative_error
 from inline_attention.benchmark.timing import Work, interleaved_timings, prepare_throughput, release_memory
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
+from inline_attention.layers.conversion import convert_attention
 from inline_attention.models import create_model, list_models
-from inline_attention.support.signals import children_ignore_interrupts
 
 Mode = Literal["inference", "training"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -48,7 +46,9 @@ TIMM_RIVALS = {
     "inline_swin_base_384": "swin_base_patch4_window12_384",
 }
 LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}  # relative, of logits
+LARGEST_GRADIENT_ERROR = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of all parameters at once
 CHECKED_IMAGES = 4
+IMAGES_AT_ONCE = 16  # of plain PyTorch in float32, which needs the most memory
 WARM_UP_STEPS = 3
 LEAST_ROUNDS = 5
 CLASSES = 1000
@@ -59,12 +59,14 @@ class ModelCase:
     """One model at one size.
 
     Attributes:
-        model: Name of an InLine model.
+        model: Name of an InLine model, or of timm's where `converted`.
         size: Side of its square images in pixels.
         batch: Images per step.
         mode: "inference" in eval mode, or a "training" step: forward, backward and AdamW.
         rivals: Whom it is measured against.
         execution: "compiled" by `torch.compile`, or "eager".
+        converted: Measure timm's model after `convert_attention` against the model as it was.
+        autocast: Autocast over float32 weights, or weights of the settings' dtype; None for autocast in training only.
     """
 
     model: str
@@ -73,10 +75,24 @@ class ModelCase:
     mode: Mode = "inference"
     rivals: tuple[Rival, ...] = ("timm",)
     execution: Execution = "compiled"
+    converted: bool = False
+    autocast: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.model not in list_models("inline_*"):
+        if self.converted:
+            if not timm.is_model(self.model):
+                raise ValueError(f"timm has no model {self.model!r}; timm.list_models() lists them")
+        elif self.model not in list_models("inline_*"):
             raise ValueError(f"there is no InLine model {self.model!r}; `inline models` lists them")
+
+    def __str__(self) -> str:
+        precision = {None: "", True: ", autocast", False: ", half weights"}[self.autocast]
+        return f"{self.model} {self.size}² B={self.batch} {self.mode}{precision} {self.execution}"
+
+    @property
+    def uses_autocast(self) -> bool:
+        """True if weights stay float32 and autocast chooses the dtype of each operation."""
+        return self.mode == "training" if self.autocast is None else self.autocast
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,7 @@ class ModelSettings:
         compile_mode: Of `torch.compile`.
         seconds: Time spent on measuring each case, as far as `LEAST_ROUNDS` allow.
         time_limit: Seconds after which no further case is begun, as on a machine lent for a while.
+        preparation_limit: Seconds that a contestant has to be compiled, checked and warmed up.
     """
 
     device: torch.device
@@ -98,6 +115,7 @@ class ModelSettings:
     compile_mode: str = "default"
     seconds: float = 2.0
     time_limit: float = math.inf
+    preparation_limit: float = math.inf
 
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST_ERROR:
@@ -209,7 +227,7 @@ def measure_models(
             if on_progress is not None:
                 on_progress(f"{case.model} {case.size}² {case.mode}: left out, the time is up")
             continue
-        result = _measure_case(case, settings, on_progress or (lambda _: None))
+        result = measure_case(case, settings, on_progress or (lambda _: None))
         report.results.append(result)
         if on_progress is not None:
             on_progress(_describe(result))
@@ -237,65 +255,50 @@ def fill_compile_cache(
 ) -> None:
     """Compile all contestants in several processes at once; `measure_models` then finds them in PyTorch's disk cache.
 
-    A model takes half a minute to compile, most of it on one core. What fails here is left to `measure_models`, which
-    says why. A script that calls this needs the usual `if __name__ == "__main__":` of multiprocessing.
+    What fails here is left to `measure_models`, which says why.
 
     Args:
         settings: Of the benchmark to come.
         processes: How many at a time; each holds a model and its activations on the device.
         on_progress: Called with a line as each is done.
     """
-    jobs = [(case, name) for case in settings.cases if case.execution == "compiled" for name in (OURS, *case.rivals)]
-    jobs.sort(key=lambda job: job[0].mode == "inference")  # training compiles longest, so it starts first
-    # Read when a process imports torch: one thread each, since there are enough processes.
-    previous = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    try:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_forget_calling_script) as pool:
-            with children_ignore_interrupts():
-                futures = {pool.submit(_compile_once, case, name, settings): (case, name) for case, name in jobs}
-            for future in as_completed(futures):
-                case, name = futures[future]
-                failure = future.exception()
-                outcome = "compiled" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
-                if on_progress is not None:
-                    on_progress(f"{case.model} {case.size}² {case.mode}: {name} {outcome}")
-    finally:
-        if previous is None:
-            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-        else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = previous
+    run_compile_jobs(compile_jobs(settings), processes, on_progress=on_progress)
 
 
-def _forget_calling_script() -> None:
-    # PyTorch's cache keys name the first loaded module that has a `torch`. In a child that could be its copy of the
-    # script that called us, which exists under this name in no other process: nothing would ever be found.
-    sys.modules.pop("__mp_main__", None)
+def compile_jobs(settings: ModelSettings) -> dict[str, Callable[[], object]]:
+    """What has to be compiled, by description. Training takes longest, so it comes first."""
+    return {
+        f"{case}: {name}": functools.partial(_compile_once, case, name, settings)
+        for case in sorted(settings.cases, key=lambda case: case.mode == "inference")
+        if case.execution == "compiled"
+        for name in (OURS, *case.rivals)
+    }
 
 
 def _compile_once(case: ModelCase, contestant: str, settings: ModelSettings) -> None:
     torch._dynamo.reset()  # as before each case of the benchmark: what is cached depends on it
-    _prepare(contestant, case, settings, _random_batch(case, settings))
+    with time_limit(settings.preparation_limit):
+        _prepare(contestant, case, settings, _random_batch(case, settings))
 
 
-def _measure_case(case: ModelCase, settings: ModelSettings, on_progress: Callable[[str], None]) -> ModelResult:
+def measure_case(case: ModelCase, settings: ModelSettings, on_progress: Callable[[str], None]) -> ModelResult:
+    """Measure one case, which need not be one of the settings."""
     device = settings.device
     torch._dynamo.reset()  # models share their code, and a piece of code is compiled for few variants only
     works: dict[str, Work] = {}
     outcomes: dict[str, Measurement] = {}
-    where = f"{case.model} {case.size}² {case.mode} {case.execution}"
     images_and_labels: tuple[torch.Tensor, torch.Tensor] | None = None
     for name in (OURS, *case.rivals):
         try:
             images_and_labels = images_and_labels or _random_batch(case, settings)
-            step, error, peak_bytes = _prepare(name, case, settings, images_and_labels)
+            with time_limit(settings.preparation_limit):
+                step, error, peak_bytes = _prepare(name, case, settings, images_and_labels)
             works[name] = prepare_throughput(step, device)
             outcomes[name] = Measurement(name, "timed", error=error, peak_bytes=peak_bytes)
         except Exception as failure:  # whatever one contestant may raise, the others are to be measured
             outcomes[name] = Measurement.failure(name, failure)
             release_memory(device)
-        on_progress(f"{where}: {name} {outcomes[name].note or 'ready'}")
+        on_progress(f"{case}: {name} {outcomes[name].note or 'ready'}")
     timings = interleaved_timings(works, seconds=settings.seconds, at_least=LEAST_ROUNDS)
     return ModelResult(
         case,
@@ -310,7 +313,7 @@ def _random_batch(case: ModelCase, settings: ModelSettings) -> tuple[torch.Tenso
     generator = torch.Generator(settings.device).manual_seed(0)
     images = torch.randn(case.batch, 3, case.size, case.size, device=settings.device, generator=generator)
     labels = torch.randint(CLASSES, (case.batch,), device=settings.device, generator=generator)
-    return (images.to(settings.dtype) if case.mode == "inference" else images), labels
+    return (images if case.uses_autocast else images.to(settings.dtype)), labels
 
 
 def _prepare(
@@ -326,15 +329,17 @@ def _prepare(
     release_memory(device)
     occupied = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     images, labels = images_and_labels
-    model = _build(contestant, case, device)
-    model = model.to(settings.dtype).eval() if case.mode == "inference" else model.train()
+    model = build_contestant(contestant, case, device)
+    model = model.train(case.mode == "training")
+    if not case.uses_autocast:
+        model = model.to(settings.dtype)
     runnable = (
         torch.compile(model, mode=settings.compile_mode, dynamic=False) if case.execution == "compiled" else model
     )
 
     def logits() -> torch.Tensor:
-        autocast = case.mode == "training" and settings.dtype != torch.float32
-        with torch.autocast(device.type, settings.dtype, enabled=autocast):
+        enabled = case.uses_autocast and settings.dtype != torch.float32
+        with torch.autocast(device.type, settings.dtype, enabled=enabled):
             return runnable(images)
 
     if case.mode == "inference":
@@ -353,8 +358,11 @@ def _prepare(
             return loss
 
     with torch.set_grad_enabled(case.mode == "training"):
-        first = logits().detach()
+        first = logits()
     error = _check(contestant, model, images, first)
+    if case.mode == "training":
+        _check_gradients(contestant, model, images, labels, first)
+    del first
     # While warming up, not later: a replayed CUDA graph allocates nothing, so that only its recording shows its memory.
     reset_peak(device)
     last = [step() for _ in range(WARM_UP_STEPS)][-1]
@@ -364,20 +372,37 @@ def _prepare(
     return step, error, peak_bytes
 
 
-def _build(contestant: str, case: ModelCase, device: torch.device) -> nn.Module:
+def build_contestant(contestant: str, case: ModelCase, device: torch.device) -> nn.Module:
+    """The model of a contestant, with random weights.
+
+    Raises:
+        ValueError: There is no such rival of this model.
+    """
     # Stochastic depth is a training recipe's choice, with other defaults in timm.
     arguments: dict[str, Any] = {"img_size": case.size, "num_classes": CLASSES, "drop_path_rate": 0.0}
     torch.manual_seed(0)
     with device:
         if contestant == "timm":
-            name = TIMM_RIVALS.get(case.model)
+            name = case.model if case.converted else TIMM_RIVALS.get(case.model)
             if name is None:
                 raise ValueError(f"timm has no model of the size of {case.model}; compare with 'plain' or 'softmax'")
             return timm.create_model(name, **arguments)
         if contestant == "softmax":
+            if case.converted:
+                raise ValueError(f"this library has no softmax twin of {case.model}; compare with 'timm'")
             return create_model(case.model.replace("inline_", "softmax_", 1), **arguments)
-        model = create_model(case.model, **arguments)
+        model = _converted(case.model, arguments) if case.converted else create_model(case.model, **arguments)
     return set_backend(model, "eager" if contestant == "plain" else "auto")
+
+
+def _converted(name: str, arguments: dict[str, Any]) -> nn.Module:
+    model = timm.create_model(name, **arguments)
+    convert_attention(model)
+    for module in model.modules():
+        if isinstance(module, TokenAttention) and module.residual is not None:
+            for parameter in module.residual.parameters():  # zeros would hide a wrong local term
+                nn.init.trunc_normal_(parameter, std=0.02)
+    return model
 
 
 def _check(contestant: str, model: nn.Module, images: torch.Tensor, logits: torch.Tensor) -> float | None:
@@ -397,6 +422,37 @@ def _check(contestant: str, model: nn.Module, images: torch.Tensor, logits: torc
     if not error <= limit:
         raise WrongResultError(f"relative error {error:.1e} of the logits exceeds {limit:.0e}")
     return error
+
+
+def _check_gradients(
+    contestant: str, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor
+) -> None:
+    """Compare the gradients of all parameters with those of the same weights on plain PyTorch in float32.
+
+    Raises:
+        WrongResultError: They differ too much, or are not finite.
+    """
+    F.cross_entropy(logits.float(), labels).backward()
+    gradients = _flat_gradients(model)
+    model.zero_grad(set_to_none=True)
+    if not gradients.isfinite().all():
+        raise WrongResultError("the gradients are not finite")
+    if contestant not in (OURS, "plain"):
+        return
+    exact_model = set_backend(copy.deepcopy(model), "eager").float()
+    for some, their_labels in zip(images.split(IMAGES_AT_ONCE), labels.split(IMAGES_AT_ONCE), strict=True):
+        loss = F.cross_entropy(exact_model(some.float()), their_labels, reduction="sum") / len(images)
+        loss.backward()
+    error = relative_error(gradients, _flat_gradients(exact_model))
+    limit = LARGEST_GRADIENT_ERROR[logits.dtype]
+    if not error <= limit:
+        raise WrongResultError(f"relative error {error:.1e} of the gradients exceeds {limit:.0e}")
+
+
+def _flat_gradients(model: nn.Module) -> torch.Tensor:
+    """All gradients in a row; zeros for a parameter without one."""
+    pairs = [(parameter, parameter.grad) for parameter in model.parameters()]
+    return torch.cat([(torch.zeros_like(owner) if grad is None else grad).flatten().float() for owner, grad in pairs])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -421,4 +477,4 @@ def _describe(result: ModelResult) -> str:
         for item in result.measurements
         for speed in (result.images_per_second(item),)
     ]
-    return f"{case.model} {case.size}² B={case.batch} {case.mode} {case.execution}: {', '.join(cells)}"
+    return f"{case}: {', '.join(cells)}"
