@@ -80,6 +80,24 @@ def test_bad_arguments_are_one_line(invoke, arguments, hint, tmp_path):
     assert hint in line
 
 
+def test_everyday_prints_tables_and_keeps_what_it_has(invoke, tmp_path):
+    options = ["everyday", "--smoke", "--only", "attention", "--output", tmp_path]
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
+    assert "attention from packed qkv, ms" in result.output
+    assert "cu_seqlens: not available" in (tmp_path / "everyday.md").read_text()
+    before = json.loads((tmp_path / "everyday.json").read_text())
+    result = invoke(*options, "--add")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "everyday.json").read_text())["cells"] == before["cells"]
+    (tmp_path / "everyday.json").write_text("{")
+    result = invoke(*options, "--add")
+    assert result.exit_code == 1
+    assert "run without --add" in result.output
+    result = invoke("everyday", "--smoke", "--only", "nothing like it")
+    assert result.exit_code == 1
+
+
 @pytest.mark.parametrize("option", ["--tokens", "--channels", "--head-dim"])
 def test_bad_sizes_are_refused_by_name(invoke, option):
     result = invoke("attention", option, "many")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inline_attention.benchmark.attention import AttentionReport, CaseResult
+from inline_attention.benchmark.everyday import Bound, EverydayReport, Row
 from inline_attention.benchmark.models import OURS, ModelReport
 from inline_attention.benchmark.results import Measurement, markdown_table, notes_of, ratio
 
@@ -14,11 +15,13 @@ LABELS = {
     "sdpa": "softmax, SDPA",
     "sdpa-flash": "softmax, flash",
     "sdpa-cudnn": "softmax, cuDNN",
+    "sdpa-efficient": "softmax, memory-efficient",
     "eager": "InLine, eager",
     "eager-compiled": "InLine, compiled",
     "auto": "InLine",
 }
 NOTHING = "–"
+FIGURE_LABELS = {"times_softmax": "× softmax", "over_floor": "÷ floor", "over_base": "÷ base"}
 
 
 class ResultTable(NamedTuple):
@@ -91,6 +94,34 @@ def model_tables(report: ModelReport) -> list[ResultTable]:
     return [ResultTable("models", header, rows, notes)]
 
 
+def everyday_tables(report: EverydayReport) -> list[ResultTable]:
+    """Whole models, attention, and what a block costs the host; tables without rows are left out."""
+    figures = tuple(FIGURE_LABELS)
+    floor_note = f"Floor: reading q, k, v and writing the output at {report.copy_rate / 1e12:.3g} TB/s, as measured."
+    base_note = "Base: the same attention without a mask, with the identity map and subtraction."
+    tables = [
+        ResultTable(
+            "whole models, images/s",
+            ["model", "mode", "InLine", "softmax", "× softmax", "accepted", "goal", "reached"],
+            [[*_everyday_cells(row, "times_softmax"), *_bound_cells(row)] for row in report.section("models")],
+            _everyday_notes(report.section("models")),
+        ),
+        ResultTable(
+            "attention from packed qkv, ms",
+            ["case", "pass", "InLine", "softmax", *FIGURE_LABELS.values(), "accepted", "goal", "reached"],
+            [[*_everyday_cells(row, *figures), *_bound_cells(row)] for row in report.section("attention")],
+            [floor_note, base_note, *_everyday_notes(report.section("attention"))],
+        ),
+        ResultTable(
+            "one transformer block in training, µs of the host and launches",
+            ["block", "pass", "InLine", "softmax", "× softmax", "launches, InLine", "launches, softmax"],
+            [_everyday_cells(row, "times_softmax", "launches", "softmax_launches") for row in report.section("blocks")],
+            _everyday_notes(report.section("blocks")),
+        ),
+    ]
+    return [table for table in tables if table.rows]
+
+
 def as_markdown(tables: Sequence[ResultTable]) -> str:
     """All tables, as Markdown."""
     parts: list[str] = []
@@ -99,6 +130,28 @@ def as_markdown(tables: Sequence[ResultTable]) -> str:
         if table.notes:
             parts.append("\n".join(f"- {note}" for note in table.notes))
     return "\n\n".join(parts)
+
+
+def _everyday_cells(row: Row, *figures: str) -> list[str]:
+    values = (row.ours, row.softmax, *(row.figures.get(figure) for figure in figures))
+    return [row.name, row.step, *(str(value) if isinstance(value, int) else _number(value) for value in values)]
+
+
+def _bound_cells(row: Row) -> list[str]:
+    def text(bound: Bound, limit: float) -> str:
+        return f"{'≥' if bound.figure == 'times_softmax' else '≤'} {limit:g} {FIGURE_LABELS[bound.figure]}"
+
+    accepted = [text(bound, bound.accepted) for bound in row.bounds]
+    goals = [text(bound, bound.goal) for bound in row.bounds if bound.goal is not None]
+    return [", ".join(accepted) or NOTHING, ", ".join(goals) or NOTHING, row.reached or NOTHING]
+
+
+def _everyday_notes(rows: Sequence[Row]) -> list[str]:
+    cells_by_note: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            cells_by_note.setdefault(row.note, []).append(row.name)
+    return [f"{'; '.join(dict.fromkeys(names))}: {note}" for note, names in cells_by_note.items()]
 
 
 def _pass_table(pass_: str, results: Sequence[CaseResult], contestants: Sequence[str]) -> ResultTable:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich import box
 from rich.table import Table
 
-from inline_attention.benchmark import attention, models
+from inline_attention.benchmark import attention, everyday, models
+from inline_attention.benchmark.everyday_cells import everyday_cells, smoke_cells
 from inline_attention.benchmark.results import write_json, write_markdown
-from inline_attention.benchmark.tables import ResultTable, as_markdown, attention_tables, model_tables
+from inline_attention.benchmark.tables import ResultTable, as_markdown, attention_tables, everyday_tables, model_tables
 from inline_attention.cli.printing import fail, make_console, progress_bar, warn, writing_to
+from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -24,7 +28,7 @@ DTYPES = {
     "float32": torch.float32,
 }
 LOG_WIDTH = 180
-Report = TypeVar("Report", attention.AttentionReport, models.ModelReport)
+Report = TypeVar("Report", attention.AttentionReport, models.ModelReport, everyday.EverydayReport)
 
 
 def run_bench_attention(
@@ -102,6 +106,42 @@ def run_bench_models(
     report_models(settings, output, "models")
 
 
+def run_bench_everyday(
+    output: Path, *, name: str, only: str, budget: float, processes: int, add: bool, smoke: bool
+) -> None:
+    """Measure what users do every day; see `inline bench everyday --help` for the arguments.
+
+    Raises:
+        typer.Exit: With code 1 where the GPU is missing or nothing can be written; the reason is printed.
+    """
+    place = resolve_device("cpu" if smoke else "cuda")
+    cells = everyday.choose_cells(smoke_cells() if smoke else everyday_cells(), only)
+    if not cells:
+        fail(f"--only {only!r} fits no cell; leave it out to measure all")
+    settings = everyday.EverydaySettings(place, resolve_dtype(None, place), cells, budget, 0 if smoke else processes)
+    if smoke:
+        settings = replace(settings, seconds=0.0)
+    earlier = _read_earlier(output / f"{name}.json") if add else None
+    _run(
+        lambda **callbacks: everyday.measure_everyday(settings, earlier=earlier, **callbacks),
+        everyday_tables,
+        everyday.count_steps(settings),
+        output,
+        name,
+        "Everyday speed",
+        None,
+    )
+
+
+def _read_earlier(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return parse_json(path.read_bytes())
+    except UntrustedDataError as error:
+        fail(f"{path} is not a result file: {error}; run without --add to replace it")
+
+
 def report_attention(settings: attention.AttentionSettings, output: Path, name: str) -> None:
     """Measure attention, write NAME.json as results come in, then NAME.md and NAME.png, and print the tables."""
     _run(
@@ -155,7 +195,7 @@ def _run(
     output: Path,
     name: str,
     title: str,
-    draw: Callable[[Report, Path], None],
+    draw: Callable[[Report, Path], None] | None,
 ) -> None:
     console = make_console(log_width=LOG_WIDTH)
     with writing_to(output):
@@ -177,7 +217,9 @@ def _run(
         report = measure(on_progress=report_progress, on_result=save)
     tables = tables_of(report)
     with writing_to(output):
-        picture = _draw_if_possible(lambda path: draw(report, path), output / f"{name}.png")
+        picture = None
+        if draw is not None:
+            picture = _draw_if_possible(functools.partial(draw, report), output / f"{name}.png")
         body = as_markdown(tables) + (f"\n\n![{title}]({picture.name})" if picture else "")
         write_markdown(output / f"{name}.md", title, report.environment, body)
     for table in tables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -358,6 +359,23 @@ def bench_models(
     run_bench_models(
         output, device=device, dtype=dtype, names=_split(names), sizes=image_sizes, batch_size=batch_size,
         modes=_split(mode), rivals=_split(rivals), executions=_split(execution), compile_mode=compile_mode, quick=quick,
+    )  # fmt: skip
+
+
+@bench_app.command("everyday")
+def bench_everyday(
+    output: BenchmarkFolder = Path("out/bench"),
+    only: Annotated[str, typer.Option(help="Measure cells whose section or name contains this.")] = "",
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further cell is begun.")] = math.inf,
+    processes: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
+    add: Annotated[bool, typer.Option("--add", help="Keep cells already measured in the output folder.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,
+) -> None:
+    """Time what users do every day on a GPU: training, converted ViTs, all head dims, masks, host time."""
+    from inline_attention.cli.bench import run_bench_everyday
+
+    run_bench_everyday(
+        output, name="everyday", only=only, budget=budget, processes=processes, add=add, smoke=smoke
     )  # fmt: skip
 
 
