@@ -13,12 +13,8 @@ from torchvision.transforms import functional as TF
 
 from data.conftest import noise
 from inline_attention.data.on_device import training_augmentation, unsupported_policy
-from inline_attention.data.on_device.colour_jitter import ColourJitter
-from inline_attention.data.on_device.colours import Blend, Table, blend, replace_values
-from inline_attention.data.on_device.crops import PaddedCropAndFlip, crop_and_flip
-from inline_attention.data.on_device.erasing import RandomErasing
-from inline_attention.data.on_device.noise import pixel_noise
-from inline_attention.data.on_device.rand_augment import RandAugment
+from inline_attention.data.on_device.rand_augment import Blend, ColorJitter, RandAugment, Table, blend, replace_values
+from inline_attention.data.on_device.steps import PaddedCropAndFlip, RandomErasing, crop_and_flip, pixel_noise
 
 CPU = torch.device("cpu")
 STRONG = "rand-m9-mstd0.5-inc1"
@@ -125,7 +121,7 @@ def test_timm_forgets_a_description_after_reading_it():
     [
         (Blend.BRIGHTNESS, TF.adjust_brightness),
         (Blend.CONTRAST, TF.adjust_contrast),
-        (Blend.COLOUR, TF.adjust_saturation),
+        (Blend.COLOR, TF.adjust_saturation),
         (Blend.SHARPNESS, TF.adjust_sharpness),
     ],
 )
@@ -140,11 +136,11 @@ def test_blends_are_torchvision_s(kind, function, pictures):
 @pytest.mark.parametrize(
     ("kind", "argument", "function"),
     [
-        (Table.POSTERISE, 0b11100000, lambda image: TF.posterize(image, 3)),
-        (Table.SOLARISE, 77, lambda image: TF.solarize(image, 77)),
-        (Table.SOLARISE, 0, TF.invert),
+        (Table.POSTERIZE, 0b11100000, lambda image: TF.posterize(image, 3)),
+        (Table.SOLARIZE, 77, lambda image: TF.solarize(image, 77)),
+        (Table.SOLARIZE, 0, TF.invert),
         (Table.AUTO_CONTRAST, 0, TF.autocontrast),
-        (Table.EQUALISE, 0, TF.equalize),
+        (Table.EQUALIZE, 0, TF.equalize),
     ],
 )
 def test_tables_are_torchvision_s(kind, argument, function, pictures):
@@ -161,7 +157,7 @@ def test_images_of_a_pixel_can_be_changed():
 
 
 def test_colour_jitter_draws_order_and_factors_per_image(pictures):
-    step = ColourJitter(0.4)
+    step = ColorJitter(0.4)
     plan = step.draw(3000, generator(), CPU)
     assert len({tuple(row) for row in plan[:, :3].int().tolist()}) == 6
     assert 0.6 <= plan[:, 3:].min() < 0.61
@@ -175,7 +171,7 @@ def test_colour_jitter_draws_order_and_factors_per_image(pictures):
 
 
 def test_strong_jitter_goes_no_further_than_black():
-    assert ColourJitter(2.0).draw(1000, generator(), CPU)[:, 3:].min() >= 0
+    assert ColorJitter(2.0).draw(1000, generator(), CPU)[:, 3:].min() >= 0
 
 
 def test_crop_and_flip_against_one_by_one():

@@ -14,7 +14,7 @@ from torch import Tensor
 from inline_attention.data.batch import Batch
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import ImageLoader
-from inline_attention.data.on_device.augmentation import BatchAugmentation
+from inline_attention.data.on_device import BatchAugmentation
 from inline_attention.data.sampling import Batches, EvaluationBatches
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import evaluation_transform

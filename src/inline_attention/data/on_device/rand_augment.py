@@ -1,7 +1,9 @@
-"""RandAugment (Cubuk et al., 2019) for whole batches, in the words of timm's descriptions such as rand-m9-mstd0.5-inc1.
+"""RandAugment (Cubuk et al., 2019) and color jitter for whole batches, each image in its own way.
 
-Operations, strengths and probabilities are timm's; images are resampled bilinearly. Every layer of a policy consists of
-one warp, one blend and one table of values, of which at most one does something to a given image.
+Operations, strengths and probabilities are timm's, and so are descriptions such as rand-m9-mstd0.5-inc1; images are
+resampled bilinearly. Results are Pillow's to within a unit of 255. Every layer of a policy consists of one warp, one
+blend and one table of values, of which at most one changes a given image. torchvision's transforms draw once for a
+whole batch, and would have to be called image by image.
 
 Shapes: `N` samples of a dataset, `B` batch, `C` channels, `H`, `W` height and width.
 """
@@ -10,15 +12,183 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from timm.data.auto_augment import rand_augment_transform
 from torch import Tensor
+from torch.nn import functional as F
 
-from inline_attention.data.on_device.colours import Blend, Table, blend, replace_values
-from inline_attention.data.on_device.step import Step
-from inline_attention.data.on_device.warping import warp
+from inline_attention.data.on_device.steps import Step
+
+LEVELS = 256  # values of a byte
+GREY_SHARES = (0.299, 0.587, 0.114)  # of red, green and blue in what the eye takes for brightness
+
+
+class Blend(IntEnum):
+    """What an image is blended with; 0 is for none."""
+
+    BRIGHTNESS = 1  # black
+    CONTRAST = 2  # its mean grey
+    COLOR = 3  # its grey image
+    SHARPNESS = 4  # itself, smoothed
+
+
+class Table(IntEnum):
+    """How values are replaced; 0 is for not at all. The argument of each is in brackets."""
+
+    POSTERIZE = 1  # the high bits are kept (mask)
+    SOLARIZE = 2  # bright values are inverted (first of them)
+    SOLARIZE_ADD = 3  # dark values are raised (by how much)
+    AUTO_CONTRAST = 4  # stretched to the full range, channel by channel (none)
+    EQUALIZE = 5  # made to occur equally often, channel by channel (none)
+
+
+def blend(images: Tensor, kinds: Tensor, factors: Tensor, possible: Sequence[Blend] = tuple(Blend)) -> Tensor:
+    """Move images away from a duller version of themselves, or towards it.
+
+    Args:
+        images: `[B, 3, H, W]` whole numbers from 0 to 255, floating point.
+        kinds: `[B]` of `Blend`, or 0 to leave an image alone.
+        factors: `[B]` 0 gives the duller version, 1 the image, more than 1 exaggerates it.
+        possible: The kinds that may occur.
+
+    Returns:
+        `[B, 3, H, W]` whole numbers from 0 to 255, floating point.
+    """
+    kinds, factors = kinds[:, None, None, None], factors[:, None, None, None]
+    duller = images
+    for kind in possible:
+        duller = torch.where(kinds == kind, _DULLER[kind](images), duller)
+    blended = (duller + factors * (images - duller)).clamp(0, 255).floor()
+    return torch.where(kinds > 0, blended, images)
+
+
+def _grey(images: Tensor) -> Tensor:
+    red, green, blue = images.unbind(1)
+    mixed = GREY_SHARES[0] * red + GREY_SHARES[1] * green + GREY_SHARES[2] * blue
+    return mixed.round()[:, None]
+
+
+def _mean_grey(images: Tensor) -> Tensor:
+    return _grey(images).mean((1, 2, 3), keepdim=True).round()
+
+
+def _smoothed(images: Tensor) -> Tensor:
+    """Each pixel counts five times, its eight neighbours once; the outermost pixels stay as they are."""
+    if min(images.shape[-2:]) < 3:
+        return images
+    smoothed = images.clone()
+    smoothed[..., 1:-1, 1:-1] = ((9 * F.avg_pool2d(images, 3, 1) + 4 * images[..., 1:-1, 1:-1]) / 13).round()
+    return smoothed
+
+
+_DULLER: dict[Blend, Callable[[Tensor], Tensor]] = {
+    Blend.BRIGHTNESS: torch.zeros_like,
+    Blend.CONTRAST: _mean_grey,
+    Blend.COLOR: _grey,
+    Blend.SHARPNESS: _smoothed,
+}
+
+
+def replace_values(images: Tensor, kinds: Tensor, arguments: Tensor) -> Tensor:
+    """Replace each value by what a table has for it.
+
+    Args:
+        images: `[B, C, H, W]` uint8.
+        kinds: `[B]` of `Table`, or 0 to leave an image alone.
+        arguments: `[B]` whole numbers: see `Table`.
+
+    Returns:
+        `[B, C, H, W]` uint8.
+    """
+    values = torch.arange(LEVELS, device=images.device)
+    kinds, arguments = kinds.long()[:, None, None], arguments.long()[:, None, None]
+    pixels = images.flatten(2).long()  # [B, C, H·W]
+    table = values.expand(*pixels.shape[:2], LEVELS)
+    for kind, new_values in (
+        (Table.POSTERIZE, values & arguments),
+        (Table.SOLARIZE, torch.where(values < arguments, values, 255 - values)),
+        (Table.SOLARIZE_ADD, torch.where(values < 128, values + arguments, values)),
+        (Table.AUTO_CONTRAST, _stretched(pixels, values)),
+        (Table.EQUALIZE, _equalized(pixels, values)),
+    ):
+        table = torch.where(kinds == kind, new_values, table)
+    return table.clamp(0, 255).gather(2, pixels).view(images.shape).to(torch.uint8)
+
+
+def _stretched(pixels: Tensor, values: Tensor) -> Tensor:
+    darkest, brightest = pixels.aminmax(dim=2, keepdim=True)
+    span = brightest - darkest
+    return torch.where(span > 0, (values - darkest) * 255 // span.clamp(min=1), values)
+
+
+def _equalized(pixels: Tensor, values: Tensor) -> Tensor:
+    counts = torch.zeros(*pixels.shape[:2], LEVELS, dtype=torch.int64, device=pixels.device)
+    counts.scatter_add_(2, pixels, torch.ones_like(pixels))
+    of_brightest = counts.gather(2, pixels.amax(2, keepdim=True))
+    step = (pixels.shape[2] - of_brightest) // 255  # pixels per new value; 0 if there are too few to tell
+    below = counts.cumsum(2) - counts
+    return torch.where(step > 0, (below + step // 2) // step.clamp(min=1), values)
+
+
+def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
+    """Resample images, bilinearly.
+
+    Args:
+        images: `[B, C, H, W]` floating-point numbers.
+        matrices: `[B, 6]` a, b, c, d, e, f as Pillow has them: the point (x, y) of the result is taken from
+            (ax + by + c, dx + ey + f), in pixels from the upper left corner.
+        fill: `[C]` for points from outside.
+
+    Returns:
+        `[B, C, H, W]`.
+    """
+    height, width = images.shape[-2:]
+    # Not by `affine_grid`: TensorFloat32 may do its matrix product, and three digits are no place in an image.
+    x = torch.arange(width, device=images.device) + 0.5  # centres of pixels
+    y = (torch.arange(height, device=images.device) + 0.5)[:, None]
+    a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
+    from_x = (a * x + b * y + c) * (2 / width) - 1  # [B, H, W] from -1 at one border to 1 at the other
+    from_y = (d * x + e * y + f) * (2 / height) - 1
+    taken = F.grid_sample(
+        images, torch.stack([from_x, from_y], dim=-1), mode="bilinear", padding_mode="border", align_corners=False
+    )
+    inside = (from_x.abs() <= 1) & (from_y.abs() <= 1)
+    return torch.where(inside[:, None], taken, fill[:, None, None])
+
+
+KINDS = (Blend.BRIGHTNESS, Blend.CONTRAST, Blend.COLOR)
+
+
+class ColorJitter(Step):
+    """Changes brightness, contrast and saturation of images of bytes."""
+
+    purpose = "colour jitter"
+
+    def __init__(self, strength: float):
+        """Set up.
+
+        Args:
+            strength: Factors are drawn from 1 - strength, or 0 if that is more, to 1 + strength.
+        """
+        super().__init__()
+        self._lowest, self._highest = max(0.0, 1 - strength), 1 + strength
+
+    def draw(self, count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+        """Three kinds in the order of their turns, then their factors."""
+        order, shares = torch.rand(2, count, len(KINDS), generator=generator).to(device)
+        kinds = torch.tensor(KINDS, device=device)[order.argsort(dim=1)]
+        return torch.cat([kinds, self._lowest + (self._highest - self._lowest) * shares], dim=1)
+
+    def forward(self, images: Tensor, plan: Tensor) -> Tensor:
+        """Blend once in each turn."""
+        changed = images.float()
+        for turn in range(len(KINDS)):
+            changed = blend(changed, plan[:, turn], plan[:, len(KINDS) + turn], KINDS)
+        return changed.to(torch.uint8)
+
 
 LARGEST_MAGNITUDE = 10.0
 # Not empty: of an empty one, some versions of timm keep what one description says for the next.
@@ -50,7 +220,7 @@ Argument = Callable[[_Strength], Tensor]
 _BLEND_KINDS = {
     "Brightness": Blend.BRIGHTNESS,
     "Contrast": Blend.CONTRAST,
-    "Color": Blend.COLOUR,
+    "Color": Blend.COLOR,
     "Sharpness": Blend.SHARPNESS,
 }
 _BLENDS: dict[str, tuple[Blend, Argument]] = {
@@ -66,13 +236,13 @@ def _without_low_bits(count: Tensor) -> Tensor:
 
 _TABLES: dict[str, tuple[Table, Argument]] = {
     "AutoContrast": (Table.AUTO_CONTRAST, lambda strength: torch.zeros_like(strength.level)),
-    "Equalize": (Table.EQUALISE, lambda strength: torch.zeros_like(strength.level)),
-    "Invert": (Table.SOLARISE, lambda strength: torch.zeros_like(strength.level)),
-    "Posterize": (Table.POSTERISE, lambda strength: _without_low_bits((4 * strength.level).floor())),
-    "PosterizeIncreasing": (Table.POSTERISE, lambda strength: _without_low_bits(4 - (4 * strength.level).floor())),
-    "Solarize": (Table.SOLARISE, lambda strength: (256 * strength.level).floor()),
-    "SolarizeIncreasing": (Table.SOLARISE, lambda strength: 256 - (256 * strength.level).floor()),
-    "SolarizeAdd": (Table.SOLARISE_ADD, lambda strength: (110 * strength.level).floor().clamp(max=128)),
+    "Equalize": (Table.EQUALIZE, lambda strength: torch.zeros_like(strength.level)),
+    "Invert": (Table.SOLARIZE, lambda strength: torch.zeros_like(strength.level)),
+    "Posterize": (Table.POSTERIZE, lambda strength: _without_low_bits((4 * strength.level).floor())),
+    "PosterizeIncreasing": (Table.POSTERIZE, lambda strength: _without_low_bits(4 - (4 * strength.level).floor())),
+    "Solarize": (Table.SOLARIZE, lambda strength: (256 * strength.level).floor()),
+    "SolarizeIncreasing": (Table.SOLARIZE, lambda strength: 256 - (256 * strength.level).floor()),
+    "SolarizeAdd": (Table.SOLARIZE_ADD, lambda strength: (110 * strength.level).floor().clamp(max=128)),
 }
 
 
