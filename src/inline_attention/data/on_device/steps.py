@@ -3,7 +3,7 @@
 What happens to a sample is drawn on the CPU for a whole epoch at once (the plan). It is the same on every device and
 for every composition of batches. A batch picks its rows of the plan and follows them without waiting for the GPU.
 
-Shapes: `N` samples of a dataset, `P` columns of a plan, `R` rectangles, `B` batch, `C` channels, `H`, `W` height, width.
+Shapes: `N` samples, `P` columns of a plan, `R` rectangles, `B` batch, `C` channels, `H`, `W` height and width.
 """
 
 from __future__ import annotations
