@@ -88,7 +88,7 @@ class TokenAttention(ProjectedAttention):
             proj_bias: True for a bias in the output projection.
             fused_qkv: One `qkv` projection; False for a `q` and a `kv` projection (keys before values).
             feature_map: phi, as in `inline_attention`.
-            normalization: As in `inline_attention`.
+            normalization: "subtract" (InLine), "divide" or "magnitude".
             scale: Factor on the inner products; `D ** -0.5` by default.
             local_residual: Add the dynamic 3×3 term, predicted from the mean token.
             static_local: Add a learned depthwise 3×3 convolution of the values (with bias), the same for all samples.

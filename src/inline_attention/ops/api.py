@@ -160,7 +160,7 @@ def attention_weights(
         k: Keys `[B, M, H, D]`.
         kind: "inline", "linear", "magnitude" (MALA) or "softmax".
         scale: Factor on the inner products; `D ** -0.5` by default.
-        feature_map: As in `inline_attention`; softmax takes only "identity".
+        feature_map: phi, a name or a callable; softmax takes only "identity".
         key_padding_mask: `[B, M]` bool, True for a real key; padded keys get weight zero.
 
     Returns:

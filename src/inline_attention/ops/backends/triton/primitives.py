@@ -207,8 +207,8 @@ def grid_neighbor(token, tap_row, tap_column, height, width, prefix):
 def transpose_taps(local_weight, taps, sample, value_head, value_dim, heads, DV: tl.constexpr):
     """Copy a group's 3×3 weights from `[B, H, Dv, 9]` to `[B, 9, H, Dv]`, where the channels of one tap lie together.
 
-    Whoever runs before the kernel that applies them does it in passing: nine wide loads per block then replace nine
-    narrow ones per channel.
+    The kernel that runs before the one that applies them also does this copy. Nine wide loads per block then replace
+    nine narrow loads per channel.
     """
     tap = tl.arange(0, 16)[:, None]
     channel = value_head * DV + value_dim
