@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from inline_attention.cli.bench import run_bench_everyday
+from inline_attention.cli.bench import report_everyday
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -29,7 +29,7 @@ def main(
     add: Annotated[bool, typer.Option("--add", help="Keep cells already measured in the output folder.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,
 ) -> None:
-    run_bench_everyday(
+    report_everyday(
         output, name="gpu_everyday", only=only, budget=budget, processes=processes, add=add, smoke=smoke
     )  # fmt: skip
 

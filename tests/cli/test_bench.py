@@ -7,7 +7,6 @@ import torch
 from typer.testing import CliRunner
 
 from inline_attention.benchmark import attention, models, timing
-from inline_attention.cli import bench
 from inline_attention.cli.main import app
 from inline_attention.ops import dispatch
 from ops.calls import use_backends
@@ -113,7 +112,7 @@ def test_a_missing_gpu_is_one_line(invoke, monkeypatch):
 
 
 def test_unwritable_output_is_one_line(invoke, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.attention, "measure_attention", lambda *_, **__: pytest.fail("measured before checking"))
+    monkeypatch.setattr(attention, "measure_attention", lambda *_, **__: pytest.fail("measured before checking"))
     blocker = tmp_path / "file"
     blocker.touch()
     result = invoke("attention", "--output", blocker / "bench")

@@ -62,7 +62,7 @@ def test_check(invoke, tmp_path):
         "1 images whose file is missing (000003.jpg (image 4)) (repairing: left out with their objects)" in bad.output
     )
     assert bad.output.count("missing") == 1
-    assert "is not fit for training" in bad.output
+    assert "cannot be used for training" in bad.output
     absent = invoke("check", tmp_path / "absent", "--task", "detection")
     assert absent.exit_code == 1
     assert "has no annotations of the split 'train'" in absent.output

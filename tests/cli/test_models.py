@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from inline_attention import list_models
+from inline_attention.benchmark import model_size
 from inline_attention.benchmark.model_size import ModelSize
-from inline_attention.cli import models
 from inline_attention.cli.main import app
 from inline_attention.models.published import PUBLISHED_TOP1
 
@@ -20,7 +20,7 @@ def invoke():
 @pytest.fixture
 def quick_sizes(monkeypatch):
     """Sizes that grow with the length of the name: enough for what is listed, in which order."""
-    monkeypatch.setattr(models, "measure_model_size", lambda name: ModelSize(10**6, len(name), (3, 224, 224)))
+    monkeypatch.setattr(model_size, "measure_model_size", lambda name: ModelSize(10**6, len(name), (3, 224, 224)))
 
 
 def listed(result):

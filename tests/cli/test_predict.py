@@ -128,12 +128,16 @@ def test_weights_that_do_not_name_their_model(invoke, photos, checkpoint):
     assert invoke(photos, "--model", "inline_deit_tiny", file=file).exit_code == 0
 
 
-def test_errors_are_one_line(invoke, photos, tmp_path):
+def test_errors_are_one_line(invoke, photos, checkpoint, tmp_path):
     (tmp_path / "void").mkdir()
     assert "there is no picture in" in only_line(invoke(tmp_path / "void"))
     assert "No such file" in only_line(invoke(photos, file=tmp_path / "absent.safetensors"))
     assert "at least 16 pixels" in only_line(invoke(photos, "--size", "8"))
-    assert "did you mean" in only_line(invoke(photos, "--model", "inline_diet_tiny"))
+    assert "is of inline_deit_tiny, not of softmax_swin_tiny" in only_line(
+        invoke(photos, "--model", "softmax_swin_tiny")
+    )
+    nameless = checkpoint.with_suffix(".pth")
+    assert "did you mean" in only_line(invoke(photos, "--model", "inline_diet_tiny", file=nameless))
     assert "try 'cpu'" in only_line(invoke(photos, "--device", "abacus"))
     assert ".png" in only_line(invoke(photos / "b.jpg", "--save", tmp_path / "x.xyz"))
     (tmp_path / "file").touch()

@@ -5,8 +5,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from inline_attention.cli.flags import flags_help, overrides_of
 from inline_attention.cli.main import app
-from inline_attention.cli.train import flags_help, overrides_of
 from inline_attention.engine.config import TrainConfig, with_overrides
 from inline_attention.engine.precision import Precision
 

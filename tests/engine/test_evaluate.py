@@ -110,7 +110,9 @@ def test_an_unknown_precision_is_refused(checkpoint, pictures):
 
 
 def test_results_are_not_written_onto_a_folder(checkpoint, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("inline_attention.cli.evaluate.evaluate_checkpoint", lambda *_, **__: pytest.fail("evaluated"))
+    monkeypatch.setattr(
+        "inline_attention.engine.evaluate.evaluate_checkpoint", lambda *_, **__: pytest.fail("evaluated")
+    )
     arguments = ["eval", "--checkpoint", checkpoint[0], "--data-dir", pictures, "--results-file", tmp_path]
     done = CliRunner().invoke(app, [str(word) for word in arguments])
     assert done.exit_code == 1
@@ -129,7 +131,7 @@ def test_too_little_memory_is_a_sentence(checkpoint, pictures, monkeypatch):
     def exhausted(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr("inline_attention.cli.evaluate.evaluate_checkpoint", exhausted)
+    monkeypatch.setattr("inline_attention.engine.evaluate.evaluate_checkpoint", exhausted)
     done = CliRunner().invoke(app, ["eval", "--checkpoint", str(checkpoint[0]), "--data-dir", str(pictures)])
     assert done.exit_code == 1
     assert "memory is too small for this; try" in done.output

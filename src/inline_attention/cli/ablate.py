@@ -17,8 +17,8 @@ from inline_attention.ablation.grid import Cell, grid, parse_axis
 from inline_attention.ablation.tables import CellResult, text_table
 from inline_attention.ablation.training import collect, train_cells, train_side_by_side
 from inline_attention.benchmark.side_by_side import InterruptedRunsError
+from inline_attention.cli.flags import overrides_of, read_settings
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn
-from inline_attention.cli.train import overrides_of, read_settings
 from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.interruption import InterruptedBySignalError
 

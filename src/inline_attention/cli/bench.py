@@ -1,102 +1,126 @@
-"""`inline bench`: measure attention or models on this machine, print the tables, write results and pictures."""
+"""`inline bench`: measure attention or models on this machine, print tables, write results and pictures."""
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import torch
-from rich import box
-from rich.table import Table
+import typer
 
-from inline_attention.benchmark import attention, everyday, models
-from inline_attention.benchmark.everyday_cells import everyday_cells, smoke_cells
-from inline_attention.benchmark.results import write_json, write_markdown
-from inline_attention.benchmark.tables import ResultTable, as_markdown, attention_tables, everyday_tables, model_tables
-from inline_attention.cli.printing import fail, make_console, progress_bar, warn, writing_to
+from inline_attention.cli.options import parse_numbers, split_names
+from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, writing_to
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from inline_attention.benchmark.attention import AttentionReport, AttentionSettings
+    from inline_attention.benchmark.everyday import EverydayReport
+    from inline_attention.benchmark.models import ModelReport, ModelSettings
+    from inline_attention.benchmark.tables import ResultTable
+
 DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
 }
 LOG_WIDTH = 180
-Report = TypeVar("Report", attention.AttentionReport, models.ModelReport, everyday.EverydayReport)
+Report = TypeVar("Report", "AttentionReport", "ModelReport", "EverydayReport")
+Name = TypeVar("Name", bound=str)
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for results; created if missing.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="bf16, fp16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")
+]
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
 
-def run_bench_attention(
-    output: Path,
-    *,
-    device: str,
-    dtype: str | None,
-    tokens: Sequence[int] | None,
-    channels: Sequence[int] | None,
-    head_dims: Sequence[int] | None,
-    elements: int | None,
-    passes: Sequence[str],
-    compiled: str | None,
-    quick: bool,
+@bench_app.command("attention")
+def bench_attention(
+    output: Output = Path("out/bench"),
+    device: Device = "auto",
+    dtype: Dtype = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Values of N.", show_default="196,784,3136,16384,65536; on a CPU to 3136")
+    ] = None,
+    channels: Annotated[str | None, typer.Option(help="Values of C.", show_default="192,768; on a CPU 192")] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Values of D.", show_default="32,64; on a CPU 32")] = None,
+    elements: Annotated[
+        int | None,
+        typer.Option(min=1, help="B·N·C, which sets the batch size.", show_default="25 million; on a CPU 0.6"),
+    ] = None,
+    passes: Annotated[str, typer.Option(help="forward, forward+backward or both.")] = "forward,forward+backward",
+    compiled: Annotated[
+        str | None,
+        typer.Option(help="Cases to time with torch.compile: none, first or all.", show_default="first; on a CPU none"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few, small sizes.")] = False,
 ) -> None:
-    """Measure attention; see `inline bench attention --help` for the arguments.
+    """Time attention: softmax with PyTorch's kernels, InLine with every backend of this machine."""
+    sizes = {
+        "tokens": None if tokens is None else parse_numbers(tokens, "--tokens"),
+        "channels": None if channels is None else parse_numbers(channels, "--channels"),
+        "head_dims": None if head_dim is None else parse_numbers(head_dim, "--head-dim"),
+    }
+    from inline_attention.benchmark import attention
 
-    Raises:
-        typer.Exit: With code 1 where the device is missing or nothing can be written; the reason is printed.
-    """
     place = resolve_device(device)
-    cases = attention.default_cases(
-        place,
-        tokens=tokens,
-        channels=channels,
-        head_dims=head_dims,
-        elements=elements,
-        compiled=_one_of("--compiled", compiled, ("none", "first", "all")),
-        quick=quick,
-    )
+    chosen = _one_of("--compiled", compiled, ("none", "first", "all"))
+    cases = attention.default_cases(place, elements=elements, compiled=chosen, quick=quick, **sizes)
     settings = attention.AttentionSettings(
         place,
         resolve_dtype(dtype, place),
         cases,
-        passes=tuple(_each_of("--passes", passes, attention.PASSES)),
+        passes=tuple(_each_of("--passes", split_names(passes), attention.PASSES)),
         latency_case=attention.LATENCY_CASE if place.type == "cuda" and not quick else None,
         seconds=0.3 if quick else 1.0,
     )
     report_attention(settings, output, "attention")
 
 
-def run_bench_models(
-    output: Path,
-    *,
-    device: str,
-    dtype: str | None,
-    names: Sequence[str],
-    sizes: Sequence[int] | None,
-    batch_size: int | None,
-    modes: Sequence[str],
-    rivals: Sequence[str],
-    executions: Sequence[str],
-    compile_mode: str,
-    quick: bool,
+@bench_app.command("models")
+def bench_models(
+    output: Output = Path("out/bench"),
+    device: Device = "auto",
+    dtype: Dtype = None,
+    names: Annotated[str, typer.Option("--models", help="InLine models to time.")] = "inline_deit_tiny",
+    sizes: Annotated[
+        str | None, typer.Option(help="Image sizes in pixels.", show_default="224,512,1024,2048; on a CPU 224")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", "-b", min=1, help="Images per batch.", show_default="the pixels of 256 at 224²; on a CPU 4"
+        ),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="inference, training or both.")] = "inference",
+    rivals: Annotated[
+        str, typer.Option(help="timm (softmax), plain (InLine without kernels), softmax (our twin).")
+    ] = "timm,plain,softmax",
+    execution: Annotated[str, typer.Option(help="compiled, eager or both.")] = "compiled",
+    compile_mode: Annotated[str, typer.Option(help="Mode of torch.compile.")] = "default",
+    quick: Annotated[bool, typer.Option("--quick", help="Size 224 only, measured briefly.")] = False,
 ) -> None:
-    """Measure models; see `inline bench models --help` for the arguments.
+    """Time whole models against their softmax rivals: images per second and peak memory."""
+    image_sizes = None if sizes is None else parse_numbers(sizes, "--sizes")
+    from inline_attention.benchmark import models
 
-    Raises:
-        typer.Exit: With code 1 where the device is missing or nothing can be written; the reason is printed.
-    """
     place = resolve_device(device)
     cases = models.default_cases(
         place,
-        models=names,
-        sizes=sizes,
-        modes=_each_of("--mode", modes, models.MODES),
-        rivals=_each_of("--rivals", rivals, models.RIVALS),
-        executions=_each_of("--execution", executions, models.EXECUTIONS),
+        models=split_names(names),
+        sizes=image_sizes,
+        modes=_each_of("--mode", split_names(mode), models.MODES),
+        rivals=_each_of("--rivals", split_names(rivals), models.RIVALS),
+        executions=_each_of("--execution", split_names(execution), models.EXECUTIONS),
         batch_size=batch_size,
         quick=quick,
     )
@@ -106,14 +130,27 @@ def run_bench_models(
     report_models(settings, output, "models")
 
 
-def run_bench_everyday(
+@bench_app.command("everyday")
+def bench_everyday(
+    output: Output = Path("out/bench"),
+    only: Annotated[str, typer.Option(help="Measure cells whose section or name contains this.")] = "",
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further cell is begun.")] = math.inf,
+    processes: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
+    add: Annotated[bool, typer.Option("--add", help="Keep cells already measured in the output folder.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,
+) -> None:
+    """Time what users do every day on a GPU: training, converted ViTs, all head dims, masks, host time."""
+    report_everyday(output, name="everyday", only=only, budget=budget, processes=processes, add=add, smoke=smoke)
+
+
+def report_everyday(
     output: Path, *, name: str, only: str, budget: float, processes: int, add: bool, smoke: bool
 ) -> None:
-    """Measure what users do every day; see `inline bench everyday --help` for the arguments.
+    """Measure the everyday cells, write NAME.json as results come in, then NAME.md, and print the tables."""
+    from inline_attention.benchmark import everyday
+    from inline_attention.benchmark.everyday_cells import everyday_cells, smoke_cells
+    from inline_attention.benchmark.tables import everyday_tables
 
-    Raises:
-        typer.Exit: With code 1 where the GPU is missing or nothing can be written; the reason is printed.
-    """
     place = resolve_device("cpu" if smoke else "cuda")
     cells = everyday.choose_cells(smoke_cells() if smoke else everyday_cells(), only)
     if not cells:
@@ -121,16 +158,10 @@ def run_bench_everyday(
     settings = everyday.EverydaySettings(place, resolve_dtype(None, place), cells, budget, 0 if smoke else processes)
     if smoke:
         settings = replace(settings, seconds=0.0)
-    earlier = _read_earlier(output / f"{name}.json") if add else None
-    _run(
-        lambda **callbacks: everyday.measure_everyday(settings, earlier=earlier, **callbacks),
-        everyday_tables,
-        everyday.count_steps(settings),
-        output,
-        name,
-        "Everyday speed",
-        None,
+    measure = partial(
+        everyday.measure_everyday, settings, earlier=_read_earlier(output / f"{name}.json") if add else None
     )
+    _run(measure, everyday_tables, everyday.count_steps(settings), output, name, "Everyday speed", None)
 
 
 def _read_earlier(path: Path) -> dict[str, Any] | None:
@@ -142,34 +173,38 @@ def _read_earlier(path: Path) -> dict[str, Any] | None:
         fail(f"{path} is not a result file: {error}; run without --add to replace it")
 
 
-def report_attention(settings: attention.AttentionSettings, output: Path, name: str) -> None:
+def report_attention(settings: AttentionSettings, output: Path, name: str) -> None:
     """Measure attention, write NAME.json as results come in, then NAME.md and NAME.png, and print the tables."""
-    _run(
-        lambda **callbacks: attention.measure_attention(settings, **callbacks),
-        attention_tables,
-        attention.count_steps(settings),
-        output,
-        name,
-        f"Attention from packed qkv, {str(settings.dtype).removeprefix('torch.')}",
-        _draw_attention,
-    )
+    from inline_attention.benchmark.attention import count_steps, measure_attention
+    from inline_attention.benchmark.tables import attention_tables
+
+    def draw(report: AttentionReport, path: Path) -> None:
+        from inline_attention.benchmark.plots import draw_attention
+
+        draw_attention(report, path)
+
+    title = f"Attention from packed qkv, {str(settings.dtype).removeprefix('torch.')}"
+    _run(partial(measure_attention, settings), attention_tables, count_steps(settings), output, name, title, draw)
 
 
-def report_models(settings: models.ModelSettings, output: Path, name: str) -> None:
+def report_models(settings: ModelSettings, output: Path, name: str) -> None:
     """Measure models, write NAME.json as results come in, then NAME.md and NAME.png, and print the table."""
-    _run(
-        lambda **callbacks: models.measure_models(settings, **callbacks),
-        model_tables,
-        models.count_steps(settings),
-        output,
-        name,
-        f"Models, {str(settings.dtype).removeprefix('torch.')}",
-        _draw_models,
-    )
+    from inline_attention.benchmark.models import count_steps, measure_models
+    from inline_attention.benchmark.tables import model_tables
+
+    def draw(report: ModelReport, path: Path) -> None:
+        from inline_attention.benchmark.plots import draw_models
+
+        draw_models(report, path)
+
+    title = f"Models, {str(settings.dtype).removeprefix('torch.')}"
+    _run(partial(measure_models, settings), model_tables, count_steps(settings), output, name, title, draw)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of "auto", "cuda" or "cpu"."""
+    """Return the device of "auto", "cuda" or "cpu"."""
+    import torch
+
     if name not in ("auto", "cuda", "cpu"):
         fail(f"--device must be auto, cuda or cpu, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
@@ -180,12 +215,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; without one, bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype of a name; None is bfloat16 on a GPU and float32 on a CPU."""
+    import torch
+
     if name is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    return getattr(torch, DTYPES[name])
 
 
 def _run(
@@ -197,6 +234,9 @@ def _run(
     title: str,
     draw: Callable[[Report, Path], None] | None,
 ) -> None:
+    from inline_attention.benchmark.results import write_json, write_markdown
+    from inline_attention.benchmark.tables import as_markdown
+
     console = make_console(log_width=LOG_WIDTH)
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -209,50 +249,27 @@ def _run(
             console.file.flush()  # a log is read while the command runs, and kept if it is killed
 
         def save(report: Report) -> None:
-            # After every case: a run that is cut off leaves its figures.
-            with writing_to(output):
+            with writing_to(output):  # after every case: a run that is cut off leaves its figures
                 write_json(output / f"{name}.json", report.as_json())
                 write_markdown(output / f"{name}.md", title, report.environment, as_markdown(tables_of(report)))
 
         report = measure(on_progress=report_progress, on_result=save)
     tables = tables_of(report)
     with writing_to(output):
-        picture = None
-        if draw is not None:
-            picture = _draw_if_possible(functools.partial(draw, report), output / f"{name}.png")
-        body = as_markdown(tables) + (f"\n\n![{title}]({picture.name})" if picture else "")
+        has_picture = draw is not None and draw_if_possible(partial(draw, report, output / f"{name}.png"))
+        body = as_markdown(tables) + (f"\n\n![{title}]({name}.png)" if has_picture else "")
         write_markdown(output / f"{name}.md", title, report.environment, body)
     for table in tables:
         console.print(_as_rich(table))
         for note in table.notes:
             console.print(f"  {note}", style="dim")
-    console.print(f"written to {output / name}.json, .md{', .png' if picture else ''}", soft_wrap=True)
-
-
-def _draw_attention(report: attention.AttentionReport, path: Path) -> None:
-    from inline_attention.benchmark.plots import draw_attention
-
-    draw_attention(report, path)
-
-
-def _draw_models(report: models.ModelReport, path: Path) -> None:
-    from inline_attention.benchmark.plots import draw_models
-
-    draw_models(report, path)
-
-
-def _draw_if_possible(draw: Callable[[Path], None], path: Path) -> Path | None:
-    try:
-        draw(path)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        warn("no picture without matplotlib: pip install 'inline-attention[plots]'")
-        return None
-    return path
+    console.print(f"written to {output / name}.json, .md{', .png' if has_picture else ''}", soft_wrap=True)
 
 
 def _as_rich(table: ResultTable) -> Table:
+    from rich import box
+    from rich.table import Table
+
     rich_table = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
     for index, header in enumerate(table.header):
         is_text = all(not row[index][:1].isdigit() for row in table.rows)
@@ -260,9 +277,6 @@ def _as_rich(table: ResultTable) -> Table:
     for row in table.rows:
         rich_table.add_row(*row)
     return rich_table
-
-
-Name = TypeVar("Name", bound=str)
 
 
 def _each_of(option: str, given: Sequence[str], known: Sequence[Name]) -> list[Name]:

@@ -1,4 +1,4 @@
-"""`inline data`: datasets that are made here, and checks of any others."""
+"""`inline data`: generate datasets and check them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 
 from inline_attention.cli.printing import fail, make_console, progress_bar, say
 
-data_app = typer.Typer(no_args_is_help=True, help="Make and check datasets.")
+data_app = typer.Typer(no_args_is_help=True, help="Generate and check datasets.")
 MOST_WORKERS = 16
 
 
 class Task(StrEnum):
-    """What a dataset is for."""
+    """Task of a dataset."""
 
     detection = "detection"
     segmentation = "segmentation"
@@ -24,19 +24,19 @@ class Task(StrEnum):
 
 @data_app.command("scenes")
 def scenes(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; made if missing.")],
-    images: Annotated[int, typer.Option(min=1, help="Pictures to train on.")] = 2000,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")],
+    images: Annotated[int, typer.Option(min=1, help="Number of training pictures.")] = 2000,
     validation_images: Annotated[
-        int | None, typer.Option(min=1, help="Pictures to validate on.", show_default="a tenth of --images")
+        int | None, typer.Option(min=1, help="Number of validation pictures.", show_default="a tenth of --images")
     ] = None,
-    size: Annotated[int, typer.Option(min=64, max=4096, help="Pixels of the longer side.")] = 320,
-    seed: Annotated[int, typer.Option(help="Another one gives other scenes.")] = 0,
+    size: Annotated[int, typer.Option(min=64, max=4096, help="Longer side in pixels.")] = 320,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Processes.", show_default="one per core")
+        int | None, typer.Option("--workers", "-j", min=1, help="Number of processes.", show_default="one per core")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace scenes that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing scenes.")] = False,
 ) -> None:
-    """Draw scenes of textured shapes, and write them as a dataset of COCO's and ADE20K's format."""
+    """Generate scenes of textured shapes as a dataset in COCO's and ADE20K's formats."""
     from inline_attention.data.scenes import ScenesPlan, leftovers, write_scenes
 
     plan = ScenesPlan(images, validation_images or max(1, images // 10), size, seed)
@@ -64,27 +64,28 @@ def scenes(
 
 @data_app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Folder of the dataset.", show_default=False)],
-    task: Annotated[Task, typer.Option(help="Objects as in COCO, or maps of labels as in ADE20K.", show_default=False)],
-    masks: Annotated[bool, typer.Option("--masks/--boxes-only", help="Whether objects need masks.")] = True,
+    folder: Annotated[Path, typer.Argument(help="Dataset folder.", show_default=False)],
+    task: Annotated[Task, typer.Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default=False)],
+    masks: Annotated[bool, typer.Option("--masks/--boxes-only", help="Require a mask for each object.")] = True,
     class_file: Annotated[
-        Path | None, typer.Option(help="Names of classes, for segmentation.", show_default="FOLDER/classes.txt")
+        Path | None, typer.Option(help="File of class names (segmentation).", show_default="FOLDER/classes.txt")
     ] = None,
     image_folder: Annotated[
         str | None,
-        typer.Option(help="Images below FOLDER, such as img/{split}, for segmentation.", show_default="by usual names"),
+        typer.Option(help="Images below FOLDER, such as img/{split} (segmentation).", show_default="by usual names"),
     ] = None,
     map_folder: Annotated[
-        str | None, typer.Option(help="Maps of labels below FOLDER, likewise.", show_default="by usual names")
+        str | None,
+        typer.Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names"),
     ] = None,
     reduce_zero_label: Annotated[
-        bool, typer.Option("--reduce-zero-label", help="0 in maps means other, 1 is the first class, as in ADE20K.")
+        bool, typer.Option("--reduce-zero-label", help="Label 0 means other, 1 the first class, as in ADE20K.")
     ] = False,
     allow_outside_files: Annotated[
         bool, typer.Option("--allow-outside-files", help="Read files that the data names outside of its folder.")
     ] = False,
 ) -> None:
-    """Say what is wrong with a dataset before it is trained on: how many faults, the first by name, what to do."""
+    """Check a dataset before training: count the faults, name the first, suggest what to do."""
     from inline_attention.data.coco import open_and_check_coco
     from inline_attention.data.segmentation import open_and_check_pairs
 
@@ -113,4 +114,4 @@ def check(
         if problem not in reported:
             say(problem)
     if opened.problems:
-        fail(f"{folder} is not fit for training as it is")
+        fail(f"{folder} cannot be used for training as it is")

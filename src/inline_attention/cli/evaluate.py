@@ -1,4 +1,4 @@
-"""`inline eval`: what the model of a checkpoint is worth on a dataset."""
+"""`inline eval`: evaluate the model of a checkpoint on a dataset."""
 
 from __future__ import annotations
 
@@ -6,33 +6,74 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from inline_attention.cli.printing import fail, say
-from inline_attention.engine.evaluate import evaluate_checkpoint
-from inline_attention.tasks.task import MetricTable
+
+if TYPE_CHECKING:
+    from inline_attention.tasks.task import MetricTable
 
 
-def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> None:
-    """Evaluate, print and, if asked, write the figures as JSON.
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", "-c", help="Weights file, checkpoint or run.", show_default=False)
+    ],
+    data_dir: Annotated[Path | None, typer.Option(help="Data folder.")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="folder, digits, cifar10, hfds/NAME or wds/PATTERN (classifiers).", show_default="folder"),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split or subfolder.")] = "validation",
+    repair: Annotated[bool, typer.Option("--repair", help="Repair faults of dense annotations.")] = False,
+    allow_outside_files: Annotated[
+        bool, typer.Option("--allow-outside-files", help="Read files that the data names outside of its folder.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Image size in pixels.", show_default="the model's")] = None,
+    use_ema: Annotated[bool, typer.Option("--use-ema", help="Require the averaged weights.")] = False,
+    image_folder: Annotated[
+        str | None,
+        typer.Option(help="Images below --data-dir, such as img/{split} (segmenters).", show_default="by usual names"),
+    ] = None,
+    map_folder: Annotated[
+        str | None,
+        typer.Option(help="Label maps below --data-dir, likewise (segmenters).", show_default="by usual names"),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", "-b", min=1, help="Images per batch.", show_default="64 for a classifier, else 4"),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", "-j", min=0, help="Processes that read images, at most one per core.")
+    ] = 4,
+    amp: Annotated[str, typer.Option(help="bf16, fp16 or off.")] = "off",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    results_file: Annotated[Path | None, typer.Option(help="Write the metrics to this JSON file.")] = None,
+) -> None:
+    """Evaluate a checkpoint: top-1 and top-5 of a classifier, AP of a detector, mIoU of a segmenter."""
+    if results_file is not None:  # before the work is done, not after
+        if results_file.is_dir():
+            fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
+        results_file.parent.mkdir(parents=True, exist_ok=True)
+    from inline_attention.engine.evaluate import evaluate_checkpoint
 
-    Raises:
-        typer.Exit: With code 1 and a reason where that is not possible.
-    """
     notes: list[str] = []
 
     def note(text: str) -> None:
         notes.append(text)
         say(text, err=True)
 
-    if results_file is not None:  # before the work is done, not after
-        if results_file.is_dir():
-            fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
-        results_file.parent.mkdir(parents=True, exist_ok=True)
-    metrics = evaluate_checkpoint(checkpoint, on_note=note, **options)
+    metrics = evaluate_checkpoint(
+        checkpoint, data_dir=data_dir, dataset=dataset, split=split, repair=repair,
+        allow_outside_files=allow_outside_files, model_name=model, size=size, use_ema=use_ema,
+        image_folder=image_folder, map_folder=map_folder, batch_size=batch_size, workers=workers, amp=amp,
+        device=device, on_note=note,
+    )  # fmt: skip
     if metrics is None:
-        return  # another process speaks
-    say(str(metrics))
+        return  # under torchrun the first process prints
+    say(metrics)
     for table in metrics.tables:
         say("\n" + "\n".join(_lines(table)))
     if results_file is not None:
@@ -46,7 +87,7 @@ def run_eval(checkpoint: Path, results_file: Path | None, **options: Any) -> Non
 
 
 def _lines(table: MetricTable) -> list[str]:
-    """Columns of equal width; a dash where there is nothing to measure."""
+    """Return a table of equal columns, with a dash for a metric that cannot be measured."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     names = [" ".join(name.split()) for name in table]
     width = max(map(len, names), default=0)
@@ -58,7 +99,7 @@ def _lines(table: MetricTable) -> list[str]:
 
 
 def _with_nulls(value: Any) -> Any:
-    """JSON has no NaN, which figures are of which there is nothing to measure."""
+    """Replace NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _with_nulls(item) for key, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,38 +1,36 @@
-"""`inline models`: what models there are, and how large they are."""
+"""`inline models`: list the models and their sizes."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
 
-from rich import box
-from rich.table import Table
+import typer
 
-from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 from inline_attention.cli.printing import fail, make_console, progress_bar, say_json
-from inline_attention.models import list_models
-from inline_attention.models.published import PUBLISHED_TOP1
 from inline_attention.support.text import did_you_mean
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
-def run_models(pattern: str | None, *, with_twins: bool, as_json: bool) -> None:
-    """Measure the models that match and print them, smallest first within each family.
+    from inline_attention.benchmark.model_size import ModelSize
 
-    Args:
-        pattern: A glob over all names, or None for the models of the paper.
-        with_twins: Without a pattern, list the twins too.
-        as_json: Print a JSON list instead of a table.
 
-    Raises:
-        typer.Exit: With code 1 where nothing matches; near names are printed.
-    """
-    names = list_models(pattern or ("*" if with_twins else "inline_*"))
+def models(
+    pattern: Annotated[str | None, typer.Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
+    all_models: Annotated[bool, typer.Option("--all", help="List the softmax and linear twins too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models: parameters and multiply-adds counted here, accuracy from the paper."""
+    from inline_attention.models import list_models
+
+    names = list_models(pattern or ("*" if all_models else "inline_*"))
     if not names:
         fail(f"no model matches {pattern!r}{_suggestion(pattern or '')}")
     sizes = _measure_with_progress(names)
     families = [sorted(family, key=lambda name: sizes[name].macs) for _, family in groupby(names, _family)]
     if as_json:
-        rows = [_as_json(name, sizes[name]) for family in families for name in family]
-        say_json(rows)
+        say_json([_as_json(name, sizes[name]) for family in families for name in family])
     else:
         make_console(log_width=None).print(_table(families, sizes))
 
@@ -43,6 +41,8 @@ def _family(name: str) -> str:
 
 
 def _suggestion(pattern: str) -> str:
+    from inline_attention.models import list_models
+
     core = pattern.strip("*").lower()
     if core and list_models(f"*{core}*"):
         return f"; try '*{core}*'"
@@ -50,6 +50,8 @@ def _suggestion(pattern: str) -> str:
 
 
 def _measure_with_progress(names: list[str]) -> dict[str, ModelSize]:
+    from inline_attention.benchmark.model_size import measure_model_size
+
     sizes: dict[str, ModelSize] = {}
     with progress_bar(make_console(stderr=True)) as progress:
         for name in progress.track(names, description="counting parameters and multiply-adds"):
@@ -58,6 +60,11 @@ def _measure_with_progress(names: list[str]) -> dict[str, ModelSize]:
 
 
 def _table(families: list[list[str]], sizes: dict[str, ModelSize]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from inline_attention.models.published import PUBLISHED_TOP1
+
     caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
     table = Table(caption=caption, box=box.SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
@@ -80,6 +87,8 @@ def _table(families: list[list[str]], sizes: dict[str, ModelSize]) -> Table:
 
 
 def _as_json(name: str, size: ModelSize) -> dict[str, object]:
+    from inline_attention.models.published import PUBLISHED_TOP1
+
     return {
         "name": name,
         "param_count": round(size.param_count, 3),

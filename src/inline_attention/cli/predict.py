@@ -1,4 +1,4 @@
-"""`inline predict`: say and draw what is in pictures."""
+"""`inline predict`: print and draw what is in pictures."""
 
 from __future__ import annotations
 
@@ -6,40 +6,57 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inline_attention.cli.predictors import PredictOptions, Predictor, Result, build_predictor
+from inline_attention.cli.options import parse_size
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, say_json, warn
-from inline_attention.data.images import find_images, load_image
+
+if TYPE_CHECKING:
+    from inline_attention.cli.predictors import Predictor, Result
 
 WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
 
-def run_predict(
-    paths: list[Path],
-    *,
-    checkpoint: Path,
-    options: PredictOptions,
-    save: Path | None,
-    as_json: bool,
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="Pictures and folders of pictures.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Option("--checkpoint", "-c", help="Weights file or run.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of classes or objects to print.")] = 5,
+    least_score: Annotated[float, typer.Option(min=0, max=1, help="Hide detections below this score.")] = 0.5,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Shorter side (1024), without crop, or height and width (800x1333).",
+            show_default="the model's, with its crop",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write annotated pictures to this file or folder.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")] = 8,
 ) -> None:
-    """Run a model on pictures and print what it found in each; see `inline predict --help` for the arguments.
+    """Predict what is in pictures: classes, objects or classes of pixels, depending on the model.
 
-    Raises:
-        typer.Exit: With code 1 if a picture that was named could not be read, or none could, or nothing could be run or
-            saved. The reason is printed.
+    Pictures that cannot be read are named and skipped. The exit code is 1 if one of them was given by name.
     """
-    files = find_images(paths)
+    given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
+    from inline_attention.cli.predictors import PredictOptions, build_predictor
+    from inline_attention.data.images import find_images
+
+    image_size = None if not given else given[0] if len(given) == 1 else (given[0], given[1])
+    files = find_images(images)
     if not files:
-        fail(f"there is no picture in {', '.join(map(str, paths))}")
+        fail(f"there is no picture in {', '.join(map(str, images))}")
     targets = _save_targets(files, save) if save else [None] * len(files)
+    contents: list[dict[str, Any]] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on odd pictures and weights; what matters of them is in the results
-        predictor = build_predictor(checkpoint, options)
-        contents: list[dict[str, Any]] = []
-        stream = _failing_cleanly(predictor.results(files))
+        warnings.simplefilter("ignore")  # about odd pictures and weights; the results say what matters
+        predictor = build_predictor(checkpoint, PredictOptions(model, top, image_size, least_score, device, batch_size))
+        stream = _with_advice(predictor.results(files))
         with progress_bar(make_console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
             for target, result in zip(targets, progress.track(stream, len(files), description="images"), strict=True):
                 found = {"error": result.error} if result.error else predictor.content(result)
@@ -57,11 +74,11 @@ def run_predict(
         say(f"annotated: {save}", err=as_json)
     if broken:
         warn(f"{len(broken)} of {len(files)} files skipped")
-    if not set(broken).isdisjoint(paths):  # asked for by name; what else a folder holds is no error
+    if not set(broken).isdisjoint(images):
         raise typer.Exit(1)
 
 
-def _failing_cleanly(results: Iterator[Any]) -> Iterator[Any]:
+def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from results
     except (RuntimeError, ValueError, AssertionError) as error:  # out of memory, a size the model does not take
@@ -79,7 +96,7 @@ def _print_result(result: Result, predictor: Predictor) -> None:
 
 
 def _save_targets(files: list[Path], save: Path) -> list[Path]:
-    """Where each annotated picture goes: to `save` itself, or into it as a folder, under names that do not collide."""
+    """Return a path for each annotated picture: `save` itself, or distinct names in that folder."""
     if len(files) == 1 and save.suffix and not save.is_dir():
         if save.suffix.lower() not in WRITABLE:
             fail(f"--save writes {', '.join(WRITABLE)}, got {save}")
@@ -101,6 +118,8 @@ def _save_targets(files: list[Path], save: Path) -> list[Path]:
 
 
 def _save_annotated(result: Result, predictor: Predictor, target: Path) -> None:
+    from inline_attention.data.images import load_image
+
     try:
         predictor.annotated(load_image(result.path), result).save(target, quality=92)
     except (OSError, ValueError) as error:

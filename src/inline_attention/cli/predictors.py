@@ -1,4 +1,4 @@
-"""What `inline predict` does for each task: run a model, and say or draw what it found."""
+"""Predictors of `inline predict`, one per task: run a model, print or draw what it found."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from inline_attention.tasks.segmentation.prediction import PixelClassifier, Segm
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
-        model_name: Of a classifier.
-        top: Classes or objects to print.
-        size: Of images.
-        least_score: Of objects.
-        device: Where to run.
-        batch_size: Images to classify at once.
+        model_name: Model name, for a classifier.
+        top: Number of classes or objects to print.
+        size: Shorter side in pixels, or (height, width).
+        least_score: Smallest score of an object.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        batch_size: Images per batch.
     """
 
     model_name: str | None
@@ -40,7 +40,7 @@ class PredictOptions:
 
 
 class Result(Protocol):
-    """What became of one file."""
+    """The result of one file."""
 
     @property
     def path(self) -> Path:
@@ -49,32 +49,32 @@ class Result(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it could not be used; empty if it could."""
+        """Why the file could not be used, or ""."""
         ...
 
 
 class Predictor(Protocol):
-    """A model that takes picture files."""
+    """A model for picture files."""
 
     def results(self, files: Sequence[Path]) -> Iterator[Any]:
-        """What became of each file, in order."""
+        """Yield the result of each file, in order."""
         ...
 
     def lines(self, result: Any) -> list[str]:
-        """What was found, for people."""
+        """Return what was found as lines of text."""
         ...
 
     def content(self, result: Any) -> dict[str, Any]:
-        """What was found, for programs."""
+        """Return what was found as JSON content."""
         ...
 
     def annotated(self, image: Image.Image, result: Any) -> Image.Image:
-        """A copy of the picture with what was found drawn on it."""
+        """Return a copy of the picture with what was found drawn on it."""
         ...
 
 
 def build_predictor(checkpoint: Path, options: PredictOptions) -> Predictor:
-    """The model of a file of weights, of a run, or of a folder of a training checkpoint.
+    """Build the predictor of a weights file, a run or a training checkpoint.
 
     Raises:
         CheckpointError: If the file cannot be used.
@@ -123,7 +123,7 @@ class _Detecting:
     def lines(self, result: DetectionResult) -> list[str]:
         found = [f"{item.score:6.1%}  {item.name}  at {_corners(item.box)}" for item in result.objects[: self._top]]
         more = len(result.objects) - len(found)
-        return [*found, f"and {more} more"] if more else found or ["nothing found; --least-score lowers the bar"]
+        return [*found, f"and {more} more"] if more else found or ["nothing found; a lower --least-score shows more"]
 
     def content(self, result: DetectionResult) -> dict[str, Any]:
         return {"objects": [{"name": item.name, "score": item.score, "box": item.box} for item in result.objects]}

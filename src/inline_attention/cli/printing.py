@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -86,6 +86,18 @@ def progress_bar(console: Console, **options: Any) -> Progress:
 
     columns = (Description("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, **options)
+
+
+def draw_if_possible(draw: Callable[[], object]) -> bool:
+    """Draw pictures, or say which extra that needs. True if they are drawn."""
+    try:
+        draw()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        warn("no pictures without matplotlib: pip install 'inline-attention[plots]'")
+        return False
+    return True
 
 
 @contextmanager

@@ -1,16 +1,25 @@
-"""`inline recipes`: what can be trained, by which command, and what comes of it."""
+"""`inline recipes`: list the recipes, and print one as YAML."""
 
 from __future__ import annotations
 
-from rich.table import Table
+from typing import Annotated
+
+import typer
 
 from inline_attention.cli.printing import make_console, say
-from inline_attention.recipes import get_recipe, list_recipes
+
+recipes_app = typer.Typer(help="List what can be trained, with commands and results.")
 
 
-def run_recipes_list() -> None:
-    """Print a table of all recipes."""
-    console = make_console()
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the recipes: name, result, command."""
+    if context.invoked_subcommand is not None:
+        return
+    from rich.table import Table
+
+    from inline_attention.recipes import list_recipes
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("recipe", "top-1", "command"):
         table.add_column(column, no_wrap=column != "command")
@@ -18,9 +27,12 @@ def run_recipes_list() -> None:
         figures = ((recipe.expected, "paper"), (recipe.measured, "ours"))
         expected = ", ".join(f"{figure:.1f} % ({source})" for figure, source in figures if figure is not None)
         table.add_row(recipe.name, expected or "–", recipe.command)
-    console.print(table)
+    make_console().print(table)
 
 
-def run_recipes_show(name: str) -> None:
-    """Print a recipe as YAML, ready to be saved, edited and given to `inline train`."""
+@recipes_app.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="Recipe name.", show_default=False)]) -> None:
+    """Print a recipe as YAML, to save, edit and pass to `inline train`."""
+    from inline_attention.recipes import get_recipe
+
     say(get_recipe(name).to_yaml(), nl=False)
