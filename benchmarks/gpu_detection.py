@@ -52,7 +52,7 @@ from inline_attention.benchmark.timing import (
 )
 from inline_attention.cli.bench import resolve_device
 from inline_attention.models import create_model
-from inline_attention.tasks.detection.models import DetectorDescription, build_detector
+from inline_attention.tasks.detection.models import DetectionOptions, build_detector
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "gpu_detection"
@@ -286,7 +286,7 @@ def _detector(name: str) -> nn.Module:
         parts = _resnet_parts()
         model = _ResNetDetector(parts)
     else:
-        model = build_detector(DetectorDescription("mask_rcnn", name, {}, NUM_CLASSES))
+        model = build_detector(DetectionOptions("mask_rcnn"), name, {}, NUM_CLASSES)
         parts = cast(Any, model).heads
     parts.rpn.head.cls_logits.register_forward_hook(_SameAnswers(1.0))
     parts.rpn.head.bbox_pred.register_forward_hook(_SameAnswers(0.2))

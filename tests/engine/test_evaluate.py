@@ -17,10 +17,10 @@ from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
-from inline_attention.tasks.detection.models import Detector
+from inline_attention.tasks.detection.models import DetectionOptions, Detector
 from inline_attention.tasks.detection.prediction import ObjectFinder
-from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
-from inline_attention.tasks.task import DataChoice, ModelChoice
+from inline_attention.tasks.detection.task import DetectionTask
+from inline_attention.tasks.task import DataSection, ModelChoice
 from tasks.small_backbones import SWIN
 
 CLASSES = [f"class_{number}" for number in range(7)]
@@ -147,7 +147,7 @@ def detector(tmp_path):
     """Scenes, and the weights of a detector for them."""
     scenes = write_scenes(tmp_path / "scenes", ScenesPlan(8, 3, size=96, seed=3))
     options = DetectionOptions(head="retinanet", shorter_side=64, longest_side=80, width=16)
-    data = DataChoice("coco", str(scenes), repair=True)
+    data = DataSection("coco", str(scenes), repair=True)
     task = DetectionTask(data, ModelChoice("inline_swin_tiny", SWIN), options)
     names, path = task.open().class_names, tmp_path / "model.safetensors"
     save_weights(task.build_model(names), path, metadata=task.metadata(names))

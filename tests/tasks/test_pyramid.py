@@ -9,9 +9,9 @@ from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointMismatchError, save_weights
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.tasks.dense import initialize_from
-from inline_attention.tasks.detection.models import DetectorDescription, build_detector
+from inline_attention.tasks.detection.models import DetectionOptions, build_detector
 from inline_attention.tasks.pyramid import PyramidBackbone, cast_backbones, pad_images
-from inline_attention.tasks.segmentation.models import SegmenterDescription, build_segmenter
+from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
 from tasks.small_backbones import BACKBONES, PVT, SWIN
 
 # Wide, tall, of exactly a multiple of 32, and thinner than the coarsest token.
@@ -36,7 +36,7 @@ def randomized(model):
 )
 @torch.no_grad()
 def test_padding_does_not_reach_the_features_of_a_detector(head, name):
-    model = randomized(build_detector(DetectorDescription(head, name, BACKBONES[name], 3, width=16)))
+    model = randomized(build_detector(DetectionOptions(head, width=16), name, BACKBONES[name], 3))
     together = pad_images(images())
     stages, levels = model.backbone(together), model.features(together)
     for place, image in enumerate(images()):
@@ -71,7 +71,7 @@ def test_a_backbone_in_half_precision_leaves_nothing_to_autocast(name):
 @pytest.mark.parametrize("head", ["semantic_fpn", "upernet"])
 @torch.no_grad()
 def test_padding_does_not_reach_the_scores_of_a_segmenter(name, head):
-    model = randomized(build_segmenter(SegmenterDescription(head, name, BACKBONES[name], 5, width=16)))
+    model = randomized(build_segmenter(SegmentationOptions(head, width=16), name, BACKBONES[name], 5))
     for image, found in zip(images(), model(images()), strict=True):
         (expected,) = model([image])
         assert expected.shape == (5, *image.shape[1:])
@@ -108,7 +108,7 @@ def test_models_without_a_pyramid_are_refused_with_advice():
 def test_a_backbone_takes_the_weights_of_a_classifier(tmp_path, name, arguments):
     classifier = create_model(name, num_classes=7, **arguments)
     save_weights(classifier, tmp_path / "classifier.safetensors")
-    model = build_detector(DetectorDescription("retinanet", name, arguments, 3, width=16))
+    model = build_detector(DetectionOptions("retinanet", width=16), name, arguments, 3)
     initialize_from(model, model.backbone, open_checkpoint(tmp_path / "classifier.safetensors"), "detection")
     own, theirs = model.backbone.model.state_dict(), classifier.state_dict()
     assert own
@@ -117,17 +117,17 @@ def test_a_backbone_takes_the_weights_of_a_classifier(tmp_path, name, arguments)
 
 def test_weights_of_another_model_are_refused(tmp_path):
     save_weights(create_model("inline_swin_tiny", **SWIN), tmp_path / "swin.safetensors")
-    model = build_detector(DetectorDescription("retinanet", "inline_pvt_tiny", PVT, 3, width=16))
+    model = build_detector(DetectionOptions("retinanet", width=16), "inline_pvt_tiny", PVT, 3)
     with pytest.raises(CheckpointMismatchError):
         initialize_from(model, model.backbone, open_checkpoint(tmp_path / "swin.safetensors"), "detection")
 
 
 def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbone(tmp_path):
-    source = build_detector(DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 7, width=16))
+    source = build_detector(DetectionOptions("mask_rcnn", width=16), "inline_swin_tiny", SWIN, 7)
     metadata = {"task": "detection", "class_names": json.dumps([str(number) for number in range(7)])}
     save_weights(source, tmp_path / "detector.safetensors", metadata=metadata)
     file = open_checkpoint(tmp_path / "detector.safetensors")
-    target = build_detector(DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 3, width=16))
+    target = build_detector(DetectionOptions("mask_rcnn", width=16), "inline_swin_tiny", SWIN, 3)
     before = {key: value.clone() for key, value in target.state_dict().items()}
     taken = initialize_from(target, target.backbone, file, "detection")
     assert taken == f"all of {file.path} but 6 tensors that go with its classes"
@@ -135,7 +135,7 @@ def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbo
     kept = {key for key in after if torch.equal(after[key], before[key]) and after[key].shape != theirs[key].shape}
     assert {key.split(".")[-2] for key in kept} == {"cls_score", "bbox_pred", "mask_fcn_logits"}
     assert all(torch.equal(after[key], theirs[key]) for key in after if key not in kept)
-    segmenter = build_segmenter(SegmenterDescription("semantic_fpn", "inline_swin_tiny", SWIN, 5, width=16))
+    segmenter = build_segmenter(SegmentationOptions("semantic_fpn", width=16), "inline_swin_tiny", SWIN, 5)
     initialize_from(segmenter, segmenter.backbone, file, "segmentation")
     own = segmenter.backbone.model.state_dict()
     assert all(torch.equal(value, theirs[f"backbone.body.model.{key}"]) for key, value in own.items())
@@ -144,19 +144,16 @@ def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbo
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (DetectorDescription("mask_rcnn", "inline_swin_tiny", SWIN, 3, width=16),
-         DetectorDescription("retinanet", "inline_swin_tiny", SWIN, 3, width=16)),
-        (DetectorDescription("retinanet", "inline_swin_tiny", SWIN, 3, width=16),
-         DetectorDescription("retinanet", "inline_swin_tiny", SWIN, 3, width=32)),
-        (SegmenterDescription("semantic_fpn", "inline_swin_tiny", SWIN, 5, width=16),
-         SegmenterDescription("upernet", "inline_swin_tiny", SWIN, 5, width=16)),
+        (DetectionOptions("mask_rcnn", width=16), DetectionOptions("retinanet", width=16)),
+        (DetectionOptions("retinanet", width=16), DetectionOptions("retinanet", width=32)),
+        (SegmentationOptions("semantic_fpn", width=16), SegmentationOptions("upernet", width=16)),
     ],
     ids=["another head", "another width", "another head of segmenters"],
-)  # fmt: skip
+)
 def test_a_model_with_other_heads_takes_the_backbone(theirs, ours, tmp_path):
-    is_detector = isinstance(ours, DetectorDescription)
+    is_detector = isinstance(ours, DetectionOptions)
     build, task = (build_detector, "detection") if is_detector else (build_segmenter, "segmentation")
-    source, target = build(theirs), build(ours)
+    source, target = (build(options, "inline_swin_tiny", SWIN, 3) for options in (theirs, ours))
     save_weights(source, tmp_path / "other.safetensors", metadata={"task": task})
     taken = initialize_from(target, target.backbone, open_checkpoint(tmp_path / "other.safetensors"), task)
     assert taken == f"the backbone of {tmp_path / 'other.safetensors'}; all else is random"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +21,12 @@ from inline_attention.engine.rank_sync import BrokenReport, RankSync
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
-from inline_attention.tasks.classification.task import ClassificationTask, Preparation
+from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.pyramid import cast_backbones
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataChoice, Evaluator, Metrics, ModelChoice, Reading, Task
+from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelChoice, Reading, Task
 
 AnyMetrics = TypeVar("AnyMetrics", bound=Metrics)
 
@@ -111,10 +112,10 @@ def evaluate_checkpoint(
         use_ema = False  # the file has no others
     file = open_checkpoint(path, use_ema=use_ema or None)
     folder = None if data_dir is None else str(data_dir)
-    data = DataChoice(
+    data = DataSection(
         dataset or "folder",
         folder,
-        validation_split=split,
+        val_split=split,
         repair=repair,
         image_folder=image_folder,
         map_folder=map_folder,
@@ -168,26 +169,26 @@ def evaluate_checkpoint(
 
 
 def _classification(
-    file: Checkpoint, data: DataChoice, model_name: str | None, given: Mapping[str, Any], size: int | None
+    file: Checkpoint, data: DataSection, model_name: str | None, given: Mapping[str, Any], size: int | None
 ) -> tuple[Task, Any, list[str]]:
-    """The task, its data and the names of its classes."""
+    """Return the task, its validation data and its class names."""
     described = read_description(file, model_name)
-    source = open_dataset(data.dataset, data.folder, data.validation_split)
+    source = open_dataset(data.dataset, data.dir, data.val_split)
     if described.class_names is not None:
         source = source.with_classes(described.class_names)
     own = dict(given) if size is None else {**given, "img_size": size}
     pixels = own.get("img_size", described.image_size)
-    preparation = Preparation(
+    task = ClassificationTask(
+        replace(data, crop_pct=described.crop_pct),
+        ModelChoice(described.name, described.arguments, own_arguments=own),
         image_size=(pixels, pixels) if isinstance(pixels, int) else pixels and tuple(pixels),
         channels=own.get("in_chans", described.arguments.get("in_chans", 3)),
-        crop_pct=described.crop_pct,
     )
-    model = ModelChoice(described.name, described.arguments, own_arguments=own)
-    return ClassificationTask(data, model, preparation), source, list(source.class_names)
+    return task, source, list(source.class_names)
 
 
-def _dense(file: Checkpoint, data: DataChoice, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
-    """The task, its data, the names of its classes, and what was repaired."""
+def _dense(file: Checkpoint, data: DataSection, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
+    """Return the task, its validation data, its class names and repair notes."""
     if file.metadata[TASK] == DetectionTask.name:
         task, class_names = DetectionTask.of_checkpoint(file, data)
         if size is not None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,42 +36,32 @@ from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed
 from inline_attention.engine.trainer import Trainer
 from inline_attention.models.described import describable
-from inline_attention.tasks.classification.task import ClassificationTask, Mixing, Preparation
-from inline_attention.tasks.detection.task import DetectionOptions, DetectionTask
-from inline_attention.tasks.segmentation.task import SegmentationOptions, SegmentationTask
-from inline_attention.tasks.task import DataChoice, Metrics, ModelChoice, Task, TaskData, UnusableDataError
+from inline_attention.tasks.classification.task import ClassificationTask
+from inline_attention.tasks.detection.task import DetectionTask
+from inline_attention.tasks.segmentation.task import SegmentationTask
+from inline_attention.tasks.task import Metrics, ModelChoice, Task, TaskData, UnusableDataError
 
 
 def open_sources(config: TrainConfig) -> TaskData:
-    """Open the data.
+    """Open and check the data of a run.
 
     Raises:
         ConfigError: With everything that is wrong with it.
     """
+    return _open(build_task(config))
+
+
+def _open(task: Task) -> TaskData:
     try:
-        return build_task(config).open()
+        return task.open()
     except UnusableDataError as error:
         problems = [Problem(error.setting, problem) for problem in error.problems]
         raise ConfigError(problems, source="the data", advice=error.advice) from error
 
 
 def build_task(config: TrainConfig) -> Task:
-    """The task that settings describe."""
-    settings = config.data
-    data = DataChoice(
-        settings.dataset,
-        settings.dir,
-        settings.train_split,
-        settings.val_split,
-        settings.class_map,
-        config.model.num_classes,
-        settings.repair,
-        settings.reduce_zero_label,
-        settings.image_folder,
-        settings.map_folder,
-        settings.allow_outside_files,
-    )
-    start = config.model.initial_checkpoint
+    """Build the task that the settings describe."""
+    start, flip = config.model.initial_checkpoint, config.augmentation.hflip
     arguments = model_arguments(config)
     described = describable(config.model.name, arguments)
     model = ModelChoice(
@@ -78,85 +69,27 @@ def build_task(config: TrainConfig) -> Task:
         described,
         None if start is None else str(find_weights(Path(start))),
         config.training.grad_checkpointing,
-        own_arguments={name: value for name, value in arguments.items() if name not in described},
+        {name: value for name, value in arguments.items() if name not in described},
+        config.model.num_classes,
+    )
+    if config.task.name == "classification":
+        size = config.model.img_size
+        return ClassificationTask(
+            config.data,
+            model,
+            config.augmentation,
+            image_size=(size, size) if isinstance(size, int) else size,
+            channels=config.model.in_chans,
+            smoothing=config.loss.smoothing,
+            seed=config.training.seed,
+        )
+    # The head around a backbone has the classes.
+    backbone = replace(
+        model, arguments={name: value for name, value in arguments.items() if name != "num_classes"}, own_arguments={}
     )
     if config.task.name == "detection":
-        return DetectionTask(data, _backbone(model), _detection_options(config))
-    if config.task.name == "segmentation":
-        return SegmentationTask(data, _backbone(model), _segmentation_options(config))
-    return ClassificationTask(data, model, _preparation(config), _mixing(config))
-
-
-def _backbone(model: ModelChoice) -> ModelChoice:
-    """Classes are those of the head around it."""
-    every = {**model.arguments, **model.own_arguments}
-    arguments = {name: value for name, value in every.items() if name != "num_classes"}
-    return ModelChoice(model.name, arguments, model.initial_checkpoint, model.grad_checkpointing)
-
-
-def _detection_options(config: TrainConfig) -> DetectionOptions:
-    settings = config.detection
-    return DetectionOptions(
-        settings.head,
-        settings.width,
-        settings.sampled_boxes,
-        settings.smallest_anchor,
-        settings.shorter_side,
-        settings.longest_side,
-        settings.multi_scale_from,
-        config.augmentation.hflip,
-    )
-
-
-def _segmentation_options(config: TrainConfig) -> SegmentationOptions:
-    settings = config.segmentation
-    return SegmentationOptions(
-        settings.head,
-        settings.width,
-        settings.crop,
-        settings.scale,
-        settings.inference,
-        settings.window_step,
-        config.augmentation.hflip,
-    )
-
-
-def _preparation(config: TrainConfig) -> Preparation:
-    settings, size = config.augmentation, config.model.img_size
-    augmentation: dict[str, Any] = {
-        "hflip": settings.hflip,
-        "vflip": settings.vflip,
-        "color_jitter": settings.color_jitter,
-        "auto_augment": settings.auto_augment,
-        "re_prob": settings.reprob,
-        "re_mode": settings.remode,
-        "re_count": settings.recount,
-    }
-    return Preparation(
-        image_size=(size, size) if isinstance(size, int) else size,
-        channels=config.model.in_chans,
-        crop_pct=config.data.crop_pct,
-        in_memory=config.data.in_memory,
-        crop_padding=settings.crop_padding,
-        crop={"scale": settings.scale, "ratio": settings.ratio},
-        augmentation=augmentation,
-    )
-
-
-def _mixing(config: TrainConfig) -> Mixing:
-    settings = config.augmentation
-    return Mixing(
-        smoothing=config.loss.smoothing,
-        seed=config.training.seed,
-        off_epoch=settings.mixup_off_epoch,
-        options={
-            "mixup_alpha": settings.mixup,
-            "cutmix_alpha": settings.cutmix,
-            "prob": settings.mixup_prob,
-            "switch_prob": settings.mixup_switch_prob,
-            "mode": settings.mixup_mode,
-        },
-    )
+        return DetectionTask(config.data, backbone, config.detection, flip=flip)
+    return SegmentationTask(config.data, backbone, config.segmentation, flip=flip)
 
 
 def train(
@@ -179,7 +112,8 @@ def train(
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
         _refuse(check(config, world_size=processes.world_size))
         resolved = resolve(config, processes.world_size)
-        data = open_sources(config)
+        task = build_task(config)
+        data = _open(task)
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
             raise ConfigError(
@@ -188,12 +122,13 @@ def train(
         folder = _run_folder(config, processes)
         _refuse(check_output(folder))
         with claimed(folder, processes):
-            return folder, _train_in(folder, resolved, data, processes, on_epoch)
+            return folder, _train_in(folder, resolved, task, data, processes, on_epoch)
 
 
 def _train_in(
     folder: Path,
     resolved: ResolvedValues,
+    task: Task,
     data: TaskData,
     processes: Processes,
     on_epoch: Callable[[Mapping[str, Any]], None] | None,
@@ -201,7 +136,7 @@ def _train_in(
     """Train in a folder that no other run uses."""
     config = resolved.config
     checkpoint = _checkpoint_to_resume(config, folder)
-    trainer = Trainer(resolved, build_task(config), data, folder, processes)
+    trainer = Trainer(resolved, task, data, folder, processes)
     _refuse(check_output(folder, trainer.bytes_still_to_write()))
     _check_alike(processes, trainer, checkpoint)
     notes = _resume(trainer, checkpoint, config, folder)

@@ -296,21 +296,19 @@ class Trainer:
         notes += self._restart_changed_epoch(state["deal"])
         return notes
 
-    def _deal(self) -> dict[str, int]:
-        """What decides which samples an update gets: it changes with any of these."""
-        deal = {
+    def _sampling(self) -> dict[str, int]:
+        """What decides which samples an update gets; saved as "deal"."""
+        return {
             "images": len(self.data.train),
             "seed": self.config.training.seed,
             "images per update": self.resolved.total_batch_size,
             "updates per epoch": self.updates_per_epoch,
+            **self.task.sampling_options(self.resolved.batch_size),
         }
-        if self.config.task.name == "detection":  # a batch is of images of one orientation
-            deal["images per batch"] = self.resolved.batch_size
-        return deal
 
     def _restart_changed_epoch(self, theirs: Mapping[str, int]) -> list[str]:
         """Begin an epoch again whose samples are dealt out otherwise than before; what is to be said of it."""
-        ours, position = self._deal(), self.position
+        ours, position = self._sampling(), self.position
         changed = [f"{name} {theirs[name]} before, {ours[name]} now" for name in ours if ours[name] != theirs[name]]
         is_resized = ours["updates per epoch"] != theirs["updates per epoch"]
         if not is_resized and not (changed and position.updates_in_epoch > 0):
@@ -372,7 +370,7 @@ class Trainer:
                         "position": vars(self.position),
                         "broken": self.broken.state(),
                         "generators": generators,
-                        "deal": self._deal(),
+                        "deal": self._sampling(),
                     },
                     metric=metric,
                     metadata={**model_metadata(self.model), **self.task.metadata(self.class_names)},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from timm.data.config import resolve_data_config
@@ -21,10 +21,12 @@ from inline_attention.models.described import (
     parse_note,
 )
 from inline_attention.models.reading import Checkpoint
-from inline_attention.support.text import some_of
+from inline_attention.support.settings import read_settings, settings_of
+from inline_attention.support.text import printable, some_of
 from inline_attention.tasks.pyramid import PyramidBackbone
-from inline_attention.tasks.task import UnusableDataError
+from inline_attention.tasks.task import ModelChoice, UnusableDataError
 
+Options = TypeVar("Options")
 TASK = "task"  # entry of a file's metadata; files without it are of classifiers
 BACKBONE_PREFIX = "backbone."
 MODEL_PREFIX = "body.model."  # of the model inside a backbone
@@ -113,45 +115,96 @@ def normalization(backbone: PyramidBackbone) -> Normalize:
     return Normalize(described["mean"], described["std"])
 
 
-def describe(task: str, model: str, options: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, str]:
-    """What a file of weights says of itself."""
+@dataclass(frozen=True)
+class TaskMetadata(Generic[Options]):
+    """What the metadata of a detector's or segmenter's weights say, checked.
+
+    Attributes:
+        backbone: Name and arguments of the backbone.
+        options: Options of the detector or segmenter.
+        flip: Probability of a flip in training.
+        flags: Further switches by name.
+        class_names: Class names.
+    """
+
+    backbone: ModelChoice
+    options: Options
+    flip: float
+    flags: dict[str, bool]
+    class_names: list[str]
+
+
+def task_metadata(
+    task: str, backbone: ModelChoice, options: Any, class_names: Sequence[str], **others: Any
+) -> dict[str, str]:
+    """Return the metadata that `read_task_metadata` reads."""
+    described = {"backbone": backbone.name, "backbone_arguments": dict(backbone.arguments)}
     return {
         TASK: task,
-        "model": model,
-        OPTIONS: json.dumps(dict(options)),
+        "model": backbone.name,
+        OPTIONS: json.dumps({**asdict(options), **described, **others}),
         CLASS_NAMES: json.dumps(list(class_names)),
     }
 
 
-def described_in(file: Checkpoint, task: str, expected: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options and the names of classes that `describe` wrote.
+def read_task_metadata(
+    file: Checkpoint, task: str, kind: type[Options], flags: Sequence[str] = ()
+) -> TaskMetadata[Options]:
+    """Read and check the metadata of a detector's or segmenter's weights.
 
     Args:
-        file: Of weights.
-        task: That it must be of.
-        expected: Names of the options.
+        file: File of weights.
+        task: Task that it must be of.
+        kind: Dataclass of the options.
+        flags: Names of further switches.
 
     Raises:
-        CheckpointError: If the file is of another task, of another version, or damaged, or its backbone is refused.
+        CheckpointError: If the file is of another task or version, or damaged, or a value is refused.
     """
-    if file.metadata.get(TASK) != task:
-        recorded = file.metadata.get(TASK, "classification")
-        raise CheckpointError(f"{file.path} is of a model for {recorded}, not for {task}; choose another file")
-    options, names = parse_note(file, OPTIONS, dict), parse_class_names(file)
-    if options is None or names is None:
+    recorded = file.metadata.get(TASK, "classification")
+    if recorded != task:
+        message = f"{file.path} is of a model for {printable(recorded)[:60]}, not for {task}"
+        raise CheckpointError(f"{message}; choose another file")
+    content: dict[str, Any] | None = parse_note(file, OPTIONS, dict)
+    class_names = parse_class_names(file)
+    if content is None or class_names is None:
         raise CheckpointError(f"{file.path} does not say how its model was built; train it again")
-    if differing := sorted(set(cast("dict[str, Any]", options)) ^ set(expected)):
+    known = settings_of(kind)
+    if differing := sorted(content.keys() ^ {*known, "flip", "backbone", "backbone_arguments", *flags}):
         raise CheckpointError(
-            f"{file.path} is of another version of inline-attention: {', '.join(differing[:3])} is known to one of the "
-            "two alone; use the version that wrote it"
+            f"{file.path} is of another version of inline-attention: {printable(', '.join(differing[:3]))[:200]} is "
+            "known to one of the two alone; use the version that wrote it"
         )
     try:
-        options["backbone"], options["backbone_arguments"] = check_description(
-            options["backbone"], options["backbone_arguments"], file.weights
-        )
-    except ModelDescriptionError as error:
-        raise CheckpointError(f"{file.path} describes a backbone that is refused: {error}") from error
-    return options, names
+        name, arguments = check_description(content["backbone"], content["backbone_arguments"], file.weights)
+        options = read_settings(kind, {key: content[key] for key in known})
+        flip, switches = content["flip"], {key: content[key] for key in flags}
+        if type(flip) not in (int, float) or not 0 <= flip <= 1:
+            raise ValueError("flip must be a number from 0 to 1")
+        if not all(type(value) is bool for value in switches.values()):
+            raise ValueError(f"{' and '.join(flags)} must be true or false")
+    except (ModelDescriptionError, ValueError) as error:
+        raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
+    return TaskMetadata(ModelChoice(name, arguments), options, float(flip), switches, class_names)
+
+
+def check_size(file: Checkpoint, build: Callable[[], nn.Module]) -> None:
+    """Refuse a model that is far larger than the weights in its file, without allocating it.
+
+    Raises:
+        CheckpointError: If it is refused, or cannot be built.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{file.path} describes a model that cannot be built: {printable(error)[:300]}"
+        ) from error
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters > 2 * sum(value.numel() for value in file.weights.values()) + 10_000_000:
+        message = f"{file.path} describes a model of {parameters:,} parameters, far more than it holds"
+        raise CheckpointError(f"{message}; use another file")
 
 
 def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:

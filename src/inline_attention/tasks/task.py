@@ -1,4 +1,4 @@
-"""What the training engine asks of a task. The loop, its checkpoints, signals and progress are the same for all."""
+"""The interface between tasks and the training engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches
+from inline_attention.support.settings import setting
 
 Value = TypeVar("Value")
+CLASSIFICATION, DENSE, PIXELS = ("classification",), ("detection", "segmentation"), ("segmentation",)
 
 
 class UnusableDataError(ValueError):
-    """Data that cannot be trained on.
+    """Data cannot be trained on.
 
     Attributes:
-        problems: All that is wrong with it, a sentence each.
-        setting: What it is that holds them.
-        advice: What to do about them, if there is one thing to do about all.
+        problems: All problems, a sentence each.
+        setting: Setting or section that they belong to.
+        advice: What to do about all of them, if there is such a thing.
     """
 
     def __init__(self, problems: Sequence[str], setting: str = "data", advice: str | None = None):
@@ -31,46 +33,63 @@ class UnusableDataError(ValueError):
 
 
 @dataclass(frozen=True)
-class DataChoice:
-    """Which data, and what to make of it.
+class DataSection:
+    """The images and how they are read."""
 
-    Attributes:
-        dataset: Its kind, as the task names it.
-        folder: Where it is.
-        train_split: Split or subfolder to train on.
-        validation_split: Split or subfolder to evaluate on.
-        class_file: Lists the classes.
-        num_classes: How many there must be; None for as many as there are.
-        repair: Repair what can be repaired in what is used; files stay as they are.
-        reduce_zero_label: As for `LabelRules`.
-        image_folder: As for `find_pair_folders`.
-        map_folder: As for `find_pair_folders`.
-        allow_outside_files: Read files that annotations or `image_folder` name outside of `folder`.
-    """
-
-    dataset: str
-    folder: str | None = None
-    train_split: str = "train"
-    validation_split: str = "validation"
-    class_file: str | None = None
-    num_classes: int | None = None
-    repair: bool = False
-    reduce_zero_label: bool = False
-    image_folder: str | None = None
-    map_folder: str | None = None
-    allow_outside_files: bool = False
+    dataset: str = setting(
+        "folder",
+        "folder (a subfolder per class), digits (in the package), cifar10, hfds/NAME (Hugging Face) or wds/PATTERN "
+        "(WebDataset); for detection coco, for segmentation pairs (images and label maps).",
+    )
+    dir: str | None = setting(None, "Data folder; not needed for digits and hfds.")
+    train_split: str = setting("train", "Training split or subfolder.")
+    val_split: str = setting("validation", "Validation split or subfolder; in folders, val is found too.")
+    class_map: str | None = setting(
+        None, "File that lists the classes, one per line, in the order of their indices.", tasks=CLASSIFICATION + PIXELS
+    )
+    repair: bool = setting(
+        False, "Repair faults of coco and pairs in memory, as the report before training says.", tasks=DENSE
+    )
+    reduce_zero_label: bool = setting(
+        False, "Ignore label 0 of pairs; 1 is the first class, as in ADE20K and scenes.", tasks=PIXELS
+    )
+    image_folder: str | None = setting(
+        None, "Image folder of pairs below dir, such as img/{split}; null: a usual name.", tasks=PIXELS
+    )
+    map_folder: str | None = setting(None, "Label map folder of pairs below dir; null: a usual name.", tasks=PIXELS)
+    allow_outside_files: bool = setting(
+        False, "Read files that annotations or folder settings name outside of dir.", tasks=DENSE
+    )
+    workers: int = setting(
+        4, "Worker processes per device, at most one per core; 0: read in the main process.", at_least=0, at_most=4096
+    )
+    timeout: float = setting(180.0, "Seconds that a worker may take for a batch.", above=0)
+    in_memory: bool = setting(
+        False,
+        "Keep all images on the device and augment batches there, for small data. Needs augmentation.crop=padded and "
+        "data.crop_pct=1; supports RandAugment only.",
+        tasks=CLASSIFICATION,
+    )
+    crop_pct: float | None = setting(
+        None,
+        "Share of the resized image that evaluation keeps (the center); null: the model's own.",
+        tasks=CLASSIFICATION,
+        above=0,
+        at_most=1,
+    )
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model, and what it starts from.
+    """A model and its initial weights.
 
     Attributes:
-        name: Of the model or, of a detector or segmenter, of its backbone.
+        name: Name of the model, or of a detector's or segmenter's backbone.
         arguments: Arguments that describe its architecture, as files may hold them.
+        initial_checkpoint: Weights to start from; None for random ones.
+        grad_checkpointing: Recompute blocks in the backward pass.
         own_arguments: Further arguments, from the command line or from code. Files never set them.
-        initial_checkpoint: File of weights to start from; random ones if None.
-        grad_checkpointing: Whether to recompute blocks in the backward pass.
+        num_classes: Number of classes; None for as many as the data has.
     """
 
     name: str
@@ -78,17 +97,12 @@ class ModelChoice:
     initial_checkpoint: str | None = None
     grad_checkpointing: bool = False
     own_arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_classes: int | None = None
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The pictures of a run, checked.
-
-    Attributes:
-        train: To train on.
-        validation: To evaluate on.
-        notes: What the user should know of them, such as what was repaired.
-    """
+    """Training and validation images, checked, and notes for the user, such as repairs."""
 
     train: Any
     validation: Any
@@ -96,22 +110,22 @@ class TaskData:
 
     @property
     def class_names(self) -> list[str]:
-        """Of what is to be learnt."""
+        """Class names of the training images."""
         return list(self.train.class_names)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How batches are made, and on which of several processes.
+    """How a rank reads batches.
 
     Attributes:
-        batch_size: Images of one batch of this process.
-        seed: Of the order and of what is done to images.
-        workers: Processes that prepare images.
-        device: Where batches go.
-        rank: This process.
-        world_size: Number of processes.
-        timeout: Seconds after which a process that prepares images is taken to hang.
+        batch_size: Images per batch of this rank.
+        device: Device of the batches.
+        seed: Random seed of order and augmentation.
+        workers: Worker processes.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        timeout: Seconds that a worker may take for a batch.
     """
 
     batch_size: int
@@ -129,23 +143,23 @@ class Reading:
 
     @property
     def share(self) -> dict[str, int]:
-        """Options of what deals out samples."""
+        """Options of a batch sampler."""
         return {"rank": self.rank, "world_size": self.world_size}
 
     def evaluation_batches(self, length: int) -> EvaluationBatches:
-        """Every sample once, over all processes."""
+        """Return a sampler that takes every sample once, over all ranks."""
         return EvaluationBatches(length, self.batch_size, **self.share)
 
 
 class Collectives(Protocol):
-    """What several processes can do with what each has; one by itself can, too."""
+    """Sum and gather values across ranks."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, in each."""
+        """Return the sum over all ranks, in each."""
         ...
 
     def gather(self, value: Value) -> list[Value]:
-        """What each process has."""
+        """Return the values of all ranks."""
         ...
 
 
@@ -153,20 +167,20 @@ MetricTable: TypeAlias = Mapping[str, Mapping[str, float]]  # rows by name, of c
 
 
 class Metrics(Protocol):
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """By the names that `Task.metrics` has, and that columns of tables get."""
+        """Metrics by the names of `Task.metrics`, which are columns of summary.csv."""
         ...
 
     @property
     def tables(self) -> list[MetricTable]:
-        """All there is to say beyond the line for people."""
+        """Details, such as metrics per class."""
         ...
 
     def __str__(self) -> str:
-        """A line for people."""
+        """Return one line for the user."""
         ...
 
 
@@ -174,36 +188,36 @@ AnyMetrics = TypeVar("AnyMetrics", bound=Metrics, covariant=True)
 
 
 class Evaluator(Protocol[AnyMetrics]):
-    """Collects what a model makes of images, and measures it in the end."""
+    """Collects predictions and computes metrics."""
 
     def add(self, model: nn.Module, batch: Any) -> None:
-        """Run the model, which is in evaluation mode, on a batch of a validation loader."""
+        """Run the model, in evaluation mode, on a batch of a validation loader."""
         ...
 
     def compute(self, collectives: Collectives) -> AnyMetrics:
-        """Measure what all processes have collected; the result is the same in each, and all must ask.
+        """Compute the metrics over all ranks. All must call it, and get the same result.
 
         Raises:
-            ValueError: If there is nothing to measure.
+            ValueError: If no sample was added.
         """
         ...
 
 
 class Objective(Protocol):
-    """What is minimised."""
+    """A loss function."""
 
     def __call__(self, runnable: nn.Module, batch: Any) -> Tensor:
-        """The loss of a training batch; `runnable` is the model in training mode, or what is wrapped around it."""
+        """Return the loss of a training batch; `runnable` is the model in training mode, perhaps wrapped."""
         ...
 
 
 class Task(Protocol):
-    """What a model is to learn: its data, its parts, its loss and its figures.
+    """What a model learns: its data, model, loss and metrics.
 
     Attributes:
-        name: Such as "detection".
-        metrics: Names of its figures, that by which checkpoints are judged first, and whether more of each is better.
-        start: What the model that was built began with, in words; None for random weights.
+        name: Name, such as "detection".
+        metrics: Names of the metrics, the default one for the best checkpoint first, and whether higher is better.
+        start: Description of the initial weights after `build_model`; None for random ones.
     """
 
     name: str
@@ -214,38 +228,42 @@ class Task(Protocol):
         """Open and check the data.
 
         Raises:
-            UnusableDataError: With everything that is wrong with it.
+            UnusableDataError: With all problems.
         """
         ...
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
-        """The model on the CPU, with the weights it starts from; random ones by torch's global generator."""
+        """Build the model on the CPU with its initial weights; random ones come from torch's global generator."""
         ...
 
     def training_loader(self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages) -> Loader[Any]:
-        """Batches to train on, in another order each epoch."""
+        """Return training batches, in another order each epoch."""
         ...
 
     def validation_loader(self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages) -> Loader[Any]:
-        """Batches to evaluate on, in order."""
+        """Return validation batches, in order."""
+        ...
+
+    def sampling_options(self, batch_size: int) -> dict[str, int]:
+        """Return what else decides which samples an update gets, beside seed, images and updates per epoch."""
         ...
 
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
-        """What is minimised; `rank` is this process among others."""
+        """Return the loss function of a rank."""
         ...
 
     def evaluator(self, source: Any, device: torch.device) -> Evaluator[Metrics]:
-        """For one evaluation of a model on validation data."""
+        """Return a new evaluator for the validation data."""
         ...
 
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
-        """What files of weights need to say to be used elsewhere."""
+        """Return the metadata that files of weights need to be used elsewhere."""
         ...
 
 
 @dataclass(frozen=True)
 class Loaders:
-    """Batches for training and validation, and what could not be read of either."""
+    """Training and validation batches, and the images of each that could not be read."""
 
     train: Loader[Any]
     validation: Loader[Any]
@@ -262,15 +280,15 @@ def build_loaders(
     validation: Reading,
     limit: BrokenImageLimit,
 ) -> Loaders:
-    """Loaders of this process's share.
+    """Build the loaders of this rank.
 
     Args:
-        task: Knows how.
-        data: What it opened.
-        model: What batches are for.
-        training: How training batches are made.
-        validation: How validation batches are made.
-        limit: How many images may be broken, of each.
+        task: The task.
+        data: The task's data.
+        model: The model that the batches are for.
+        training: How training batches are read.
+        validation: How validation batches are read.
+        limit: Allowed number of broken images, in each.
     """
     broken, broken_validation = (BrokenImages(len(source), limit) for source in (data.train, data.validation))
     return Loaders(

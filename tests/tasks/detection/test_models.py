@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from inline_attention.tasks.detection.evaluation import at_original_size, whole_mask, whole_masks
-from inline_attention.tasks.detection.models import DetectorDescription, build_detector
+from inline_attention.tasks.detection.models import DetectionOptions, build_detector
 from inline_attention.tasks.pyramid import STRIDES, edges_extended, masked, pad_images
 from tasks.small_backbones import SWIN
 
 
 def detector(head, **options):
-    return build_detector(
-        DetectorDescription(head, "inline_swin_tiny", SWIN, 4, smallest_anchor=8, width=16, **options)
-    )
+    return build_detector(DetectionOptions(head, smallest_anchor=8, width=16, **options), "inline_swin_tiny", SWIN, 4)
 
 
 def batch():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from inline_attention.data.segmentation import IGNORED
 from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
-from inline_attention.tasks.segmentation.models import SegmenterDescription, build_segmenter
+from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
 from tasks.small_backbones import SWIN
 
 
@@ -41,7 +41,7 @@ def test_labels_are_the_best_of_the_enlarged_scores(classes):
 
 @pytest.mark.parametrize("head", ["semantic_fpn", "upernet"])
 def test_every_weight_gets_a_gradient_and_unlabelled_images_no_nan(head):
-    model = build_segmenter(SegmenterDescription(head, "inline_swin_tiny", SWIN, 5, width=16)).train()
+    model = build_segmenter(SegmentationOptions(head, width=16), "inline_swin_tiny", SWIN, 5).train()
     images = [torch.randn(3, 64, 64), torch.randn(3, 40, 64)]
     losses = model(images, [torch.randint(0, 5, image.shape[1:]) for image in images])
     sum(losses.values()).backward()

@@ -8,8 +8,9 @@ import torch
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.data.sources import DataError
-from inline_attention.tasks.segmentation.task import SegmentationOptions, SegmentationTask
-from inline_attention.tasks.task import DataChoice, ModelChoice, Reading
+from inline_attention.tasks.segmentation.models import SegmentationOptions
+from inline_attention.tasks.segmentation.task import SegmentationTask
+from inline_attention.tasks.task import DataSection, ModelChoice, Reading
 from tasks.small_backbones import SWIN
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ def scenes(tmp_path_factory):
 
 
 def task_on(folder, **options):
-    choice = DataChoice("pairs", str(folder), reduce_zero_label=True, repair=True)
+    choice = DataSection("pairs", str(folder), reduce_zero_label=True, repair=True)
     return SegmentationTask(choice, ModelChoice("inline_swin_tiny", SWIN), SegmentationOptions(width=16, **options))
 
 

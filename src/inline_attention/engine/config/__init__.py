@@ -1,4 +1,4 @@
-"""Configuration of a training run: documented dataclasses, YAML, overrides, timm's flags, checks."""
+"""Settings of a training run: dataclasses, YAML, overrides, timm's flags, checks."""
 
 from inline_attention.engine.config.checks import check
 from inline_attention.engine.config.flags import FLAGS, Flag
@@ -22,50 +22,20 @@ from inline_attention.engine.config.resolving import (
     resolve,
     schedule_arguments,
 )
-from inline_attention.engine.config.schema import (
-    AugmentationSection,
-    CheckpointsSection,
-    DataSection,
-    DetectionSection,
-    DistributedSection,
-    EmaSection,
-    LimitsSection,
-    LoggingSection,
-    LossSection,
-    ModelSection,
-    OptimizerSection,
-    RunSection,
-    ScheduleSection,
-    SegmentationSection,
-    TaskSection,
-    TrainConfig,
-    TrainingSection,
-)
-from inline_attention.engine.config.settings import SETTINGS, Setting
+from inline_attention.engine.config.schema import SETTINGS, ModelSection, TrainConfig, TrainingSection
+from inline_attention.support.settings import Setting
+from inline_attention.tasks.task import DataSection
 
 __all__ = [
     "FLAGS",
     "SETTINGS",
-    "AugmentationSection",
-    "CheckpointsSection",
     "ConfigError",
     "DataSection",
-    "DetectionSection",
-    "DistributedSection",
-    "EmaSection",
     "Flag",
-    "LimitsSection",
-    "LoggingSection",
-    "LossSection",
     "ModelSection",
-    "OptimizerSection",
     "Problem",
     "ResolvedValues",
-    "RunSection",
-    "ScheduleSection",
-    "SegmentationSection",
     "Setting",
-    "TaskSection",
     "TrainConfig",
     "TrainingSection",
     "check",

@@ -15,45 +15,26 @@ from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[r
 from inline_attention.data.on_device.rand_augment import TIMM_OPTIONS, unsupported_policy
 from inline_attention.engine.config.reading import ConfigError, Problem, from_mapping, to_mapping
 from inline_attention.engine.config.resolving import input_size, model_arguments, optimizer_arguments, resolve
-from inline_attention.engine.config.schema import AugmentationSection, DetectionSection, TrainConfig
-from inline_attention.engine.config.settings import did_you_mean, shown
+from inline_attention.engine.config.schema import SETTINGS, TrainConfig
 from inline_attention.models.described import create_described_model
 from inline_attention.models.registry import create_model
-from inline_attention.tasks.classification.task import ClassificationTask
+from inline_attention.support.settings import shown
+from inline_attention.support.text import did_you_mean
+from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask
 from inline_attention.tasks.detection.evaluation import FIGURES, KINDS_OF_FIGURES
+from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.pyramid import SHORTEST_SIDE, unfit_reason
 from inline_attention.tasks.segmentation.task import SegmentationTask
 
-ALL = ("classification", "detection", "segmentation")
-# The first entry that a setting's name begins with counts; what has none is for all.
-USED_BY: dict[str, tuple[str, ...]] = {
-    "augmentation.hflip": ALL,
-    "augmentation.": ("classification",),
-    "data.allow_outside_files": ("detection", "segmentation"),
-    "data.class_map": ("classification", "segmentation"),
-    "data.crop_pct": ("classification",),
-    "data.image_folder": ("segmentation",),
-    "data.in_memory": ("classification",),
-    "data.map_folder": ("segmentation",),
-    "data.reduce_zero_label": ("segmentation",),
-    "data.repair": ("detection", "segmentation"),
-    "detection.": ("detection",),
-    "loss.": ("classification",),
-    "model.in_chans": ("classification",),
-    "optimizer.layer_decay": ("classification",),
-    "segmentation.": ("segmentation",),
-    "training.compile": ("classification",),
-}
-
 
 def check_relevance(config: TrainConfig) -> Iterator[Problem]:
-    """Settings that have been changed, and that the task does not look at."""
+    """Refuse settings that were changed but that the task does not use."""
     given, defaults, task = to_mapping(config), to_mapping(TrainConfig()), config.task.name
     for section, values in given.items():
         for name, value in values.items():
             path = f"{section}.{name}"
-            tasks = next((tasks for prefix, tasks in USED_BY.items() if path.startswith(prefix)), ALL)
-            if task not in tasks and value != defaults[section][name]:
+            tasks = SETTINGS[path].tasks
+            if tasks and task not in tasks and value != defaults[section][name]:
                 message = f"has no effect on {task}, only on {' and '.join(tasks)}, got {shown(value)}"
                 yield Problem(path, f"{message}; leave it out")
 
@@ -82,9 +63,9 @@ def check_dense(config: TrainConfig, world_size: int) -> Iterator[Problem]:
 
 def _check_detection(config: TrainConfig) -> Iterator[Problem]:
     settings = config.detection
-    if settings.head == "retinanet" and settings.sampled_boxes != DetectionSection().sampled_boxes:
+    if settings.head == "retinanet" and settings.sampled_boxes != DetectionOptions().sampled_boxes:
         message = f"has no effect on retinanet, which takes all boxes, got {settings.sampled_boxes}"
-        yield Problem("detection.sampled_boxes", f"{message}; set it to {DetectionSection().sampled_boxes}")
+        yield Problem("detection.sampled_boxes", f"{message}; set it to {DetectionOptions().sampled_boxes}")
     for name in ("multi_scale_from", "shorter_side"):
         limit = settings.shorter_side if name == "multi_scale_from" else settings.longest_side
         value = getattr(settings, name)

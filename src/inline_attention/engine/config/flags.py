@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inline_attention.engine.config.settings import SETTINGS, Setting, quoted
+from inline_attention.engine.config.schema import SETTINGS
+from inline_attention.support.settings import Setting, quoted
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from inline_attention.engine.config.flags import FLAGS
-from inline_attention.engine.config.schema import TrainConfig
-from inline_attention.engine.config.settings import SECTIONS, SETTINGS, BadValueError, did_you_mean, shown, unquoted
+from inline_attention.engine.config.schema import SECTIONS, SETTINGS, TrainConfig
 from inline_attention.models.described import ModelDescriptionError, argument_problems, check_model_name
 from inline_attention.support.files import read_bounded
-from inline_attention.support.text import printable
+from inline_attention.support.settings import BadValueError, shown, unquoted
+from inline_attention.support.text import did_you_mean, printable
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
 
 
@@ -117,7 +117,8 @@ def _nearest(path: str) -> str:
         return f"; did you mean {' or '.join(elsewhere)}?"
     if section in SECTIONS:
         names = _names_in(section)
-        return did_you_mean(name, names, prefix=f"{section}.") or f"; {section} has {', '.join(names)}"
+        nearest = did_you_mean(name, names).replace("did you mean ", f"did you mean {section}.")
+        return nearest or f"; {section} has {', '.join(names)}"
     return did_you_mean(path, [*SECTIONS, *SETTINGS]) or f"; there are {', '.join(SECTIONS)}"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,156 +18,142 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.checks import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
-from inline_attention.data.on_device import training_augmentation
+from inline_attention.data.on_device.augmentation import BatchAugmentation, training_augmentation
 from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
 from inline_attention.models.described import create_described_model
 from inline_attention.support.files import read_bounded
+from inline_attention.support.settings import setting
 from inline_attention.tasks.classification.evaluation import ClassificationEvaluator
-from inline_attention.tasks.task import DataChoice, ModelChoice, Reading, TaskData, UnusableDataError
+from inline_attention.tasks.task import DataSection, ModelChoice, Reading, TaskData, UnusableDataError
+
+
+@dataclass(frozen=True)
+class AugmentationSection:
+    """Augmentation of training images, seeded by training.seed, the epoch and the image."""
+
+    crop: Literal["resized", "padded"] = setting(
+        "resized", "resized: random resized crop (scale, ratio). padded: pad by crop_padding, then crop."
+    )
+    scale: tuple[float, float] = setting(
+        (0.08, 1.0), "Smallest and largest area share of a resized crop.", above=0, at_most=1
+    )
+    ratio: tuple[float, float] = setting(
+        (0.75, 1.3333333333333333), "Smallest and largest aspect ratio of a resized crop.", above=0
+    )
+    crop_padding: int = setting(4, "Pixels added on each side before a padded crop; 0: no crop.", at_least=0)
+    hflip: float = setting(
+        0.5,
+        "Probability of a horizontal flip.",
+        tasks=("classification", "detection", "segmentation"),
+        at_least=0,
+        at_most=1,
+    )
+    vflip: float = setting(0.0, "Probability of a vertical flip.", at_least=0, at_most=1)
+    auto_augment: str | None = setting(
+        "rand-m9-mstd0.5-inc1", "RandAugment, AugMix or AutoAugment in timm's notation; null: none."
+    )
+    color_jitter: float = setting(0.4, "Strength of color jitter; unused with auto_augment, as in timm.", at_least=0)
+    reprob: float = setting(0.25, "Probability of random erasing.", at_least=0, at_most=1)
+    remode: Literal["pixel", "rand", "const"] = setting(
+        "pixel", "Fill of erased rectangles: noise per pixel, one random color, or the mean."
+    )
+    recount: int = setting(1, "Largest number of erased rectangles.", at_least=1)
+    mixup: float = setting(0.8, "Mixup alpha; 0: off.", at_least=0)
+    cutmix: float = setting(1.0, "CutMix alpha; 0: off.", at_least=0)
+    mixup_prob: float = setting(1.0, "Probability of mixing a batch, if mixup or cutmix is on.", at_least=0, at_most=1)
+    mixup_switch_prob: float = setting(0.5, "Probability of CutMix if both are on.", at_least=0, at_most=1)
+    mixup_mode: Literal["batch", "pair", "elem"] = setting("batch", "Draw one mix per batch, pair or image.")
+    mixup_off_epoch: int = setting(0, "Epoch from which images are not mixed; 0: never.", at_least=0)
 
 
 class Objective:
-    """The loss of a batch: cross entropy, on mixed images where mixing is on."""
+    """Cross entropy, on mixed images if mixing is on."""
 
     def __init__(self, *, smoothing: float = 0.0, mixup: SeededMixup | None = None, off_epoch: int = 0):
-        """Choose.
+        """Choose the loss.
 
         Args:
-            smoothing: Of labels; mixing has its own.
-            mixup: How images are mixed; not at all, if None.
-            off_epoch: Epoch from which nothing is mixed; 0 for never.
+            smoothing: Label smoothing. Mixed labels are smoothed by `mixup`.
+            mixup: Mixing of images; None for none.
+            off_epoch: Epoch from which images are not mixed; 0 for never.
         """
         self._smoothing, self._mixup, self._off_epoch = smoothing, mixup, off_epoch
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         images, targets = self.inputs(batch)
         return self.loss(runnable(images), targets)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images, and class numbers `[B]` or shares of classes `[B, K]`."""
+        """Return images, and class indices `[B]` or class shares `[B, K]`."""
         if self._mixup is None or (self._off_epoch and batch.epoch >= self._off_epoch):
             return batch.images, batch.targets
         return self._mixup(batch)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy; shares of classes are smoothed already."""
+        """Return the mean cross entropy. Class shares are smoothed already."""
         smoothing = self._smoothing if targets.dim() == 1 else 0.0
         return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
 
-def mixing(*, num_classes: int, smoothing: float, seed: int, rank: int, **options: Any) -> SeededMixup | None:
-    """How images are mixed; None if they are not.
-
-    Args:
-        num_classes: K.
-        smoothing: Of labels.
-        seed: Of the random numbers.
-        rank: This process.
-        options: As for timm's `Mixup`.
-    """
-    if not (options["mixup_alpha"] or options["cutmix_alpha"]):
-        return None
-    mixup = Mixup(label_smoothing=smoothing, num_classes=num_classes, **options)
-    return SeededMixup(mixup, seed=seed, rank=rank)
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What is done to images.
-
-    Attributes:
-        image_size: (height, width) in pixels; the model's own, if None.
-        channels: Of images.
-        crop_pct: Share of the resized image's side that evaluation keeps; the model's own, if None.
-        in_memory: Keep images decoded on the device, and augment batches there.
-        crop_padding: Pixels added around images before they are cropped, of those in memory.
-        crop: Options of `training_transform` for images from files: scale and ratio.
-        augmentation: Options that `training_transform` and `training_augmentation` both take.
-    """
-
-    image_size: tuple[int, int] | None = None
-    channels: int = 3
-    crop_pct: float | None = None
-    in_memory: bool = False
-    crop_padding: int = 0
-    crop: Mapping[str, Any] = field(default_factory=dict)
-    augmentation: Mapping[str, Any] = field(default_factory=dict)
-
-    def described(self, model: nn.Module) -> dict[str, Any]:
-        """timm's data settings: size, crop, interpolation, mean and deviation."""
-        size = self.image_size or getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - timm's have one
-        return resolve_data_config({"input_size": (self.channels, *size), "crop_pct": self.crop_pct}, model=model)
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """How images are mixed, and labels smoothed.
-
-    Attributes:
-        smoothing: Of labels.
-        seed: Of the mixing.
-        off_epoch: Epoch from which nothing is mixed; 0 for never.
-        options: Of timm's `Mixup`.
-    """
-
-    smoothing: float = 0.0
-    seed: int = 0
-    off_epoch: int = 0
-    options: Mapping[str, Any] = field(default_factory=lambda: {"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
-
-
 class ClassificationTask:
-    """Naming what a picture shows; see `Task` for the methods."""
+    """Image classification. Methods: see `Task`."""
 
     name = "classification"
     metrics: Mapping[str, bool] = {"top1": True, "top5": True, "loss": False}
 
     def __init__(
         self,
-        data: DataChoice,
+        data: DataSection,
         model: ModelChoice,
-        preparation: Preparation | None = None,
-        mixing: Mixing | None = None,
+        augmentation: AugmentationSection | None = None,
+        *,
+        image_size: tuple[int, int] | None = None,
+        channels: int = 3,
+        smoothing: float = 0.0,
+        seed: int = 0,
     ):
-        """Choose.
+        """Choose data and model.
 
         Args:
-            data: As for `open_dataset`.
-            model: Of timm's registry.
-            preparation: What is done to images.
-            mixing: How they are mixed in training.
+            data: Data settings.
+            model: Model of timm's registry.
+            augmentation: Augmentation of training images.
+            image_size: Height and width in pixels; None for the model's own.
+            channels: Image channels.
+            smoothing: Label smoothing.
+            seed: Random seed of mixup and CutMix.
         """
-        self._data, self._model = data, model
-        self._preparation, self._mixing = preparation or Preparation(), mixing or Mixing()
+        self._data, self._model, self._augmentation = data, model, augmentation or AugmentationSection()
+        self._image_size, self._channels, self._smoothing, self._seed = image_size, channels, smoothing, seed
         self.start: str | None = None
 
     def open(self) -> TaskData:
-        """Open and check."""
-        choice = self._data
+        """Open and check both splits."""
+        settings = self._data
         opened = open_and_check(
-            choice.dataset,
-            choice.folder,
-            train_split=choice.train_split,
-            validation_split=choice.validation_split,
-            num_classes=choice.num_classes,
+            settings.dataset,
+            settings.dir,
+            train_split=settings.train_split,
+            validation_split=settings.val_split,
+            num_classes=self._model.num_classes,
         )
         if opened.problems or opened.train is None or opened.validation is None:
             raise UnusableDataError(opened.problems)
-        if choice.class_file is None:
+        if settings.class_map is None:
             return TaskData(opened.train, opened.validation)
         try:
-            lines = read_bounded(choice.class_file, 2**24).decode().splitlines()
+            lines = read_bounded(settings.class_map, 2**24).decode().splitlines()
             names = [line.strip() for line in lines if line.strip()]
             return TaskData(opened.train.with_classes(names), opened.validation.with_classes(names))
         except (OSError, ValueError) as error:
             raise UnusableDataError([str(error)], "data.class_map") from error
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
-        """timm's, with a new head if the file's is of another number of classes."""
+        """Build the model, with a new head if the initial checkpoint has another number of classes."""
         choice = self._model
         model = create_described_model(choice.name, self._model_arguments(class_names), **choice.own_arguments)
         if choice.initial_checkpoint is not None:
@@ -182,27 +168,34 @@ class ClassificationTask:
     def training_loader(
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[Batch]:
-        """From files or from memory."""
-        described = self._preparation.described(model)
+        """Read from files, or from memory."""
+        described, settings = self._image_settings(model), self._augmentation
         size, statistics = described["input_size"][1:], {"mean": described["mean"], "std": described["std"]}
-        options = dict(self._preparation.augmentation)
-        if self._preparation.in_memory:
+        options: dict[str, Any] = {
+            "hflip": settings.hflip,
+            "vflip": settings.vflip,
+            "color_jitter": settings.color_jitter,
+            "auto_augment": settings.auto_augment,
+            "re_prob": settings.reprob,
+            "re_mode": settings.remode,
+            "re_count": settings.recount,
+            **statistics,
+        }
+        if self._data.in_memory:
             images = self._decoded(source, described, reading, broken)
             return MemoryLoader(
                 images,
                 TrainingBatches(len(images), reading.batch_size, seed=reading.seed, **reading.share),
-                augmentation=training_augmentation(
-                    size, crop_padding=self._preparation.crop_padding, **options, **statistics
-                ),
+                augmentation=training_augmentation(size, crop_padding=settings.crop_padding, **options),
                 device=reading.device,
                 seed=reading.seed,
             )
-        transform = training_transform(
-            size, interpolation=described["interpolation"], **self._preparation.crop, **options, **statistics
-        )
+        interpolation = described["interpolation"]
         return ImageLoader(
             source,
-            transform,
+            training_transform(
+                size, interpolation=interpolation, scale=settings.scale, ratio=settings.ratio, **options
+            ),
             TrainingBatches(len(source), reading.batch_size, seed=reading.seed, **reading.share),
             normalize=Normalize(**statistics),
             broken=broken,
@@ -213,57 +206,69 @@ class ClassificationTask:
     def validation_loader(
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[Batch]:
-        """From files or from memory."""
-        described = self._preparation.described(model)
-        size, statistics = described["input_size"][1:], {"mean": described["mean"], "std": described["std"]}
-        if self._preparation.in_memory:
+        """Read from files, or from memory."""
+        described = self._image_settings(model)
+        normalize = Normalize(described["mean"], described["std"])
+        if self._data.in_memory:
             images = self._decoded(source, described, reading, broken)
-            return MemoryLoader(
-                images,
-                reading.evaluation_batches(len(images)),
-                augmentation=training_augmentation(size, **statistics),
-                device=reading.device,
-            )
+            batches = reading.evaluation_batches(len(images))
+            return MemoryLoader(images, batches, augmentation=BatchAugmentation([], normalize), device=reading.device)
         return ImageLoader(
             source,
-            evaluation_transform(size, **evaluation_options(described)),
+            evaluation_transform(described["input_size"][1:], **evaluation_options(described)),
             reading.evaluation_batches(len(source)),
-            normalize=Normalize(**statistics),
+            normalize=normalize,
             broken=broken,
             replace_broken=False,
             **reading.loading,
         )
 
+    def sampling_options(self, batch_size: int) -> dict[str, int]:
+        """Nothing: samples are shuffled whatever the batch size."""
+        del batch_size
+        return {}
+
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
-        """Cross entropy."""
-        choice = self._mixing
-        mixup = mixing(
-            num_classes=self._num_classes(class_names),
-            smoothing=choice.smoothing,
-            seed=choice.seed,
-            rank=rank,
-            **choice.options,
-        )
-        return Objective(smoothing=choice.smoothing, mixup=mixup, off_epoch=choice.off_epoch)
+        """Return cross entropy."""
+        settings, mixup = self._augmentation, None
+        if settings.mixup or settings.cutmix:
+            mixup = Mixup(
+                mixup_alpha=settings.mixup,
+                cutmix_alpha=settings.cutmix,
+                prob=settings.mixup_prob,
+                switch_prob=settings.mixup_switch_prob,
+                mode=settings.mixup_mode,
+                label_smoothing=self._smoothing,
+                num_classes=self._num_classes(class_names),
+            )
+            mixup = SeededMixup(mixup, seed=self._seed, rank=rank)
+        return Objective(smoothing=self._smoothing, mixup=mixup, off_epoch=settings.mixup_off_epoch)
 
     def evaluator(self, source: ImageSource, device: torch.device) -> ClassificationEvaluator:
-        """Counts right answers."""
+        """Return an evaluator of accuracy and loss."""
         del source
         return ClassificationEvaluator(device)
 
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
-        """Name and arguments of the model, names of classes, and the crop that was evaluated with."""
+        """Return the model's name and arguments, class names, and the crop of evaluation."""
         notes = {
             "model": self._model.name,
             "model_arguments": json.dumps(self._model_arguments(class_names)),
             "class_names": json.dumps(list(class_names)),
         }
-        if self._preparation.crop_pct is not None:
-            notes["crop_pct"] = json.dumps(self._preparation.crop_pct)
+        if self._data.crop_pct is not None:
+            notes["crop_pct"] = json.dumps(self._data.crop_pct)
         return notes
 
+    def _image_settings(self, model: nn.Module) -> dict[str, Any]:
+        """Return timm's data settings: size, crop, interpolation, mean and standard deviation."""
+        size = self._image_size or getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - timm's have one
+        return resolve_data_config(
+            {"input_size": (self._channels, *size), "crop_pct": self._data.crop_pct}, model=model
+        )
+
     def _num_classes(self, class_names: Sequence[str]) -> int:
-        return self._data.num_classes or len(class_names)
+        return self._model.num_classes or len(class_names)
 
     def _model_arguments(self, class_names: Sequence[str]) -> dict[str, Any]:
         return {"num_classes": self._num_classes(class_names), **self._model.arguments}

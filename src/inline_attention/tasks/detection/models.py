@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
 from inline_attention.ops.autocast import autocast_enabled
+from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import (
     SHORTEST_SIDE,
     STRIDES,
@@ -40,17 +41,54 @@ from inline_attention.tasks.pyramid import (
     pad_images,
 )
 
-Head = Literal["mask_rcnn", "retinanet"]
-HEADS: tuple[Head, ...] = ("mask_rcnn", "retinanet")
-DEFAULT_WIDTH, DEFAULT_SAMPLED_BOXES = 256, 512
 BOX_SIDE, BOX_FEATURES = 7, 4  # torchvision's: cells along a side of a box, and 1024 numbers at a width of 256
 MASK_SIDE, MASK_LAYERS = 14, 4
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 LEVELS = 5
-DEFAULT_SMALLEST_ANCHOR = 32
+SCALE_STEP = 32  # pixels between the shorter sides of multi-scale training
+LARGEST_SIDE = 2**16
 IMPOSSIBLE = torch.finfo(torch.float32).tiny  # no proposal is of a lower probability; those in the padding have none
 Losses = dict[str, Tensor]
 Detections = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class DetectionOptions:
+    """The detector around the model for task.name=detection, and its image sizes. Saved with the weights."""
+
+    head: Literal["mask_rcnn", "retinanet"] = setting(
+        "mask_rcnn", "mask_rcnn (boxes and masks) or retinanet (boxes), with torchvision's heads."
+    )
+    width: int = setting(256, "Channels of the feature pyramid and the heads.", at_least=8, at_most=2**13)
+    sampled_boxes: int = setting(512, "Proposals per image in a training step of mask_rcnn.", at_least=1, at_most=2**16)
+    shorter_side: int = setting(800, "Shorter image side in pixels.", at_least=32, at_most=LARGEST_SIDE)
+    longest_side: int = setting(1333, "Limit of the longer image side in pixels.", at_least=32, at_most=LARGEST_SIDE)
+    multi_scale_from: int | None = setting(
+        None,
+        "Smallest shorter side in training, drawn from there to shorter_side in steps of 32; null: shorter_side.",
+        at_least=32,
+        at_most=LARGEST_SIDE,
+    )
+    smallest_anchor: int = setting(
+        32, "Anchor side in pixels on the finest of five levels; it doubles per level.", at_least=1, at_most=2**12
+    )
+
+    @property
+    def finds_masks(self) -> bool:
+        """True if objects have masks."""
+        return self.head == "mask_rcnn"
+
+    @property
+    def shorter_sides(self) -> tuple[int, ...]:
+        """Shorter sides that training draws from."""
+        if self.multi_scale_from is None:
+            return (self.shorter_side,)
+        return tuple(range(self.shorter_side, self.multi_scale_from - 1, -SCALE_STEP))[::-1]
+
+    def at_size(self, shorter_side: int) -> DetectionOptions:
+        """Return the options for another image size, with the same limit of the aspect ratio."""
+        longest_side = max(shorter_side, self.longest_side * shorter_side // self.shorter_side)
+        return replace(self, shorter_side=shorter_side, longest_side=longest_side)
 
 
 class Detector(nn.Module, ABC):
@@ -121,20 +159,17 @@ class MaskRCNNDetector(Detector):
         self,
         backbone: PyramidBackbone,
         num_classes: int,
-        smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR,
-        width: int = DEFAULT_WIDTH,
-        sampled_boxes: int = DEFAULT_SAMPLED_BOXES,
+        options: DetectionOptions,
     ):
         """Build the heads with random weights.
 
         Args:
-            backbone: Gives the features, those of `strides`.
-            num_classes: Kinds of objects, without the background.
-            smallest_anchor: Side in pixels of the anchors on the finest level; it doubles with each level.
-            width: Channels of the pyramid and of convolutions in the heads.
-            sampled_boxes: Proposals of an image that a step of training looks at.
+            backbone: Backbone with features of `strides`.
+            num_classes: Number of classes, without the background.
+            options: Width, anchors and number of proposals.
         """
         super().__init__()
+        smallest_anchor, width = options.smallest_anchor, options.width
         anchors = _Anchors(tuple((smallest_anchor * 2**level,) for level in range(LEVELS)), self.level_strides)
         self.backbone = backbone
         self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="pooled")
@@ -145,7 +180,7 @@ class MaskRCNNDetector(Detector):
             rpn_head=_ProposalHead(width, anchors.num_anchors_per_location()[0]),
             rpn_score_thresh=IMPOSSIBLE,
             box_roi_pool=_Pool(BOX_SIDE),
-            box_batch_size_per_image=sampled_boxes,
+            box_batch_size_per_image=options.sampled_boxes,
             box_head=TwoMLPHead(width * BOX_SIDE**2, described),
             box_predictor=_BoxPredictor(described, num_classes + 1),
             mask_roi_pool=_Pool(MASK_SIDE),
@@ -189,11 +224,11 @@ class RetinaNetDetector(Detector):
         self,
         backbone: PyramidBackbone,
         num_classes: int,
-        smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR,
-        width: int = DEFAULT_WIDTH,
+        options: DetectionOptions,
     ):
-        """Build the heads with random weights; arguments as for `MaskRCNNDetector`."""
+        """Build the heads with random weights. Arguments: see `MaskRCNNDetector`."""
         super().__init__()
+        smallest_anchor, width = options.smallest_anchor, options.width
         sizes = [smallest_anchor * 2**level for level in range(LEVELS)]
         anchors = _Anchors(
             tuple((size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes), self.level_strides
@@ -233,48 +268,22 @@ class RetinaNetDetector(Detector):
         return {"cls_logits": _precise(torch.cat(scores, 1)), "bbox_regression": _precise(torch.cat(shifts, 1))}
 
 
-@dataclass(frozen=True)
-class DetectorDescription:
-    """All that it takes to build a detector again; plain data, which travels with its weights.
+def build_detector(
+    options: DetectionOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
+) -> Detector:
+    """Build a detector with random weights.
 
-    Attributes:
-        head: Of `HEADS`.
+    Args:
+        options: Kind and sizes.
         backbone: Name of a model with a pyramid.
-        backbone_arguments: Of that model.
-        num_classes: Kinds of objects, without the background.
-        smallest_anchor: As for `MaskRCNNDetector`.
-        width: As for `MaskRCNNDetector`.
-        sampled_boxes: As for `MaskRCNNDetector`; of no meaning for others.
-    """
-
-    head: Head
-    backbone: str
-    backbone_arguments: Mapping[str, Any]
-    num_classes: int
-    smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR
-    width: int = DEFAULT_WIDTH
-    sampled_boxes: int = DEFAULT_SAMPLED_BOXES
-
-    @property
-    def finds_masks(self) -> bool:
-        """Whether objects come with masks."""
-        return self.head == "mask_rcnn"
-
-
-def build_detector(description: DetectorDescription) -> Detector:
-    """A detector with random weights.
+        arguments: Arguments of that model.
+        num_classes: Number of classes, without the background.
 
     Raises:
-        ValueError: If there is no such head, or the model cannot be its backbone.
+        ValueError: If the model cannot be a backbone.
     """
-    if description.head not in HEADS:
-        raise ValueError(f"the head of a detector must be {' or '.join(HEADS)}, got {description.head!r}")
-    kind = MaskRCNNDetector if description.finds_masks else RetinaNetDetector
-    backbone = PyramidBackbone(description.backbone, description.backbone_arguments, kind.strides)
-    shared = (backbone, description.num_classes, description.smallest_anchor, description.width)
-    return (
-        MaskRCNNDetector(*shared, description.sampled_boxes) if description.finds_masks else RetinaNetDetector(*shared)
-    )
+    kind = MaskRCNNDetector if options.finds_masks else RetinaNetDetector
+    return kind(PyramidBackbone(backbone, arguments, kind.strides), num_classes, options)
 
 
 class _Channels(nn.Module):

@@ -20,8 +20,8 @@ from inline_attention.data.images import ImageError, load_image
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import normalization
 from inline_attention.tasks.detection.evaluation import at_original_size
-from inline_attention.tasks.detection.models import Detector
-from inline_attention.tasks.detection.task import DetectionOptions, load_detector
+from inline_attention.tasks.detection.models import DetectionOptions, Detector
+from inline_attention.tasks.detection.task import load_detector
 
 DEFAULT_LEAST_SCORE = 0.5
 

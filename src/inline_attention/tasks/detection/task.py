@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -21,8 +21,6 @@ from inline_attention.data.coco.checks import check_annotations
 from inline_attention.data.coco.opening import open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.dense import (
-    LONGEST_SIDE,
-    SHORTER_SIDE,
     CocoSamples,
     detection_evaluation_transform,
     detection_training_transform,
@@ -35,11 +33,12 @@ from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (
     SumOfLosses,
-    describe,
-    described_in,
+    check_size,
     initialize_from,
     normalization,
     notes_of,
+    read_task_metadata,
+    task_metadata,
     unusable,
 )
 from inline_attention.tasks.detection.evaluation import (
@@ -51,60 +50,11 @@ from inline_attention.tasks.detection.evaluation import (
     whole_masks,
 )
 from inline_attention.tasks.detection.models import (
-    DEFAULT_SAMPLED_BOXES,
-    DEFAULT_SMALLEST_ANCHOR,
-    DEFAULT_WIDTH,
+    DetectionOptions,
     Detector,
-    DetectorDescription,
-    Head,
     build_detector,
 )
-from inline_attention.tasks.task import Collectives, DataChoice, ModelChoice, Reading, TaskData
-
-SCALE_STEP = 32  # pixels between the shorter sides that multi-scale training chooses from
-
-
-@dataclass(frozen=True)
-class DetectionOptions:
-    """What a detector is, and at what size it looks at images; plain data, which travels with its weights.
-
-    Attributes:
-        head: As for `DetectorDescription`.
-        width: As for `DetectorDescription`.
-        sampled_boxes: As for `DetectorDescription`.
-        smallest_anchor: As for `DetectorDescription`.
-        shorter_side: Pixels that the shorter side of images is resized to.
-        longest_side: Pixels that the longer side may have at most.
-        multi_scale_from: In training, resize to a shorter side chosen at random from this to `shorter_side`; always to
-            `shorter_side`, if None.
-        flip: Share of images that are mirrored in training.
-    """
-
-    head: Head = "mask_rcnn"
-    width: int = DEFAULT_WIDTH
-    sampled_boxes: int = DEFAULT_SAMPLED_BOXES
-    smallest_anchor: int = DEFAULT_SMALLEST_ANCHOR
-    shorter_side: int = SHORTER_SIDE
-    longest_side: int = LONGEST_SIDE
-    multi_scale_from: int | None = None
-    flip: float = 0.5
-
-    @property
-    def finds_masks(self) -> bool:
-        """Whether objects come with masks."""
-        return self.head == "mask_rcnn"
-
-    @property
-    def shorter_sides(self) -> tuple[int, ...]:
-        """Those that training chooses from."""
-        if self.multi_scale_from is None:
-            return (self.shorter_side,)
-        return tuple(range(self.shorter_side, self.multi_scale_from - 1, -SCALE_STEP))[::-1]
-
-    def at_size(self, shorter_side: int) -> DetectionOptions:
-        """The same for images of another size: the longer side may have as many times it as before."""
-        longest_side = max(shorter_side, self.longest_side * shorter_side // self.shorter_side)
-        return replace(self, shorter_side=shorter_side, longest_side=longest_side)
+from inline_attention.tasks.task import Collectives, DataSection, ModelChoice, Reading, TaskData
 
 
 @dataclass(frozen=True)
@@ -123,40 +73,43 @@ class DetectionTask:
 
     name = "detection"
 
-    def __init__(self, data: DataChoice, model: ModelChoice, options: DetectionOptions | None = None):
-        """Choose.
+    def __init__(
+        self, data: DataSection, model: ModelChoice, options: DetectionOptions | None = None, *, flip: float = 0.5
+    ):
+        """Choose data and model.
 
         Args:
-            data: A folder of COCO's format.
-            model: The backbone. Its initial weights are a classifier's, or those of a detector.
-            options: What is built around it.
+            data: A folder in COCO's format.
+            model: The backbone. Its initial weights are a classifier's or a detector's.
+            options: The detector around it.
+            flip: Probability of a horizontal flip in training.
         """
-        self._data, self._model, self.options = data, model, options or DetectionOptions()
+        self._data, self._model, self.options, self._flip = data, model, options or DetectionOptions(), flip
         self.start: str | None = None
         kinds = KINDS_OF_FIGURES if self.options.finds_masks else KINDS_OF_FIGURES[:1]
         self.metrics: Mapping[str, bool] = {f"{kind}_{figure}": True for kind in kinds for figure in FIGURES}
 
     @classmethod
-    def of_checkpoint(cls, file: Checkpoint, data: DataChoice) -> tuple[Self, list[str]]:
-        """The task that a file of weights was trained for, and the names of its classes.
+    def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
+        """Return the task that a file of weights was trained for, and its class names.
 
         Raises:
-            CheckpointError: If it was trained for another.
+            CheckpointError: If it was trained for another, or describes an impossible one.
         """
-        names = [field.name for field in fields(DetectionOptions)]
-        options, class_names = described_in(file, cls.name, [*names, "backbone", "backbone_arguments"])
-        backbone, arguments = options.pop("backbone"), options.pop("backbone_arguments")
-        return cls(data, ModelChoice(backbone, arguments), DetectionOptions(**options)), class_names
+        described = read_task_metadata(file, cls.name, DetectionOptions)
+        task = cls(data, described.backbone, described.options, flip=described.flip)
+        check_size(file, lambda: task.build_model(described.class_names))
+        return task, described.class_names
 
     def open(self) -> TaskData:
         """Open and check both splits."""
         choice = self._data
         opened = open_and_check_coco(
-            choice.folder or "",
+            choice.dir or "",
             train_split=choice.train_split,
-            validation_split=choice.validation_split,
+            validation_split=choice.val_split,
             masks=self.options.finds_masks,
-            num_classes=choice.num_classes,
+            num_classes=self._model.num_classes,
             repair=choice.repair,
             allow_outside=choice.allow_outside_files,
         )
@@ -176,7 +129,7 @@ class DetectionTask:
             DataError: If it cannot be used.
         """
         choice, masks = self._data, self.options.finds_masks
-        folder, split = choice.folder or "", choice.validation_split
+        folder, split = choice.dir or "", choice.val_split
         read = read_annotations(find_annotation_file(folder, split))
         images = ListedFiles(
             find_image_folder(folder, read, split, allow_outside=choice.allow_outside_files),
@@ -196,8 +149,8 @@ class DetectionTask:
         return validation, notes_of([checked.report])
 
     def build_model(self, class_names: Sequence[str]) -> Detector:
-        """The detector around its backbone."""
-        model = build_detector(self._description(len(class_names)))
+        """Build the detector around its backbone."""
+        model = build_detector(self.options, self._model.name, self._model.arguments, len(class_names))
         if self._model.initial_checkpoint is not None:
             file = open_checkpoint(self._model.initial_checkpoint)
             self.start = initialize_from(model, model.backbone, file, self.name)
@@ -211,7 +164,7 @@ class DetectionTask:
         """Batches of pictures alike in shape."""
         assert isinstance(model, Detector)
         options = self.options
-        transform = detection_training_transform(options.shorter_sides, options.longest_side, options.flip)
+        transform = detection_training_transform(options.shorter_sides, options.longest_side, self._flip)
         return SampleLoader(
             CocoSamples(source, transform),
             AspectRatioBatches(
@@ -244,6 +197,10 @@ class DetectionTask:
             **reading.loading,
         )
 
+    def sampling_options(self, batch_size: int) -> dict[str, int]:
+        """A batch has images of one orientation, so its size decides which images it gets."""
+        return {"images per batch": batch_size}
+
     def objective(self, class_names: Sequence[str], rank: int) -> SumOfLosses:
         """The sum of the detector's losses."""
         del class_names, rank
@@ -255,21 +212,8 @@ class DetectionTask:
         return _Evaluator(DetectionEvaluator(source.annotations, masks=self.options.finds_masks))
 
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
-        """All that it takes to build the detector again."""
-        backbone = {"backbone": self._model.name, "backbone_arguments": dict(self._model.arguments)}
-        return describe(self.name, self._model.name, asdict(self.options) | backbone, class_names)
-
-    def _description(self, num_classes: int) -> DetectorDescription:
-        options, backbone = self.options, self._model
-        return DetectorDescription(
-            options.head,
-            backbone.name,
-            backbone.arguments,
-            num_classes,
-            options.smallest_anchor,
-            options.width,
-            options.sampled_boxes,
-        )
+        """Return all that is needed to build the detector again."""
+        return task_metadata(self.name, self._model, self.options, class_names, flip=self._flip)
 
 
 def _learnt(target: Target) -> Target:
@@ -283,7 +227,7 @@ def load_detector(file: Checkpoint) -> tuple[Detector, DetectionOptions, list[st
     Raises:
         CheckpointError: If the file is of something else, or does not fit.
     """
-    task, class_names = DetectionTask.of_checkpoint(file, DataChoice("coco"))
+    task, class_names = DetectionTask.of_checkpoint(file, DataSection("coco"))
     model = task.build_model(class_names)
     load_checkpoint(model, file)
     return model, task.options, class_names

@@ -22,10 +22,41 @@ from torchvision.ops import Conv2dNormActivation
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
 from inline_attention.data.segmentation.source import IGNORED
+from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import STRIDES, PaddedImages, PyramidBackbone, names_without_decay, pad_images
+from inline_attention.tasks.segmentation.inference import SlidingWindows
 
 POOLED_SIZES = (1, 2, 3, 6)
 DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class SegmentationOptions:
+    """The segmenter around the model for task.name=segmentation, and its image sizes. Saved with the weights."""
+
+    head: Literal["semantic_fpn", "upernet"] = setting("semantic_fpn", "semantic_fpn or upernet.")
+    width: int | None = setting(
+        None, "Channels of the decoder; null: 256 for semantic_fpn, 512 for upernet.", at_least=8, at_most=2**13
+    )
+    crop: int = setting(
+        512, "Side of training crops, and shorter side of validation images, in pixels.", at_least=32, at_most=2**16
+    )
+    scale: tuple[float, float] = setting(
+        (0.5, 2.0), "Smallest and largest shorter side in training, relative to crop.", above=0, at_most=100
+    )
+    inference: Literal["whole", "sliding"] = setting(
+        "whole", "Evaluate whole images, or sliding windows of the size of crops."
+    )
+    window_step: int | None = setting(
+        None, "Pixels between windows; null: two thirds of crop.", at_least=1, at_most=2**16
+    )
+
+    @property
+    def windows(self) -> SlidingWindows | None:
+        """Windows of sliding inference; None for whole images."""
+        if self.inference == "whole":
+            return None
+        return SlidingWindows(self.crop, min(self.crop, self.window_step or max(1, 2 * self.crop // 3)))
 
 
 class SemanticFPNDecoder(nn.Module):
@@ -139,8 +170,6 @@ def _resized(feature: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(feature, size=tuple(size), mode="bilinear", align_corners=False)
 
 
-Head = Literal["semantic_fpn", "upernet"]
-HEADS: tuple[Head, ...] = ("semantic_fpn", "upernet")
 AUXILIARY_STAGE, AUXILIARY_WEIGHT = 2, 0.4
 
 
@@ -200,40 +229,26 @@ class Segmenter(nn.Module):
         self.backbone.model.set_grad_checkpointing(enable)
 
 
-@dataclass(frozen=True)
-class SegmenterDescription:
-    """All that it takes to build a segmenter again; plain data, which travels with its weights.
+def build_segmenter(
+    options: SegmentationOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
+) -> Segmenter:
+    """Build a segmenter with random weights.
 
-    Attributes:
-        head: Of `HEADS`.
+    Args:
+        options: Kind and width.
         backbone: Name of a model with a pyramid.
-        backbone_arguments: Of that model.
-        num_classes: Classes of pixels.
-        width: Channels of the decoder; the papers' own, if None.
-    """
-
-    head: Head
-    backbone: str
-    backbone_arguments: Mapping[str, Any]
-    num_classes: int
-    width: int | None = None
-
-
-def build_segmenter(description: SegmenterDescription) -> Segmenter:
-    """A segmenter with random weights.
+        arguments: Arguments of that model.
+        num_classes: Number of classes of pixels.
 
     Raises:
-        ValueError: If there is no such head, or the model cannot be its backbone.
+        ValueError: If the model cannot be a backbone.
     """
-    if description.head not in HEADS:
-        raise ValueError(f"the head of a segmenter must be {' or '.join(HEADS)}, got {description.head!r}")
-    backbone = PyramidBackbone(description.backbone, description.backbone_arguments, STRIDES)
-    classes, channels = description.num_classes, backbone.channels
-    if description.head == "semantic_fpn":
-        return Segmenter(backbone, SemanticFPNDecoder(channels, classes, description.width or 256), None)
-    width = description.width or 512
-    auxiliary = FCNDecoder(channels[AUXILIARY_STAGE], classes, width // 2)
-    return Segmenter(backbone, UPerNetDecoder(channels, classes, width), auxiliary)
+    body = PyramidBackbone(backbone, arguments, STRIDES)
+    if options.head == "semantic_fpn":
+        return Segmenter(body, SemanticFPNDecoder(body.channels, num_classes, options.width or 256), None)
+    width = options.width or 512
+    auxiliary = FCNDecoder(body.channels[AUXILIARY_STAGE], num_classes, width // 2)
+    return Segmenter(body, UPerNetDecoder(body.channels, num_classes, width), auxiliary)
 
 
 def _enlarged(scores: Tensor, stride: int, size: Sequence[int]) -> Tensor:

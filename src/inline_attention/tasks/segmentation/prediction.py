@@ -19,8 +19,8 @@ from inline_attention.data.images import ImageError, load_image
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import normalization
 from inline_attention.tasks.segmentation.inference import labels_at, scores_of
-from inline_attention.tasks.segmentation.models import Segmenter
-from inline_attention.tasks.segmentation.task import SegmentationOptions, load_segmenter
+from inline_attention.tasks.segmentation.models import SegmentationOptions, Segmenter
+from inline_attention.tasks.segmentation.task import load_segmenter
 
 
 @dataclass(frozen=True)

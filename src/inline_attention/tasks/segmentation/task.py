@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -28,50 +28,18 @@ from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (
     SumOfLosses,
-    describe,
-    described_in,
+    check_size,
     initialize_from,
     normalization,
     notes_of,
+    read_task_metadata,
+    task_metadata,
     unusable,
 )
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
 from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
-from inline_attention.tasks.segmentation.models import Head, Segmenter, SegmenterDescription, build_segmenter
-from inline_attention.tasks.task import Collectives, DataChoice, ModelChoice, Reading, TaskData
-
-DEFAULT_CROP = 512
-Inference = Literal["whole", "sliding"]
-
-
-@dataclass(frozen=True)
-class SegmentationOptions:
-    """What a segmenter is, and at what size it looks at images; plain data, which travels with its weights.
-
-    Attributes:
-        head: As for `SegmenterDescription`.
-        width: As for `SegmenterDescription`.
-        crop: Pixels of the side of training crops; images to evaluate on get it as their shorter side.
-        scale: Least and greatest share of `crop` that the shorter side of a training picture is resized to.
-        inference: "whole" images at once, or "sliding" windows of the size of crops.
-        window_step: Pixels from one window to the next; two thirds of `crop`, if None.
-        flip: Share of pictures that are mirrored in training.
-    """
-
-    head: Head = "semantic_fpn"
-    width: int | None = None
-    crop: int = DEFAULT_CROP
-    scale: tuple[float, float] = (0.5, 2.0)
-    inference: Inference = "whole"
-    window_step: int | None = None
-    flip: float = 0.5
-
-    @property
-    def windows(self) -> SlidingWindows | None:
-        """Those that inference slides over images, if it does."""
-        if self.inference == "whole":
-            return None
-        return SlidingWindows(self.crop, self.window_step or max(1, 2 * self.crop // 3))
+from inline_attention.tasks.segmentation.models import SegmentationOptions, Segmenter, build_segmenter
+from inline_attention.tasks.task import Collectives, DataSection, ModelChoice, Reading, TaskData
 
 
 class SegmentationTask:
@@ -86,45 +54,46 @@ class SegmentationTask:
     name = "segmentation"
     metrics: Mapping[str, bool] = {"miou": True, "macc": True, "aacc": True}
 
-    def __init__(self, data: DataChoice, model: ModelChoice, options: SegmentationOptions | None = None):
-        """Choose.
+    def __init__(
+        self, data: DataSection, model: ModelChoice, options: SegmentationOptions | None = None, *, flip: float = 0.5
+    ):
+        """Choose data and model.
 
         Args:
-            data: A folder of pictures and maps of labels.
-            model: The backbone. Its initial weights are a classifier's, or those of a segmenter.
-            options: What is built around it.
+            data: A folder of images and label maps.
+            model: The backbone. Its initial weights are a classifier's or a segmenter's.
+            options: The segmenter around it.
+            flip: Probability of a horizontal flip in training.
         """
-        self._data, self._model, self.options = data, model, options or SegmentationOptions()
+        self._data, self._model, self.options, self._flip = data, model, options or SegmentationOptions(), flip
         self.start: str | None = None
         self.evaluation_side: int | None = None
 
     @classmethod
-    def of_checkpoint(cls, file: Checkpoint, data: DataChoice) -> tuple[Self, list[str]]:
-        """The task that a file of weights was trained for, and the names of its classes.
+    def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
+        """Return the task that a file of weights was trained for, and its class names.
 
         Raises:
-            CheckpointError: If it was trained for another.
+            CheckpointError: If it was trained for another, or describes an impossible one.
         """
-        names = [field.name for field in fields(SegmentationOptions)]
-        others = ["backbone", "backbone_arguments", "reduce_zero_label"]
-        options, class_names = described_in(file, cls.name, [*names, *others])
-        backbone, arguments = options.pop("backbone"), options.pop("backbone_arguments")
-        options["scale"] = tuple(options["scale"])
-        data = replace(data, reduce_zero_label=options.pop("reduce_zero_label"))
-        return cls(data, ModelChoice(backbone, arguments), SegmentationOptions(**options)), class_names
+        described = read_task_metadata(file, cls.name, SegmentationOptions, flags=("reduce_zero_label",))
+        data = replace(data, **described.flags)
+        task = cls(data, described.backbone, described.options, flip=described.flip)
+        check_size(file, lambda: task.build_model(described.class_names))
+        return task, described.class_names
 
     def open(self) -> TaskData:
         """Open and check both splits."""
         choice = self._data
         opened = open_and_check_pairs(
-            choice.folder or "",
+            choice.dir or "",
             train_split=choice.train_split,
-            validation_split=choice.validation_split,
-            class_file=choice.class_file,
+            validation_split=choice.val_split,
+            class_file=choice.class_map,
             image_folder=choice.image_folder,
             map_folder=choice.map_folder,
             reduce_zero_label=choice.reduce_zero_label,
-            num_classes=choice.num_classes,
+            num_classes=self._model.num_classes,
             repair=choice.repair,
             allow_outside=choice.allow_outside_files,
         )
@@ -142,7 +111,7 @@ class SegmentationTask:
             DataError: If it cannot be used.
         """
         choice = self._data
-        folder, split = choice.folder or "", choice.validation_split
+        folder, split = choice.dir or "", choice.val_split
         self._check_same_classes(class_names)
         rules = LabelRules(len(class_names), reduce_zero_label=choice.reduce_zero_label)
         folders = find_pair_folders(
@@ -155,11 +124,9 @@ class SegmentationTask:
         return checked.source, notes_of([checked.report])
 
     def build_model(self, class_names: Sequence[str]) -> Segmenter:
-        """The segmenter around its backbone."""
-        options, choice = self.options, self._model
-        model = build_segmenter(
-            SegmenterDescription(options.head, choice.name, choice.arguments, len(class_names), options.width)
-        )
+        """Build the segmenter around its backbone."""
+        choice = self._model
+        model = build_segmenter(self.options, choice.name, choice.arguments, len(class_names))
         if choice.initial_checkpoint is not None:
             self.start = initialize_from(model, model.backbone, open_checkpoint(choice.initial_checkpoint), self.name)
         if choice.grad_checkpointing:
@@ -171,7 +138,7 @@ class SegmentationTask:
     ) -> Loader[UnequalBatch]:
         """Random crops."""
         assert isinstance(model, Segmenter)
-        transform = segmentation_training_transform(self.options.crop, scale=self.options.scale, flip=self.options.flip)
+        transform = segmentation_training_transform(self.options.crop, scale=self.options.scale, flip=self._flip)
         return SampleLoader(
             SegmentationSamples(source, transform),
             TrainingBatches(len(source), reading.batch_size, seed=reading.seed, **reading.share),
@@ -195,6 +162,11 @@ class SegmentationTask:
             **reading.loading,
         )
 
+    def sampling_options(self, batch_size: int) -> dict[str, int]:
+        """Nothing: samples are shuffled whatever the batch size."""
+        del batch_size
+        return {}
+
     def objective(self, class_names: Sequence[str], rank: int) -> SumOfLosses:
         """The sum of the segmenter's losses."""
         del class_names, rank
@@ -205,13 +177,15 @@ class SegmentationTask:
         return _Evaluator(SegmentationEvaluator(source.class_names, device), self.options.windows)
 
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
-        """All that it takes to build the segmenter again."""
-        others = {
-            "backbone": self._model.name,
-            "backbone_arguments": dict(self._model.arguments),
-            "reduce_zero_label": self._data.reduce_zero_label,  # what the numbers in maps mean to this model
-        }
-        return describe(self.name, self._model.name, asdict(self.options) | others, class_names)
+        """Return all that is needed to build the segmenter again, and what the numbers in maps mean to it."""
+        return task_metadata(
+            self.name,
+            self._model,
+            self.options,
+            class_names,
+            flip=self._flip,
+            reduce_zero_label=self._data.reduce_zero_label,
+        )
 
     def _check_same_classes(self, class_names: Sequence[str]) -> None:
         """Refuse data whose list of classes is not that of a model: its labels would mean something else."""
@@ -225,10 +199,10 @@ class SegmentationTask:
 
     def _class_file(self) -> Path | None:
         """The data's list of classes, if it has one."""
-        if self._data.class_file is not None:
-            return Path(self._data.class_file)
+        if self._data.class_map is not None:
+            return Path(self._data.class_map)
         try:
-            return find_class_file(self._data.folder or "")
+            return find_class_file(self._data.dir or "")
         except DataError:
             return None
 
@@ -239,7 +213,7 @@ def load_segmenter(file: Checkpoint) -> tuple[Segmenter, SegmentationOptions, li
     Raises:
         CheckpointError: If the file is of something else, or does not fit.
     """
-    task, class_names = SegmentationTask.of_checkpoint(file, DataChoice("pairs"))
+    task, class_names = SegmentationTask.of_checkpoint(file, DataSection("pairs"))
     model = task.build_model(class_names)
     load_checkpoint(model, file)
     return model, task.options, class_names
