@@ -18,7 +18,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.checks import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
-from inline_attention.data.on_device.augmentation import BatchAugmentation, training_augmentation
+from inline_attention.data.on_device import BatchAugmentation, training_augmentation
 from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
