@@ -13,6 +13,7 @@ from inline_attention.benchmark.compile_cache import time_limit
 from inline_attention.benchmark.everyday import Bound, Cell, EverydaySettings, Row, choose_cells, measure_everyday
 from inline_attention.benchmark.everyday_cells import everyday_cells, smoke_cells
 from inline_attention.ops import dispatch
+from ops.calls import use_backends
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ class Failing(Cell):
 def quick_measurements(monkeypatch):
     """Plain InLine alone, two blocks, few rounds: fused backends would run in Triton's interpreter here."""
     eager = tuple(backend for backend in dispatch.AUTO_BACKENDS if backend.name == "eager")
-    monkeypatch.setattr(dispatch, "AUTO_BACKENDS", eager)
+    use_backends(monkeypatch, *eager)
     monkeypatch.setattr(attention, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(models, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(models, "WARM_UP_STEPS", 1)

@@ -195,18 +195,12 @@ class TokenAttention(ProjectedAttention):
         """
         if is_causal:
             raise ValueError("is_causal=True is not possible: InLine attention is for grids, which have no order")
-        if attn_mask is not None and key_padding_mask is not None:
-            raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
         if attn_mask is not None:
+            if key_padding_mask is not None:
+                raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
             check_tokens("x", x, self.dim)
+            self._check_has_grid(attn_mask, grid_size)
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
-            is_of_many_shapes = attn_mask.is_floating_point()  # only NaFlexViT passes such masks
-            has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
-            if is_of_many_shapes and self.has_local_term and not has_grid:
-                raise ValueError(
-                    "an attn_mask that is added to scores is for images of unequal shapes, whose tokens share no grid "
-                    "for the local residual; convert with local_residual=False, or pass grid_size=(h, w)"
-                )
         return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, local_input=local_input)))
 
     def attend(
@@ -285,6 +279,16 @@ class TokenAttention(ProjectedAttention):
                 raise ValueError(
                     f"local_input must have the shape of x, got {tuple(local_input.shape)} and {tuple(x.shape)}"
                 )
+
+    def _check_has_grid(self, attn_mask: torch.Tensor, grid_size: tuple[int, int] | None) -> None:
+        check_dense("attn_mask", attn_mask)
+        is_of_many_shapes = attn_mask.is_floating_point()  # only NaFlexViT passes such masks
+        has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
+        if is_of_many_shapes and self.has_local_term and not has_grid:
+            raise ValueError(
+                "an attn_mask that is added to scores is for images of unequal shapes, whose tokens share no grid for "
+                "the local residual; convert with local_residual=False, or pass grid_size=(h, w)"
+            )
 
     def _local_weight(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
@@ -410,7 +414,6 @@ def heads_last(x: torch.Tensor) -> torch.Tensor:
 
 def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Turn a mask `[B, 1, 1, N]`, bool or added to scores (0 or -inf), into `[B, N]` bool."""
-    check_dense("attn_mask", attn_mask)
     batch, tokens, _ = x.shape
     if attn_mask.shape != (batch, 1, 1, tokens):
         raise ValueError(
