@@ -14,21 +14,21 @@ from inline_attention.layers.cache import cache_by_shape
 
 assert inline_attention.list_models()  # registers the models with timm
 
-SHALLOW = {
-    "deit": {"depth": 2},
+SMALL = {
+    "deit": {"depth": 2, "embed_dim": 24, "num_heads": 2},
     "pvt": {"depths": (1, 1, 1, 1)},
-    "swin": {"depths": (1, 1, 2, 2)},
-    "cswin": {"depths": (1, 1, 2, 1)},
+    "swin": {"depths": (1, 1, 2, 2), "embed_dim": 8, "num_heads": (1, 2, 2, 4)},
+    "cswin": {"depths": (1, 1, 2, 1), "embed_dim": 8, "num_heads": (2, 2, 4, 4)},
 }
-FAMILIES = [f"{kind}_{family}_tiny" for family in SHALLOW for kind in ("inline", "softmax", "linear")]
+FAMILIES = [f"{kind}_{family}_tiny" for family in SMALL for kind in ("inline", "softmax", "linear")]
 CONVERTED = ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"]
 SIZES = ((64, 96), (96, 64), (70, 33))
 
 
 def create(name):
     if name not in CONVERTED:
-        return timm.create_model(name, num_classes=3, img_size=64, **SHALLOW[name.split("_")[1]]).eval()
-    model = timm.create_model(name, depth=2, num_classes=3, dynamic_img_size=True).eval()
+        return timm.create_model(name, num_classes=3, img_size=64, **SMALL[name.split("_")[1]]).eval()
+    model = timm.create_model(name, depth=2, embed_dim=24, num_heads=2, num_classes=3, dynamic_img_size=True).eval()
     convert_attention(model)
     for module in model.modules():
         if isinstance(module, InLineAttention):
@@ -97,7 +97,7 @@ def test_forward_sets_no_attribute(name, monkeypatch):
 
 
 def test_features_only_and_unequal_images_set_no_attribute(monkeypatch):
-    model = timm.create_model("inline_swin_tiny", features_only=True, img_size=64, **SHALLOW["swin"])
+    model = timm.create_model("inline_swin_tiny", features_only=True, img_size=64, **SMALL["swin"])
     before = state_of(model)
     written = []
     monkeypatch.setattr(nn.Module, "__setattr__", lambda *arguments: written.append(arguments))
