@@ -28,6 +28,7 @@ from inline_attention.engine.checkpoints import (
 )
 from inline_attention.models import create_model, load_checkpoint
 from inline_attention.models.checkpoints import UnsafeCheckpointError
+from inline_attention.support.files import UNFINISHED
 from inline_attention.tasks.classification import ImageClassifier
 
 FILES = ("manifest.json", "model.safetensors", "model_ema.safetensors", "state.pt")
@@ -341,7 +342,7 @@ def test_kills_at_random_moments_lose_nothing(folder, skipped):
         time.sleep(chance.uniform(0, 0.08))
         child.kill()
         steps = child.received()
-        mid_save += any(name.startswith(durable_files.UNFINISHED) for name in names(folder)) if folder.exists() else 0
+        mid_save += any(name.startswith(UNFINISHED) for name in names(folder)) if folder.exists() else 0
         found = store.latest_valid()
         step = -1 if found is None else found.step
         assert step >= max(steps, default=acknowledged)
@@ -354,7 +355,7 @@ def test_kills_at_random_moments_lose_nothing(folder, skipped):
     assert mid_save > 0
     assert not skipped()
     save(store, acknowledged + 1)
-    assert not any(name.startswith(durable_files.UNFINISHED) for name in names(folder))
+    assert not any(name.startswith(UNFINISHED) for name in names(folder))
 
 
 @pytest.mark.parametrize("second", [1, 2], ids=["the same step again", "the next step"])
@@ -518,7 +519,7 @@ def test_an_error_that_is_not_the_disks_passes_as_it_is(store, monkeypatch):
 
 def test_a_save_leaves_that_of_another_living_process_alone(store, folder):
     save(store, 1)
-    (folder / f"{durable_files.UNFINISHED}step-00000000-dead").mkdir()
+    (folder / f"{UNFINISHED}step-00000000-dead").mkdir()
     child = Child(saving.save_slowly, folder, 2)
     assert child.receive() == "saving"
     waiting = threading.Thread(target=save, args=(store, 3))
@@ -552,7 +553,7 @@ def test_waiting_for_another_save_ends(store, folder, monkeypatch):
 
 def test_without_locks_saves_work_and_leftovers_stay(store, folder, monkeypatch):
     monkeypatch.setattr(durable_files, "try_lock", lambda descriptor: None)
-    leftover = folder / f"{durable_files.UNFINISHED}whose"
+    leftover = folder / f"{UNFINISHED}whose"
     leftover.mkdir(parents=True)
     save(store, 1)
     assert_holds(store.latest_valid(), 1)
@@ -569,7 +570,7 @@ def test_two_processes_racing(folder, skipped, steps):
     assert_holds(store.latest_valid(), store.latest_valid().step)
     for path in folder.glob("step-*"):
         open_training_checkpoint(path).verify()
-    assert not any(name.startswith(durable_files.UNFINISHED) for name in names(folder))
+    assert not any(name.startswith(UNFINISHED) for name in names(folder))
     assert not skipped()
 
 

@@ -178,15 +178,15 @@ class TestYaml:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("a: [", "it is no valid YAML: expected the node content, but found '<stream end>', line 1"),
+            ("a: [", "it is not valid YAML: expected the node content, but found '<stream end>', line 1"),
             ("loss: {}\nloss: {}", "'loss' stands here twice, line 2"),
             ("loss: {smoothing: 0,\n smoothing: 1}", "'smoothing' stands here twice, line 2"),
             ("a: &x [*x]", "aliases (*name) are not supported, line 1"),
-            ("[a]: 1", "it is no valid YAML"),
-            ("a: !!python/object/apply:os.system [echo]", "it is no valid YAML"),
+            ("[a]: 1", "it is not valid YAML"),
+            ("a: !!python/object/apply:os.system [echo]", "it is not valid YAML"),
             ("- 1", "expected sections (run, task"),
             ("text", "expected sections (run, task"),
-            ("a: \x00", "it is no valid YAML"),
+            ("a: \x00", "it is not valid YAML"),
         ],
     )
     def test_what_is_no_configuration_is_refused_with_its_place(self, text, message):
@@ -451,7 +451,7 @@ class TestCheck:
             ("data.dataset=digit", "data.dataset", "did you mean digits?"),
             ("data.dir=null", "data.dir", "--data-dir DIR"),
             ("data.in_memory=true", "augmentation.crop", "expected padded with data.in_memory"),
-            ("model.in_chans=1", "model.in_chans", "read in colour"),
+            ("model.in_chans=1", "model.in_chans", "read in color"),
             ("training.compile_mode=max-autotune", "training.compile_mode", "set training.compile=true"),
         ],
     )

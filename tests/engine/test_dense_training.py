@@ -194,7 +194,9 @@ def test_a_run_is_not_resumed_with_labels_that_mean_something_else(scenes, tmp_p
         for category, name in zip(content["categories"], reversed(names), strict=True):
             category["name"] = name
         path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"run\.resume: .* has learnt the classes .*, the data has .*begin another"):
+    with pytest.raises(
+        ConfigError, match=r"run\.resume: .* was trained on the classes .*, the data has .*start another"
+    ):
         train.train(dense_config("retinanet", copy, tmp_path / "runs", f"run.resume={folder}"))
 
 

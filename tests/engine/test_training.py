@@ -137,7 +137,7 @@ def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_then(tmp_
     weights = final_weights(folder)
     slow = ["ema.enabled=true", "ema.decay=0.999999", "ema.decay_base_size=null"]
     train.train(config(tmp_path, "run.experiment=run", "run.resume=auto", *slow))
-    assert "the average begins here" in capsys.readouterr().out
+    assert "averaging starts here" in capsys.readouterr().out
     torch.testing.assert_close(final_weights(folder, "model_ema.safetensors"), weights, rtol=0, atol=1e-4)
 
 

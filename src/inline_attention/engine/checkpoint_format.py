@@ -1,4 +1,4 @@
-"""One checkpoint of a training: a folder of weights, state and a manifest with the checksum of each.
+"""A training checkpoint: a folder of weights, state and a manifest with their checksums.
 
     model.safetensors      the weights, as `inline_attention.models.checkpoints` writes and reads them
     model_ema.safetensors  their moving average, where there is one
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.engine.durable_files import follow_pointer, sync_folder, write_durably
+from inline_attention.engine.durable_files import follow_pointer, write_durably
 from inline_attention.engine.plain_data import tensors_in
 from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
 from inline_attention.models.reading import check_pickle_file
-from inline_attention.support.files import open_regular, read_bounded
+from inline_attention.support.files import open_regular, read_bounded, sync_folder
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json
 
@@ -42,13 +42,13 @@ LONGEST_MODEL_NAME = 200
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What a checkpoint holds, on the CPU.
+    """The content of a checkpoint, on the CPU.
 
     Attributes:
-        weights: The model's, without the prefixes that DDP and `torch.compile` add to names.
-        ema_weights: Their moving average, if one was saved.
-        state: The rest, as it was given to be saved.
-        metadata: The notes in the file of weights, such as `model` and `class_names`.
+        weights: Weights of the model, without the name prefixes of DDP and `torch.compile`.
+        ema_weights: Averaged weights; None if none were saved.
+        state: The state that was saved.
+        metadata: Metadata of the file of weights, such as `model` and `class_names`.
     """
 
     weights: dict[str, Tensor]
@@ -67,16 +67,16 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """What a checkpoint's manifest says of it. `verify` tells whether the files agree.
+    """What a checkpoint's manifest says. `verify` compares the files with it.
 
     Attributes:
-        path: The folder.
-        sequence: Counts the saves of a run: the newest checkpoint has the highest, whatever its step.
-        step: Optimizer steps done.
-        epoch: The epoch it belongs to, as its writer counts.
-        metric: The figure of merit, if it was measured; possibly NaN.
-        model: The registered name of the model; empty if it has none.
-        files: By name.
+        path: Folder.
+        sequence: Number of the save; the newest checkpoint has the highest, whatever its step.
+        step: Number of updates.
+        epoch: Epoch.
+        metric: Metric, perhaps NaN; None if it was not evaluated.
+        model: Registered name of the model; empty if it has none.
+        files: Files by name.
     """
 
     path: Path
@@ -88,10 +88,10 @@ class TrainingCheckpoint:
     files: Mapping[str, StoredFile]
 
     def check_sizes(self) -> None:
-        """Check that all files are there and none is cut short, without reading them.
+        """Check that all files exist with the right sizes, without reading them.
 
         Raises:
-            CheckpointError: Naming the first file that is not as it was written.
+            CheckpointError: With the first file that differs.
         """
         for name, stored in self.files.items():
             path = self.path / name
@@ -110,7 +110,7 @@ class TrainingCheckpoint:
         """Check every byte of every file.
 
         Raises:
-            CheckpointError: Naming the first file that is not as it was written.
+            CheckpointError: With the first file that differs.
         """
         self.check_sizes()
         for name, stored in self.files.items():
@@ -123,8 +123,8 @@ class TrainingCheckpoint:
         """Verify and read all files. Nothing in them is run.
 
         Raises:
-            UnsafeCheckpointError: If the state asks for code.
-            CheckpointError: If a file is not as it was written.
+            UnsafeCheckpointError: If the state contains code.
+            CheckpointError: If a file is damaged.
         """
         self.verify()
         file = open_checkpoint(self.path / WEIGHTS)
@@ -133,9 +133,9 @@ class TrainingCheckpoint:
 
 
 def find_weights(path: Path, *, averaged: bool = False) -> Path:
-    """The file of weights that a path means: itself, or that of a run's best checkpoint, or of a checkpoint.
+    """Return the file of weights of a path: a file, a checkpoint, or a run, of which the best checkpoint counts.
 
-    Of a run without a best checkpoint, as one that was never evaluated, the last is meant.
+    A run that was never evaluated has no best checkpoint; then the last one counts.
 
     Raises:
         CheckpointError: If it is a folder without any.
@@ -149,7 +149,7 @@ def find_weights(path: Path, *, averaged: bool = False) -> Path:
         if (folder / name).is_file():
             return folder / name
         if (folder / WEIGHTS).is_file():
-            break  # the last checkpoint's average in place of the best one's would be a surprise
+            break  # never the last checkpoint's average in place of the best one's
     wanted = "averaged weights" if averaged else "weights"
     expected = ", ".join(str(Path(place, name)) for place in places)
     raise CheckpointError(
@@ -170,7 +170,7 @@ def write_training_checkpoint(
     state: Mapping[str, Any],
     metadata: Mapping[str, str],
 ) -> None:
-    """Fill a new, empty folder, and wait until the disk has all of it. `state` is plain data.
+    """Write a checkpoint to a new, empty folder and flush it to disk. `state` is plain data.
 
     Raises:
         OSError, RuntimeError: If the disk does not take it.
@@ -201,7 +201,7 @@ def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
     """Read the manifest of a checkpoint, and none of its other files.
 
     Args:
-        path: Its folder, or a pointer to it such as `checkpoints/last`.
+        path: Folder, or a pointer to it such as `checkpoints/last`.
 
     Raises:
         CheckpointError: If there is none, it was altered, or a later version of this library wrote it.
@@ -264,7 +264,7 @@ def _whole_number(name: str, value: object) -> int:
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
-    """JSON with a checksum of itself."""
+    """Return JSON with a checksum of itself."""
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": checksum}, indent=2) + "\n").encode()
 
@@ -288,7 +288,7 @@ def _read_state(path: Path) -> dict[str, Any]:
             f"{path} asks for more than plain data, which this library never writes. "
             f"It was refused and nothing in it was run; {USE_ANOTHER}"
         ) from None
-    except Exception as error:  # a file that somebody else wrote can fail anywhere
+    except Exception as error:  # a damaged file can fail anywhere
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read as a training's state ({reason}); {USE_ANOTHER}") from error
     if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written in full or not at all, found again, the newest and the best of them kept."""
+"""The checkpoints of a run: written atomically, verified, the newest and the best kept."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from inline_attention.engine.durable_files import (
     point_to,
     remove_folder,
     remove_unfinished,
-    sync_folder,
-    unfinished,
 )
 from inline_attention.engine.plain_data import plain_copy, tensor_bytes
 from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.support.files import sync_folder, unfinished
 from inline_attention.support.text import printable
 
 __all__ = [
@@ -52,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written. Those from before are as they were.
+    """A checkpoint could not be written. Earlier ones are unchanged.
 
     Attributes:
-        needed: About how many bytes it takes.
-        free: How many are free; None where the system does not tell.
+        needed: Approximate size in bytes.
+        free: Free bytes; None if unknown.
     """
 
     def __init__(self, message: str, needed: int = 0, free: int | None = None):
@@ -68,11 +67,8 @@ class CheckpointWriteError(CheckpointError):
 class CheckpointStore:
     """A folder of checkpoints, `step-00001234` and so on, with the pointers `last` and `best` to two of them.
 
-    A process killed at any moment of a save leaves the checkpoints from before, or these and a complete new one.
-    The pointers are for people, and links where the file system has them: `inline predict --checkpoint
-    RUN/checkpoints/best/model.safetensors`. What counts is in the manifests.
-
-    Several ranks may read; one writes.
+    A process killed during a save leaves the earlier checkpoints, or these and a complete new one. The pointers are
+    for users, and links if the file system has them; the manifests decide. Several ranks may read, one writes.
     """
 
     def __init__(
@@ -83,13 +79,13 @@ class CheckpointStore:
         keep_best: int = 1,
         higher_is_better: bool = True,
     ):
-        """Name the folder; it is made by the first save.
+        """Set up. The first save creates the folder.
 
         Args:
-            folder: Such as `RUN/checkpoints`.
-            keep_last: How many of the newest to keep; two, so that one that decays on the disk leaves another.
-            keep_best: How many of those with the best metric to keep besides.
-            higher_is_better: Whether a metric is an accuracy rather than a loss.
+            folder: Folder, such as `RUN/checkpoints`.
+            keep_last: Number of newest checkpoints to keep.
+            keep_best: Number of best checkpoints to keep besides.
+            higher_is_better: True for accuracies, False for losses.
         """
         if keep_last < 1 or keep_best < 0:
             raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last=}, {keep_best=}")
@@ -109,22 +105,22 @@ class CheckpointStore:
         metric: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> TrainingCheckpoint:
-        """Write a checkpoint, then remove those that are no longer to be kept.
+        """Write a checkpoint, then remove those that need not be kept.
 
-        A checkpoint of the same step is replaced, its metric included. Other processes that save to this folder wait.
+        A checkpoint of the same step is replaced. Other processes that save to this folder wait.
 
         Args:
-            step: Optimizer steps done.
-            epoch: The epoch it belongs to.
-            weights: A state dict; names lose the prefixes of DDP and `torch.compile`.
-            state: All else that going on takes: dicts, lists, tuples, sets, numbers, strings and dense tensors.
-            ema_weights: A state dict of averaged weights.
-            metric: The figure of merit. One that is not finite never counts as best.
-            metadata: Notes for the files of weights, such as `model` and `class_names` (a JSON list).
+            step: Number of updates.
+            epoch: Epoch.
+            weights: State dict. Name prefixes of DDP and `torch.compile` are removed.
+            state: Other state: dicts, lists, tuples, sets, numbers, strings and dense tensors.
+            ema_weights: State dict of averaged weights.
+            metric: Metric. A non-finite one never counts as best.
+            metadata: Metadata of the weights, such as `model` and `class_names` (a JSON list).
 
         Raises:
-            CheckpointWriteError: If the disk is full, read-only or otherwise unwilling.
-            TypeError: If there is something else in the state; the message says where.
+            CheckpointWriteError: If the disk is full, read-only or broken.
+            TypeError: If the state contains anything else. The message says where.
         """
         contents = {
             "step": operator.index(step),  # these three may come as NumPy numbers or tensors
@@ -137,7 +133,7 @@ class CheckpointStore:
         }
         needed = HEADROOM + tensor_bytes(contents["state"])
         needed += sum(_weights_bytes(tensors) for tensors in (weights, ema_weights or {}))
-        outer = sys.exception()  # the trouble that this save is made in, if any, is not its own
+        outer = sys.exception()  # an error that is being handled during this save is not its own
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with exclusive(self.folder) as alone:
@@ -188,10 +184,9 @@ class CheckpointStore:
         return open_training_checkpoint(path)
 
     def _tidy(self, saved: TrainingCheckpoint) -> None:
-        """Point to the last and the best, and remove what is not to be kept. A failure is no reason to stop training.
+        """Update the pointers and remove old checkpoints. A failure does not stop training.
 
-        Damaged checkpoints do not count and stay, as somebody may want to rescue what they can, until their step is
-        saved again.
+        Damaged checkpoints stay until their step is saved again, as parts of them may be rescued.
         """
         with _only_warning(saved):
             complete = [checkpoint for checkpoint in self._readable() if _is_complete(checkpoint)]
@@ -232,7 +227,7 @@ class CheckpointStore:
             raise CheckpointError(f"{self.folder} cannot be read ({error.strerror})") from error
 
     def _readable(self, report: bool = False) -> list[TrainingCheckpoint]:
-        """All checkpoints with an intact manifest; the others are named in the log if asked."""
+        """Return all checkpoints with an intact manifest; optionally log the others."""
         checkpoints: list[TrainingCheckpoint] = []
         for path in self._folders():
             try:
@@ -245,7 +240,7 @@ class CheckpointStore:
         return checkpoints
 
     def _best_first(self, checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
-        """Those with a finite metric; of equals, the earlier one first."""
+        """Return those with a finite metric; of equals, the earlier first."""
         sign = -1 if self.higher_is_better else 1
         measured = [
             (sign * checkpoint.metric, checkpoint.sequence, checkpoint)
@@ -256,7 +251,7 @@ class CheckpointStore:
 
 
 def _newest_first(checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
-    # Not by step: whoever goes back to an older checkpoint and on from there goes on from there after a stop, too.
+    # Not by step: a run that was resumed from an older checkpoint continues from there after a stop, too.
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence, reverse=True)
 
 
@@ -285,7 +280,7 @@ def _step_of(folder: Path) -> int | None:
 
 
 def _rename_to_free_name(source: Path, target: Path) -> Path:
-    """Rename a folder to `target`, or, where that is taken, to `target-2` and so on: no folder replaces another."""
+    """Rename a folder to `target`, or to `target-2` and so on if that exists."""
     for number in count(1):
         free = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:
@@ -307,11 +302,11 @@ def _only_warning(saved: TrainingCheckpoint) -> Iterator[None]:
 
 
 def _disk_trouble(error: BaseException, outer: BaseException | None) -> str | None:
-    """What the file system said, found behind the errors of torch and safetensors; None if something else is wrong.
+    """Return the file system's message behind an error of torch or safetensors; None if there is none.
 
     Args:
-        error: What was raised.
-        outer: What was being handled before, where the search ends.
+        error: The error.
+        outer: Error that was being handled before, at which the search ends.
     """
     link: BaseException | None = error
     while link is not None and link is not outer:
@@ -324,7 +319,7 @@ def _disk_trouble(error: BaseException, outer: BaseException | None) -> str | No
 
 
 def _weights_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Tensors that share memory are written one by one; what is no tensor is left out."""
+    """Return the bytes of all tensors; shared memory is written for each."""
     return sum(value.nbytes for value in weights.values() if isinstance(value, Tensor))
 
 

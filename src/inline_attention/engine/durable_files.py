@@ -1,39 +1,32 @@
-"""Files and folders that are there in full or not at all, whenever the process or the machine stops.
+"""Folders that exist in full or not at all, pointers between them, and locks.
 
-Everything unfinished carries a name of its own until a rename, which the file system does in one step, gives it the
-real one. What a killed process leaves behind is therefore known by its name.
+Unfinished files and folders have names of their own, so that what a killed process leaves behind is recognized.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from inline_attention.support.files import UNFINISHED, unfinished
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-UNFINISHED = ".unfinished-"
 LOCK_FILE = ".lock"
 LONGEST_NAME = 255  # bytes, on common file systems
 LOCK_TIMEOUT = 120.0  # seconds; far longer than a save takes
 
 
-def unfinished(path: Path) -> Path:
-    """A fresh name beside `path` for what is to become it, or was it and is to go."""
-    return path.with_name(f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}")
-
-
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left in a folder. Call it only while `exclusive` holds: others may be at work."""
+    """Remove what killed processes left in a folder. Call it only inside `exclusive`."""
     for path in folder.glob(f"{UNFINISHED}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -43,35 +36,24 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder such that nobody ever sees half of it under its name."""
+    """Remove a folder atomically: rename it first."""
     doomed = unfinished(folder)
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and wait until the disk has it."""
+    """Write a new file and flush it to disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder: a file's own fsync covers only what is in it."""
-    if sys.platform == "win32":
-        return  # folders cannot be opened there
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def point_to(pointer: Path, name: str | None) -> None:
-    """Make `pointer` a symbolic link to `name` beside it, or, where there are no links, a text file with that name.
+    """Point to `name` beside `pointer`, by a symbolic link or, without links, a text file. None removes it.
 
-    It is replaced in one step; None removes it.
+    It is replaced atomically.
     """
     if name is None:
         pointer.unlink(missing_ok=True)
@@ -102,7 +84,7 @@ def follow_pointer(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Free space where `path` is or would be, in bytes; None where the system does not tell."""
+    """Return the free bytes on the disk of `path`, which need not exist; None if unknown."""
     for parent in (path, *path.absolute().parents):
         with suppress(OSError):
             return shutil.disk_usage(parent).free
@@ -111,15 +93,15 @@ def free_bytes(path: Path) -> int | None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Wait until no other thread or process is at work in a folder, and keep the others waiting meanwhile.
+    """Lock a folder against other threads and processes; wait for them first.
 
-    The lock is the operating system's, so it ends with the process, however that ends.
+    The lock is the operating system's, so it ends with the process.
 
     Yields:
-        Whether there is a lock: a few file systems have none.
+        True if there is a lock; a few file systems have none.
 
     Raises:
-        TimeoutError: If another has been at work for `LOCK_TIMEOUT` seconds.
+        TimeoutError: If another process holds the lock for `LOCK_TIMEOUT` seconds.
     """
     with (folder / LOCK_FILE).open("ab") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT

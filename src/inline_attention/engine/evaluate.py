@@ -39,10 +39,10 @@ def evaluate(
     precision: Precision,
     sync: RankSync,
 ) -> AnyMetrics:
-    """Evaluate in eval mode; the model is left in the mode it was in.
+    """Evaluate in eval mode, then restore the mode.
 
     Raises:
-        InterruptedBySignalError: If told to stop.
+        InterruptedBySignalError: After a signal.
         BrokenImagesError: If too many images are broken.
         ValueError: If there is nothing to evaluate on.
     """
@@ -58,7 +58,7 @@ def evaluate(
     return evaluator.compute(processes)
 
 
-CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images that are run at once: a detector's are some twenty times as large
+CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images per forward pass; a detector's are about twenty times as large
 
 
 def evaluate_checkpoint(
@@ -81,26 +81,26 @@ def evaluate_checkpoint(
     device: str = "auto",
     on_note: Callable[[str], None] | None = None,
 ) -> Metrics | None:
-    """What the model of a file is worth, in the figures of its task; None in all but the main process.
+    """Evaluate the model of a file. Returns None on all ranks but 0.
 
     Args:
-        path: A file of weights, or a folder of a training checkpoint.
-        dataset: Of a classifier, as `open_dataset` names it, "folder" if None; others know theirs.
-        data_dir: Its folder.
+        path: File of weights, run, or training checkpoint.
+        dataset: Dataset of a classifier, see `open_dataset`; None for "folder".
+        data_dir: Data folder.
         split: Split or subfolder.
-        repair: Of detectors and segmenters: repair what can be repaired in what is used.
+        repair: Repair faults of detection and segmentation data in memory.
         allow_outside_files: Read files that annotations or `image_folder` name outside of `data_dir`.
-        model_name: Of a classifier, the model; as the file says, if None.
-        model_arguments: Of a classifier, further arguments of the model, besides those that the file names.
-        size: Pixels of the side of a classifier's images, or of the shorter side of others'; the model's own, if None.
-        use_ema: Demand the averaged weights.
-        image_folder: Of segmenters: as for `find_pair_folders`.
-        map_folder: Of segmenters: as for `find_pair_folders`.
-        batch_size: Images of a forward pass; 64 of a classifier and 4 of others, if None.
-        workers: Processes that read images.
+        model_name: Model of a classifier; None for the file's.
+        model_arguments: Further arguments of a classifier.
+        size: Image side, or shorter side for detectors and segmenters; None for the model's own.
+        use_ema: Require averaged weights.
+        image_folder: Image folder of a segmenter's data, see `find_pair_folders`.
+        map_folder: Label map folder of a segmenter's data, see `find_pair_folders`.
+        batch_size: Images per forward pass; None for 64 (classifiers) or 4.
+        workers: Worker processes.
         amp: "bf16", "fp16", "auto" or "off".
         device: "auto", "cpu", "cuda" or "cuda:N".
-        on_note: Called in the main process, before the evaluation, with what was repaired.
+        on_note: Called on rank 0 with each note on repairs.
 
     Raises:
         CheckpointError: If the file cannot be read or does not fit.
@@ -147,7 +147,7 @@ def evaluate_checkpoint(
         model = task.build_model(class_names)
         load_checkpoint(model, file)
         model, precision = model.to(processes.device), Precision(amp, processes.device)
-        # Nothing is learnt here. float16 has too small a range for what blocks add up to.
+        # float16 has too small a range for the sums of blocks.
         if precision.dtype == torch.bfloat16:
             cast_backbones(model, precision.dtype)
         broken = BrokenImages(len(source), BrokenImageLimit())

@@ -1,4 +1,4 @@
-"""Plain data: what a file can hold that is read back without running anything in it."""
+"""Plain data: containers, scalars and tensors that can be read back without running code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DEEPEST = 100
 
 
 def plain_copy(value: Any, name: str, _depth: int = 0) -> Any:
-    """The same containers and scalars, with tensors detached and on the CPU; the values of CPU tensors are shared.
+    """Copy containers and scalars, with tensors detached and on the CPU. CPU tensors share their memory.
 
-    Types count exactly: a NumPy number that passes for a `float` would be refused when it is read back.
+    Types must match exactly: a NumPy number that is a `float` could not be read back.
 
     Args:
         value: Scalars, strings, dense tensors, and dicts, lists, tuples and sets of them.
-        name: What errors call it; they go on from there, as in `state['optimizer']['lr']`.
+        name: Name in error messages, such as `state`; they continue it, as in `state['optimizer']['lr']`.
 
     Raises:
-        TypeError: If something else is in it. The message says where.
+        TypeError: If it contains anything else. The message says where.
     """
     kind = type(value)
     if _depth > DEEPEST:
@@ -53,7 +53,7 @@ def plain_copy(value: Any, name: str, _depth: int = 0) -> Any:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in plain data; memory that several share counts once."""
+    """Return the bytes of all tensors in plain data. Shared memory counts once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(value)}
     return sum(storages.values())
 

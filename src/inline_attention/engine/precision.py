@@ -1,4 +1,4 @@
-"""Mixed precision: in what dtype matrix products are done, and the loss scaling that float16 needs."""
+"""Mixed precision: autocast dtype and loss scaling."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Precision:
     """Autocast to bfloat16 or float16, or none; gradients scaled for float16 on GPUs.
 
     Attributes:
-        dtype: Of products; None where that is the weights' own.
-        scaler: Of losses.
+        dtype: Autocast dtype; None without autocast.
+        scaler: Gradient scaler, enabled for float16 on GPUs.
     """
 
     def __init__(self, amp: str, device: torch.device):
-        """Choose.
+        """Choose the precision.
 
         Args:
-            amp: "bf16", "fp16", "auto" (bf16 where the device has it, otherwise fp16) or "off".
-            device: Where products are done.
+            amp: "bf16", "fp16", "auto" (bf16 if the device has it, else fp16) or "off".
+            device: Device of the model.
 
         Raises:
-            ValueError: If it is none of these.
+            ValueError: If `amp` is anything else.
         """
         if amp == "auto":
             amp = "bf16" if _has_bfloat16(device) else "fp16"
@@ -37,7 +37,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16" and device.type == "cuda")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for forward passes."""
+        """Return the context for forward passes."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, self.dtype)

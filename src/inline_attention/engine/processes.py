@@ -1,4 +1,4 @@
-"""The processes of a run: one on a laptop, many under torchrun. The engine asks them, not the environment."""
+"""Ranks of a run: one on a laptop, many under torchrun."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 class DeviceError(ValueError):
-    """A device that is not there."""
+    """There is no such device."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others.
+    """This rank, and collectives over all ranks.
 
     Attributes:
-        rank: Number of this process, from 0.
-        world_size: How many there are.
-        device: Where this one computes.
+        rank: Number of this rank, from 0.
+        world_size: Number of ranks.
+        device: Device of this rank.
     """
 
     rank: int
@@ -38,17 +38,17 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and talks."""
+        """True on rank 0, which writes and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, in each."""
+        """Return the sum over all ranks, in each."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def any(self, *conditions: bool) -> tuple[bool, ...]:
-        """Of each condition, whether it holds in any process: all must ask."""
+        """Return for each condition if it holds on any rank. All ranks must call it."""
         if self.world_size == 1:
             return conditions
         flags = torch.tensor(conditions, dtype=torch.float32, device=self.device)
@@ -56,13 +56,13 @@ class Processes:
         return tuple(flag > 0 for flag in flags.tolist())
 
     def adopt_main(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors the values that they have in the main process: all must ask."""
+        """Copy tensors from rank 0 to all ranks. All ranks must call it."""
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def gather(self, value: T) -> list[T]:
-        """What each process has, in the order of their numbers: all must ask."""
+        """Return the values of all ranks, in order. All ranks must call it."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -72,11 +72,11 @@ class Processes:
 
 @contextmanager
 def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Iterator[Processes]:
-    """Join the processes that torchrun has started, if it has; leave them in the end.
+    """Join the ranks that torchrun started, if any, and leave them at the end.
 
     Args:
-        device: "auto" (a GPU of its own for each process, if there is one), "cpu", "cuda" or "cuda:N".
-        timeout_minutes: How long to wait for the others before giving up.
+        device: "auto" (one GPU per rank, if there are any), "cpu", "cuda" or "cuda:N".
+        timeout_minutes: Minutes to wait for other ranks.
 
     Raises:
         DeviceError: If there is no such device.
@@ -90,7 +90,7 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # torchrun starts all processes again when one dies, but keeps the store: what the dead wrote there must not be met.
+    # torchrun restarts all ranks when one dies, but keeps the store: entries of the old ranks must not be read.
     attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)

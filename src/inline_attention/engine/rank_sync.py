@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class BrokenReport:
-    """Keeps the lists of the processes the same, each image in them once."""
+    """Shares the lists of broken images between ranks, and writes them to the run's folder."""
 
     def __init__(self, lists: Sequence[BrokenImages], processes: Processes, folder: Path | None = None):
-        """Start with what the lists hold.
+        """Set up.
 
         Args:
-            lists: Where the loaders of this process note what they meet: one for each dataset.
-            processes: This one among the others.
-            folder: Where to list them; None for nowhere.
+            lists: Broken images of this rank's loaders, one list per dataset.
+            processes: Ranks of the run.
+            folder: Folder for the list; None for no list.
         """
         self._lists, self._processes, self._folder = lists, processes, folder
         self._known = 0
@@ -37,14 +37,14 @@ class BrokenReport:
 
     @property
     def has_news(self) -> bool:
-        """Whether this process has met images that the others have not heard of."""
+        """True if this rank has found images that the others do not know."""
         return len(self) > self._known
 
     def share(self) -> None:
-        """Tell each other, and list all; all processes must take part.
+        """Share the lists. All ranks must call it.
 
         Raises:
-            BrokenImagesError: In all of them, if there are more than allowed in one of the datasets.
+            BrokenImagesError: On all ranks, if a dataset has more than allowed.
         """
         gathered = self._processes.gather([list(images) for images in self._lists])
         try:
@@ -64,11 +64,11 @@ class BrokenReport:
         logger.warning("left out %d broken images%s; the last: %s", new, where, printable(everything[-1]))
 
     def state(self) -> list[list[tuple[str, str]]]:
-        """For a checkpoint: name and reason of each, by dataset."""
+        """Return name and reason of each image, by dataset, for a checkpoint."""
         return [[(image.name, image.reason) for image in images] for images in self._lists]
 
     def restore(self, state: list[list[tuple[str, str]]]) -> None:
-        """Take up what a run has met before."""
+        """Restore the lists from a checkpoint."""
         for images, entries in zip(self._lists, state, strict=True):
             images.add(BrokenImage(name, reason) for name, reason in entries)
 
@@ -77,39 +77,39 @@ AnyBatch = TypeVar("AnyBatch")
 
 
 class RankSync:
-    """Fetches batches; what one process has met on the way, all of them answer."""
+    """Fetches batches. Signals and broken images of one rank stop all of them."""
 
     def __init__(self, processes: Processes, interruption: Interruption, broken: BrokenReport):
-        """Watch for signals and broken images.
+        """Set up.
 
         Args:
-            processes: This one among the others.
-            interruption: Signals to this process.
-            broken: Broken images of all processes.
+            processes: Ranks of the run.
+            interruption: Signals to this rank.
+            broken: Broken images of all ranks.
         """
         self.processes, self._interruption, self._broken = processes, interruption, broken
 
     def fetch(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
-        """The next batches of this process, fewer where they end; all processes must call it equally often.
+        """Return the next batches of this rank, fewer at the end. All ranks must call it equally often.
 
         Raises:
-            InterruptedBySignalError: In all of them, if one was told to stop.
-            BrokenImagesError: In all of them, if together they met more broken images than allowed.
+            InterruptedBySignalError: On all ranks, if one got a signal.
+            BrokenImagesError: On all ranks, if there are more broken images than allowed.
         """
         fetched = self.read(batches, count)
         self.agree()
         return fetched
 
     def read(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
-        """The first half of `fetch`: whoever reads ahead agrees when the batches are needed."""
-        with suppress(BrokenImagesError):  # which is news, and raised by all when they agree
+        """Read batches ahead, without synchronizing; call `agree` before using them."""
+        with suppress(BrokenImagesError):  # raised on all ranks by `agree`
             return list(islice(batches, count))
         return []
 
     def agree(self) -> None:
-        """The second half of `fetch`."""
-        is_told_to_stop, is_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
-        if is_news:
+        """Synchronize ranks: raise on all if one got a signal or too many images are broken."""
+        is_stopped, has_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
+        if has_news:
             self._broken.share()
-        if is_told_to_stop:
+        if is_stopped:
             raise InterruptedBySignalError(self._interruption.number or signal.SIGTERM)

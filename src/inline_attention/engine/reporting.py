@@ -1,4 +1,4 @@
-"""What a run writes for people: progress on the console, summary.csv, args.yaml, environment.json, TensorBoard."""
+"""Reports of a run: console progress, summary.csv, args.yaml, environment.json, TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUMMARY = "summary.csv"
 
 
 class RunReport:
-    """The run's folder and console, in the main process; in others it says and writes nothing."""
+    """Writes to the run's folder and the console, on rank 0 only."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class RunReport:
         total_updates: int,
         on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
     ):
-        """Write the settings and where they run.
+        """Write settings and environment.
 
         Args:
-            folder: Of the run; made here.
-            config: Its settings.
-            is_main: Whether this process reports.
-            total_updates: Of the whole run, for the time that remains.
-            on_epoch: Called with each row of the table of epochs, instead of anything on the console.
+            folder: Folder of the run; created here.
+            config: Settings of the run.
+            is_main: True on rank 0, which reports.
+            total_updates: Number of updates, for the remaining time.
+            on_epoch: Called with each row of summary.csv, instead of console output.
         """
         self._folder, self._interval, self._is_main = folder, config.logging.interval, is_main
         self._on_epoch = on_epoch
@@ -79,25 +79,25 @@ class RunReport:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Stop the progress display."""
         self._progress.stop()
         for curves in self._curves:
             curves.close()
 
     def say(self, line: str) -> None:
-        """A line on the console."""
+        """Print a line on the console."""
         text = "\n".join(map(printable, line.split("\n")))  # it may name files
         self._console.print(text, highlight=False, markup=False)
 
     def update_done(self, update: int, epoch: int, images: int, loss: float, lr: float) -> None:
-        """One update; every so many of them are a line of the log and a point of the curves.
+        """Report an update; some become a line of the log and a point of the curves.
 
         Args:
-            update: Updates done since the start of training.
-            epoch: From 0.
-            images: Images of this update, over all processes.
-            loss: Of this update.
-            lr: Learning rate it was made with.
+            update: Number of updates so far.
+            epoch: Epoch, from 0.
+            images: Images of this update, over all ranks.
+            loss: Loss of this update.
+            lr: Learning rate of this update.
         """
         self._images_since += images
         self._update = update
@@ -117,9 +117,9 @@ class RunReport:
             curves.add(values, update)
 
     def epoch_done(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the table of all epochs so far; the last row is news."""
+        """Write summary.csv and print its last row."""
         row = rows[-1]
-        # Nothing skipped, nothing broken, no objects of a size: in the file, but no news.
+        # Zeros and NaN are in the file, but not on the console.
         news = {
             key: value for key, value in row.items() if (not isnan(value) if isinstance(value, float) else value != 0)
         }
@@ -141,7 +141,7 @@ class RunReport:
 
 
 class _Curves(Protocol):
-    """Somewhere that curves are drawn: values by name, over updates."""
+    """A destination of curves: values by name, over updates."""
 
     def add(self, values: Mapping[str, float], update: int) -> None: ...
 
@@ -180,7 +180,7 @@ class _WeightsAndBiases:
         except ImportError as error:
             message = "expected Weights & Biases to be installed (pip install 'inline-attention[wandb]'), or false"
             raise ConfigError([Problem("logging.wandb", message)]) from error
-        # One curve per run folder: a resumed run goes on with its own.
+        # One curve per run folder: a resumed run continues its own.
         self._run: Any = wandb.init(
             project=config.logging.wandb_project, name=folder.name, id=folder.name, resume="allow", dir=str(folder),
             config=to_mapping(config),

@@ -1,4 +1,4 @@
-"""How several devices share a model: each has all of it, or a part. Both save and load the same checkpoints."""
+"""Data parallelism: replicated (DDP) or sharded (FSDP2). Both save and load the same checkpoints."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ StateDict = dict[str, Any]
 
 
 class Strategy(Protocol):
-    """What the training loop asks of either."""
+    """The interface of both strategies."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Change the model in place, before its optimiser is made."""
+        """Change the model in place, before its optimizer is created."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What to call in forward passes."""
+        """Return the module for forward passes."""
         ...
 
     def without_exchange(self, runnable: nn.Module) -> AbstractContextManager[Any]:
-        """A context for backward passes whose gradients need not be exchanged yet."""
+        """Return a context for backward passes without gradient exchange."""
         ...
 
     def gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which processes may run the model without waiting for each other; all must enter it."""
+        """Return a context in which ranks run the model without waiting for each other. All must enter it."""
         ...
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Whole weights; all processes take part, the main one gets them."""
+        """Return whole weights on rank 0. All ranks must call it."""
         ...
 
     def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Take whole weights up again."""
+        """Load whole weights."""
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-        """Whole state by names of parameters; all processes take part, the main one gets it."""
+        """Return the whole state, by parameter names, on rank 0. All ranks must call it."""
         ...
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Take it up again."""
+        """Load the state."""
 
 
 class Replicated:
-    """Every device has the whole model; with several processes, PyTorch's DDP."""
+    """Every device has the whole model; with several ranks, PyTorch's DDP."""
 
     def __init__(self, processes: Processes):
         self._processes = processes
@@ -77,7 +77,7 @@ class Replicated:
         return runnable.no_sync() if isinstance(runnable, DistributedDataParallel) else nullcontext()
 
     def gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """It is whole everywhere already."""
+        """The model is whole everywhere."""
         del model
         return nullcontext()
 
@@ -90,7 +90,7 @@ class Replicated:
         model.load_state_dict(weights)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-        """Its state dict, with names of parameters instead of numbers, as the sharded one has."""
+        """Return the state dict with parameter names instead of numbers, as the sharded one has."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         numbered = optimizer.state_dict()
@@ -102,34 +102,34 @@ class Replicated:
         }
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Load it; an optimiser goes by the order of parameters, whatever they are called."""
+        """Load the state by the order of parameters."""
         del model
         optimizer.load_state_dict(state)
 
 
 class Sharded:
-    """Parameters, gradients and optimiser states divided among the devices: PyTorch's FSDP2, block by block."""
+    """Parameters, gradients and optimizer states are sharded: PyTorch's FSDP2, block by block."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Divide every block, then what is left."""
+        """Shard every block, then the rest."""
         for module in list(model.modules()):
             if module is not model and type(module).__name__.endswith("Block"):
                 fully_shard(module)
         fully_shard(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself, which gathers its blocks as it goes."""
+        """The model itself, which gathers one block at a time."""
         return model
 
     def without_exchange(self, runnable: nn.Module) -> AbstractContextManager[Any]:
-        """Keep whole gradients until they are wanted."""
-        return _Unsynchronised(runnable) if isinstance(runnable, FSDPModule) else nullcontext()
+        """Keep whole gradients until they are exchanged."""
+        return _WithoutSync(runnable) if isinstance(runnable, FSDPModule) else nullcontext()
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Every device has all parameters meanwhile, which is little beside what training takes.
+        """Every device has all parameters meanwhile, which takes little memory compared to training.
 
-        One process may have a batch more to evaluate than another, and must not wait for it to take part.
+        One rank may have one batch more to evaluate than another, and must not wait for it.
         """
         parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for part in parts:
@@ -139,7 +139,7 @@ class Sharded:
             yield
         finally:
             for part in parts:
-                # As FSDP2 has it by default: what belongs to no block is wanted again at once, by the backward pass.
+                # FSDP2's default: what belongs to no block is needed again at once, by the backward pass.
                 part.set_reshard_after_forward(part is not model, recurse=False)
                 part.reshard()
 
@@ -149,7 +149,7 @@ class Sharded:
         return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
 
     def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Each device takes its part."""
+        """Load the shard of each device."""
         set_model_state_dict(model, cast(Any, weights), options=StateDictOptions(full_state_dict=True))
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
@@ -158,11 +158,11 @@ class Sharded:
         return cast(StateDict, get_optimizer_state_dict(model, optimizer, options=options))
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Each device takes its part."""
+        """Load the shard of each device."""
         set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
-class _Unsynchronised:
+class _WithoutSync:
     def __init__(self, module: FSDPModule):
         self._module = module
 

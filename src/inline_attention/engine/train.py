@@ -95,19 +95,18 @@ def build_task(config: TrainConfig) -> Task:
 def train(
     config: TrainConfig, *, on_epoch: Callable[[Mapping[str, Any]], None] | None = None
 ) -> tuple[Path, Metrics | None]:
-    """Run, or resume, a training run in this process and its peers.
+    """Train or resume a run, on this rank and its peers.
 
     Args:
-        config: The settings.
-        on_epoch: Called in the main process with each row of summary.csv as it is written, instead of anything on the
-            console: for programs with a display of their own.
+        config: Settings.
+        on_epoch: Called on rank 0 with each row of summary.csv, instead of console output.
 
     Returns:
-        The run's folder, and the last evaluation if there was one.
+        Folder of the run, and the last evaluation if there was one.
 
     Raises:
-        ConfigError: With all that is wrong with settings or data, before anything is trained or written.
-        InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
+        ConfigError: With all problems of settings and data, before anything is trained or written.
+        InterruptedBySignalError: After SIGTERM or SIGINT, and a checkpoint.
     """
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
         _refuse(check(config, world_size=processes.world_size))
@@ -158,7 +157,7 @@ def _train_in(
             error.folder = folder
             raise
         except RuntimeError as error:
-            # Torch tells of a dead data worker wherever the program happens to be, not only in the loader.
+            # Torch reports a dead worker wherever the program happens to be, not only in the loader.
             if (named := named_worker_error(error)) is not None:
                 raise named from error
             raise
@@ -172,10 +171,10 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _check_alike(processes: Processes, trainer: Trainer, checkpoint: TrainingCheckpoint | None) -> None:
-    """Refuse what would let processes train different things: folders that they do not share, images not all can read.
+    """Refuse ranks that differ: folders that they do not share, images that not all can read.
 
     Raises:
-        ConfigError: In all processes.
+        ConfigError: On all ranks.
     """
     found = processes.gather(None if checkpoint is None else (checkpoint.step, checkpoint.files[STATE].sha256))
     if len(set(found)) > 1:
@@ -192,9 +191,9 @@ def _check_alike(processes: Processes, trainer: Trainer, checkpoint: TrainingChe
 
 
 def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: TrainConfig, folder: Path) -> list[str]:
-    """Take up what there is to take up, before anything of the run is written over; what is to be said of it."""
+    """Resume, if there is a checkpoint, before anything is overwritten. Returns notes for the user."""
     if checkpoint is None:
-        notes = [f"nothing to resume in {folder}: the run begins"] if config.run.resume == "auto" else []
+        notes = [f"nothing to resume in {folder}: the run starts"] if config.run.resume == "auto" else []
         return notes if trainer.task.start is None else [*notes, f"weights: {trainer.task.start}"]
     notes = trainer.resume(checkpoint)
     position = trainer.position
@@ -203,7 +202,7 @@ def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: Tra
         unit, done, wanted = ("updates", position.updates, trainer.total_updates)
     if done > wanted:
         message = f"expected at least the {done} {unit} that {folder} has done, got {wanted}"
-        raise ConfigError([Problem(f"training.{unit}", f"{message}; nothing is left to do, raise it to go on")])
+        raise ConfigError([Problem(f"training.{unit}", f"{message}; nothing is left to do; raise it to continue")])
     where = (
         f"all {done} {unit} are done" if done == wanted else f"epoch {position.epoch + 1}, update {position.updates}"
     )
@@ -225,7 +224,7 @@ def _run_folder(config: TrainConfig, processes: Processes) -> Path:
 
 
 def _folder_of(path: Path) -> Path:
-    """The run that a checkpoint, or anything inside a run, belongs to."""
+    """Return the run that a checkpoint, or anything inside a run, belongs to."""
     for folder in (path, *path.absolute().parents):
         if (folder / CHECKPOINTS).is_dir():
             return folder

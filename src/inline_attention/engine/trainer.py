@@ -1,8 +1,8 @@
-"""The training loop: updates, evaluations, checkpoints, and going on exactly where a run stopped.
+"""The training loop: updates, evaluations, checkpoints and exact resuming.
 
-A run's position is (epoch, updates done in it). Everything that decides what comes next is in a checkpoint: weights,
-average, optimiser, random numbers, counters, the table of epochs. Samples depend on (seed, epoch, index) alone, and
-learning rates on the number of updates, so a run that was stopped and resumed on a CPU ends in the same bits.
+A run's position is (epoch, updates in it). A checkpoint holds everything that decides what comes next: weights,
+averages, optimizer, random states, counters and the rows of summary.csv. Samples depend on (seed, epoch, index) alone,
+and learning rates on the number of updates, so a run that was stopped and resumed on a CPU ends in the same bits.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ from inline_attention.support.untrusted import UntrustedDataError, parse_json
 from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
 
 LARGEST_NOTE = 1 << 24  # bytes of class names in a file of weights
-# What a setting decides in an optimiser's groups, beside the learning rate; other entries may be its state.
+# Entries of an optimizer's groups that settings decide, beside the learning rate; other entries may be its state.
 OPTIMIZER_SETTINGS = ("weight_decay", "betas", "eps", "momentum", "lr_scale")
 
 
 class DivergedError(RuntimeError):
-    """Too many losses or gradients in a row that are not finite."""
+    """Too many consecutive losses or gradients are not finite."""
 
 
 @dataclass
 class Position:
-    """Where a run is, and what it has counted.
+    """Position and counters of a run.
 
     Attributes:
-        epoch: The epoch it is in, from 0.
-        updates_in_epoch: Updates done in it; all of them, if only its evaluation is missing.
-        updates: Updates done since the start.
-        skipped: Updates left out because their loss, or a gradient, was not finite.
-        skipped_in_a_row: The last of them without one that was made.
-        loss_sum: Of the epoch's updates that were made.
-        losses: How many that are.
-        rows: The table of epochs.
+        epoch: Current epoch, from 0.
+        updates_in_epoch: Updates in it; all of them, if only its evaluation is missing.
+        updates: Updates since the start.
+        skipped: Updates skipped because loss or gradients were not finite.
+        skipped_in_a_row: Consecutive skipped updates at the end.
+        loss_sum: Sum of the epoch's losses, without skipped updates.
+        losses: Number of these losses.
+        rows: Rows of summary.csv.
     """
 
     epoch: int = 0
@@ -107,12 +107,12 @@ class Position:
         return position
 
     def start_next_epoch(self) -> None:
-        """The epoch is over."""
+        """Go to the next epoch."""
         self.epoch += 1
         self._forget_updates()
 
     def start_epoch_again(self, updates: int) -> None:
-        """Its samples are dealt out otherwise now: repeat some rather than miss some."""
+        """Restart the epoch, whose samples are in another order now: repeat some rather than miss some."""
         self.updates = updates
         self._forget_updates()
 
@@ -125,17 +125,17 @@ def _is_row(row: object) -> bool:
 
 
 class Trainer:
-    """One run, in one of its processes."""
+    """A run, on one of its ranks."""
 
     def __init__(self, resolved: ResolvedValues, task: Task, data: TaskData, folder: Path, processes: Processes):
-        """Build all parts.
+        """Build model, loaders, optimizer and schedule.
 
         Args:
-            resolved: The settings, and what follows from them.
-            task: What is to be learnt.
-            data: What it opened.
-            folder: Of the run.
-            processes: This one among the others.
+            resolved: Settings, and values that follow from them.
+            task: The task.
+            data: The task's data.
+            folder: Folder of the run.
+            processes: Ranks of the run.
         """
         config = resolved.config
         self.resolved, self.config, self.folder, self.processes = resolved, config, folder, processes
@@ -162,14 +162,14 @@ class Trainer:
                 validation=replace(reading, batch_size=validation_batch),
                 limit=BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share),
             )
-        except TooFewSamplesError as error:  # images in memory are read by now, and some may have been broken
+        except TooFewSamplesError as error:  # images in memory have been read, and some may be broken
             raise ConfigError([Problem("training.batch_size", str(error))]) from error
         self.broken = BrokenReport((self.loaders.broken, self.loaders.broken_validation), processes, folder)
         sharded = config.distributed.strategy == "fsdp2" and processes.world_size > 1
         self.strategy: Strategy = Sharded() if sharded else Replicated(processes)
         self.ema = None
         if resolved.ema_decay is not None:  # copied while the model is whole
-            # All at once is faster, but cannot take buffers, which are whole, beside parameters that are divided.
+            # Faster, but not possible with whole buffers beside sharded parameters.
             at_once = not (sharded and any(buffer.is_floating_point() for buffer in self.model.buffers()))
             self.ema = ModelEmaV3(self.model, resolved.ema_decay, use_warmup=config.ema.warmup, foreach=at_once)
             self.strategy.prepare(self.ema.module)
@@ -180,7 +180,7 @@ class Trainer:
         self.total_updates = resolved.total_updates(self.updates_per_epoch)
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
-        if self.total_updates > 0:  # timm asserts that there is something to schedule
+        if self.total_updates > 0:  # timm asserts that there are updates
             self.scheduler, _ = create_scheduler_v2(
                 self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
             )
@@ -208,38 +208,37 @@ class Trainer:
         torch.manual_seed(derived_seed("model", config.training.seed, processes.rank))
 
     def run(self, report: RunReport, interruption: Interruption) -> Metrics | None:
-        """Train to the end; the last evaluation, or None if there was nothing to do.
+        """Train to the end. Returns the last evaluation, or None if there was nothing to do.
 
         Raises:
-            InterruptedBySignalError: After saving, if told to stop.
+            InterruptedBySignalError: After a signal and a checkpoint.
             DivergedError: If the loss stays NaN or infinite.
             BrokenImagesError: If too many images are broken.
-            CheckpointWriteError: If there is no place for a checkpoint.
+            CheckpointWriteError: If a checkpoint cannot be written.
         """
         metrics = None
         sync = RankSync(self.processes, interruption, self.broken)
         try:
-            # By updates: the last epoch of a run that is continued may have been cut short.
+            # By updates: the last epoch of a resumed run may be incomplete.
             while self.position.updates < self.total_updates or self.position.updates_in_epoch > 0:
                 self._train_epoch(report, sync)
                 metrics = self._end_epoch(report, sync)
         except InterruptedBySignalError:
-            # Where nothing is new, the checkpoint that is there may have a metric, and this one would not.
+            # If nothing is new, the existing checkpoint may have a metric, which this one would not.
             if self._saved_at != (self.position.epoch, self.position.updates):
                 self.save()
             raise
         return metrics
 
     def close(self) -> None:
-        """End the processes that read images."""
+        """End the worker processes."""
         self.loaders.train.close()
         self.loaders.validation.close()
 
     def bytes_still_to_write(self) -> int:
-        """About how much disk the run's checkpoints will take, besides those that are there.
+        """Estimate the bytes of the run's checkpoints, besides existing ones.
 
-        An optimiser of Adam's kind is assumed: two moments for every weight. While the newest is written, all that are
-        kept are there.
+        Assumes two moments per weight, as Adam has. While the newest is written, all others exist.
         """
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
         copies = 3 if self.ema is None else 4
@@ -248,11 +247,11 @@ class Trainer:
         return copies * weights * max(1, settings.keep_last + settings.keep_best + 1 - there)
 
     def resume(self, checkpoint: TrainingCheckpoint) -> list[str]:
-        """Take up a run; the notes say what is not as it was."""
+        """Resume from a checkpoint. Returns notes on what has changed."""
         loaded = checkpoint.load()
         if not loaded.state.keys() >= {"deal", "optimizer_name"}:
-            message = f"{checkpoint.path} is of an earlier version of inline-attention, which noted less"
-            raise ConfigError([Problem("run.resume", f"{message}; begin another run with --initial-checkpoint")])
+            message = f"{checkpoint.path} is of an earlier version of inline-attention"
+            raise ConfigError([Problem("run.resume", f"{message}; start another run with --initial-checkpoint")])
         self._check_classes(checkpoint, loaded.metadata)
         self._check_fits(checkpoint, loaded.weights, loaded.state["optimizer_name"])
         try:
@@ -267,7 +266,7 @@ class Trainer:
             raise CheckpointError(f"{checkpoint.path} holds a state that cannot be resumed ({reason})") from error
 
     def _restore(self, loaded: LoadedCheckpoint, position: Position) -> list[str]:
-        """Take over all of a checkpoint; return notes on what is not as it was."""
+        """Restore everything from a checkpoint. Returns notes on what has changed."""
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
         own_settings = [
@@ -275,13 +274,13 @@ class Trainer:
         ]
         self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, own_settings, strict=True):
-            group.update(own)  # what is asked for now, not what the run had
+            group.update(own)  # the current settings, not those of the checkpoint
         if self.ema is not None:
             self.strategy.load_weights(self.ema.module, loaded.ema_weights or loaded.weights)
             if loaded.ema_weights is None:
-                notes.append("the run had no averaged weights: the average begins here")
+                notes.append("the run had no averaged weights: averaging starts here")
         self.broken.restore(state["broken"])
-        if state["scaler"]:  # empty where the run scaled no losses
+        if state["scaler"]:  # empty if the run did not scale losses
             self.precision.scaler.load_state_dict(state["scaler"])
         self.position = position
         self._saved_at = self.position.epoch, self.position.updates
@@ -307,7 +306,7 @@ class Trainer:
         }
 
     def _restart_changed_epoch(self, theirs: Mapping[str, int]) -> list[str]:
-        """Begin an epoch again whose samples are dealt out otherwise than before; what is to be said of it."""
+        """Restart the epoch if its samples are in another order than before. Returns a note on it."""
         ours, position = self._sampling(), self.position
         changed = [f"{name} {theirs[name]} before, {ours[name]} now" for name in ours if ours[name] != theirs[name]]
         is_resized = ours["updates per epoch"] != theirs["updates per epoch"]
@@ -320,7 +319,7 @@ class Trainer:
         return [f"{'; '.join(changed)}: epoch {position.epoch + 1} begins again"]
 
     def _check_classes(self, checkpoint: TrainingCheckpoint, metadata: Mapping[str, str]) -> None:
-        """Refuse data whose labels mean something else than they did."""
+        """Refuse data with other classes than those of the checkpoint."""
         try:
             theirs = parse_json(metadata.get("class_names", "null"), max_bytes=LARGEST_NOTE)
         except UntrustedDataError as error:
@@ -328,14 +327,14 @@ class Trainer:
         if theirs is not None and theirs != self.class_names:
             theirs = theirs if isinstance(theirs, list) else [theirs]
             before, now = show_difference([printable(name) for name in theirs], self.class_names)
-            message = f"{checkpoint.path} has learnt the classes {before}, the data has {now}"
-            advice = "resume with the data of the run, or begin another with --initial-checkpoint"
+            message = f"{checkpoint.path} was trained on the classes {before}, the data has {now}"
+            advice = "resume with the data of the run, or start another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
 
     def _check_fits(self, checkpoint: TrainingCheckpoint, weights: Mapping[str, torch.Tensor], optimizer: str) -> None:
         if optimizer != self.config.optimizer.name:
             message = f"expected {optimizer}, as in {checkpoint.path}, got {self.config.optimizer.name}"
-            advice = "an optimiser cannot take up another's state; begin another run with --initial-checkpoint"
+            advice = "an optimizer cannot load another's state; start another run with --initial-checkpoint"
             raise ConfigError([Problem("optimizer.name", f"{message}; {advice}")])
         ours = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -346,11 +345,11 @@ class Trainer:
                 for shapes, where in ((theirs, "there"), (ours, "in the model that is asked for"))
             )
             message = f"{checkpoint.path} is of another model ({name}: {shapes})"
-            advice = "resume with the settings of the run, or begin another with --initial-checkpoint"
+            advice = "resume with the settings of the run, or start another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
 
     def save(self, metric: float | None = None) -> None:
-        """Write a checkpoint of this moment; all processes take part."""
+        """Write a checkpoint. All ranks must call it."""
         generators = self.processes.gather(self._generators())
         weights = self.strategy.weights(self.model)
         ema_weights = None if self.ema is None else self.strategy.weights(self.ema.module)
@@ -377,13 +376,13 @@ class Trainer:
                 )
             except CheckpointWriteError as error:
                 trouble = error
-        (has_failed,) = self.processes.any(trouble is not None)  # the others would wait for the one that fails
+        (has_failed,) = self.processes.any(trouble is not None)  # else the other ranks would wait
         if has_failed:
-            raise trouble or CheckpointWriteError("the main process could not write a checkpoint: see what it says")
+            raise trouble or CheckpointWriteError("rank 0 could not write a checkpoint; see its message")
         self._saved_at = self.position.epoch, self.position.updates
 
     def _with_shared_statistics(self, model: nn.Module) -> nn.Module:
-        """Batch norms, where there are any, over the images of all devices: those of one are few in dense tasks."""
+        """Synchronize batch norms, if any, over all devices: one device has few images in dense tasks."""
         if self.processes.world_size == 1 or self.processes.device.type != "cuda":
             return model
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -398,7 +397,7 @@ class Trainer:
             lr = self._set_learning_rate()
             statistics = [buffer.clone() for buffer in self._statistics]
             total = self._accumulate_gradients(fetched)
-            # While the device computes: afterwards it would wait for the next images to be prepared.
+            # Read ahead while the device computes.
             fetched = sync.read(batches, accumulated) if left > 1 else []
             loss, is_made = self._apply_gradients(total)
             position.updates += 1
@@ -406,7 +405,7 @@ class Trainer:
             if is_made:
                 position.loss_sum += loss
                 position.losses += 1
-            else:  # the forward pass has put what was not finite into the running means of batch norms
+            else:  # the forward pass has written non-finite values to the running means of batch norms
                 for buffer, before in zip(self._statistics, statistics, strict=True):
                     buffer.copy_(before)
             report.update_done(position.updates, position.epoch, self.resolved.total_batch_size, loss, lr)
@@ -443,15 +442,15 @@ class Trainer:
         return chosen
 
     def _evaluate(self, model: nn.Module, sync: RankSync) -> Metrics:
-        # Means and variances of batch norms: what is measured must be what the main process saves.
+        # Statistics of batch norms: evaluate what rank 0 saves.
         self.processes.adopt_main(model.buffers())
         with self.strategy.gathered(model):
             evaluator = self.task.evaluator(self.data.validation, self.processes.device)
             return evaluate(model, self.loaders.validation, evaluator, self.precision, sync)
 
     def _accumulate_gradients(self, batches: list[Any]) -> torch.Tensor:
-        """Those of several batches; their mean loss in this process."""
-        torch.compiler.cudagraph_mark_step_begin()  # logits and gradients of the update before may be overwritten
+        """Accumulate gradients over batches. Returns their mean loss on this rank."""
+        torch.compiler.cudagraph_mark_step_begin()  # outputs of the previous update may be overwritten
         total = torch.zeros((), device=self.processes.device)
         for number, batch in enumerate(batches):
             is_last = number + 1 == len(batches)
@@ -463,28 +462,28 @@ class Trainer:
         return total
 
     def _apply_gradients(self, loss: torch.Tensor) -> tuple[float, bool]:
-        """One update of the weights, unless something is not finite in any process; the mean loss, whether it is made.
+        """Update the weights, unless loss or gradients are not finite. Returns the mean loss, and if it was updated.
 
-        Gradients come from all processes and are the same in each, so that all decide alike.
+        Gradients are the same on all ranks, so all decide alike.
         """
         scaler = self.precision.scaler
         mean = self.processes.sum(loss) / self.processes.world_size
         scaler.unscale_(self.optimizer)
         norm = self._gradient_norm()
-        found = torch.stack([mean, norm.to(mean)]).tolist()  # the device is asked once
+        found = torch.stack([mean, norm.to(mean)]).tolist()  # one synchronization with the device
         is_made = all(map(math.isfinite, found))
         if is_made:
             self._update_weights(norm)
             self.position.skipped_in_a_row = 0
         else:
-            if scaler.is_enabled():  # less from now on, in all processes: each knows its own gradients alone
+            if scaler.is_enabled():  # lower the scale on all ranks: each knows only its own gradients
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
         return found[0], is_made
 
     def _gradient_norm(self) -> torch.Tensor:
-        """Of all gradients together."""
+        """Return the norm of all gradients."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -510,13 +509,13 @@ class Trainer:
             )
 
     def _set_learning_rate(self) -> float:
-        """That of the update to come, which depends on the number of those before alone."""
+        """Set and return the learning rate of the next update, which depends only on the number of updates."""
         assert self.scheduler is not None
         self.scheduler.step_update(self.position.updates)
         return self.optimizer.param_groups[0]["lr"]
 
     def _generators(self) -> dict[str, torch.Tensor]:
-        """The states of this process's random number generators."""
+        """Return the random states of this rank."""
         states = {"cpu": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.processes.device)

@@ -33,23 +33,22 @@ MODEL_PREFIX = "body.model."  # of the model inside a backbone
 
 
 def initialize_from(model: nn.Module, backbone: PyramidBackbone, file: Checkpoint, task: str) -> str:
-    """Load what a file has for the model.
+    """Load the weights of a file that fit the model.
 
-    Of a file of the same task and with the same heads everything is taken, and what depends on the number of classes
-    left as it is where that differs. Of all others the backbone is: of classifiers that `inline train` or
-    `inline convert` wrote, of the other task's, of another head or width.
+    A file of the same task with the same heads is loaded completely, except for layers that depend on the number of
+    classes if that differs. From all other files, such as those of classifiers, the backbone is loaded.
 
     Args:
-        model: Is changed.
-        backbone: The one inside it.
-        file: What `open_checkpoint` returned.
-        task: What the model is for.
+        model: Model to initialize.
+        backbone: Backbone of the model.
+        file: Opened checkpoint.
+        task: Task of the model.
 
     Returns:
-        What was taken, in words.
+        Description of the loaded weights.
 
     Raises:
-        CheckpointMismatchError: If the file is of something else.
+        CheckpointMismatchError: If the weights do not fit.
     """
     recorded = file.metadata.get(TASK)
     if recorded == task and _has_heads_of(model, file):
@@ -110,7 +109,7 @@ CLASS_NAMES = "class_names"
 
 
 def normalization(backbone: PyramidBackbone) -> Normalize:
-    """By the mean and deviation that the backbone is used to."""
+    """Return the normalization with the backbone's mean and standard deviation."""
     described = resolve_data_config({}, model=backbone.model)
     return Normalize(described["mean"], described["std"])
 
@@ -208,29 +207,29 @@ def check_size(file: Checkpoint, build: Callable[[], nn.Module]) -> None:
 
 
 def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
-    """What was repaired."""
+    """Return the reports of repairs as notes."""
     return tuple(str(report) for report in reports if report)
 
 
 def unusable(problems: Sequence[str], reports: Sequence[DataReport]) -> UnusableDataError:
-    """The error of data with these problems; with advice, where some are in the reports, which say how to repair."""
+    """Return the error of unusable data, with advice to repair if the reports have problems."""
     is_reported = any(report.problems for report in reports)
-    advice = "--repair (data.repair=true) does what is said of repairing" if is_reported else None
+    advice = "--repair (data.repair=true) repairs what is marked so" if is_reported else None
     return UnusableDataError(problems, advice=advice)
 
 
 class SumOfLosses:
-    """The objective of models that return their losses by name."""
+    """Sum of the losses that a model returns by name."""
 
     def __init__(self, select: Callable[[Target], Any]):
-        """Choose.
+        """Set up.
 
         Args:
-            select: What the model wants of each target.
+            select: Returns the part of a target that the model needs.
         """
         self._select = select
 
     def __call__(self, runnable: nn.Module, batch: UnequalBatch) -> Tensor:
-        """Sum of the losses of a batch."""
+        """Return the loss of a batch."""
         losses: dict[str, Tensor] = runnable(batch.images, [self._select(target) for target in batch.targets])
         return torch.stack(list(losses.values())).sum()

@@ -76,13 +76,13 @@ def annotate_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Imag
         _draw_mask(canvas, item, class_color(item.label))
     draw = ImageDraw.Draw(canvas)
     for item in reversed(objects):
-        colour = class_color(item.label)
+        color = class_color(item.label)
         left, top, right, bottom = _inside(item, image)
-        draw.rectangle((left, top, right, bottom), outline=colour, width=max(1, round(unit / 300)))
+        draw.rectangle((left, top, right, bottom), outline=color, width=max(1, round(unit / 300)))
         label = f" {item.name} {item.score:.0%} "
         _, _, width, height = draw.textbbox((0, 0), label, font=font)
         x, y = min(left, max(0, image.width - width)), top - height if top >= height else top
-        draw.rectangle((x, y, x + width, y + height), fill=colour)
+        draw.rectangle((x, y, x + width, y + height), fill=color)
         draw.text((x, y), label, fill="white", font=font, stroke_width=1, stroke_fill="black")
     return canvas
 
@@ -99,7 +99,7 @@ def _inside(item: FoundObject, image: Image.Image) -> tuple[int, int, int, int]:
     )
 
 
-def _draw_mask(canvas: Image.Image, item: FoundObject, colour: tuple[int, int, int]) -> None:
+def _draw_mask(canvas: Image.Image, item: FoundObject, color: tuple[int, int, int]) -> None:
     if item.mask is None:
         return
     # In the part of the picture that the box covers, as a photograph may be a thousand times as large.
@@ -107,7 +107,7 @@ def _draw_mask(canvas: Image.Image, item: FoundObject, colour: tuple[int, int, i
     box = torch.tensor(item.box) - torch.tensor([left, top, left, top])
     mask = whole_mask(item.mask, box, (bottom - top + 1, right - left + 1))
     opacity = Image.fromarray((mask.numpy() * MASK_OPACITY).astype("uint8"))
-    canvas.paste(Image.new("RGB", opacity.size, colour), (left, top), opacity)
+    canvas.paste(Image.new("RGB", opacity.size, color), (left, top), opacity)
 
 
 PIXEL_OPACITY = 0.5
@@ -115,15 +115,15 @@ MOST_NAMES = 12
 
 
 def annotate_pixels(image: Image.Image, result: SegmentationResult, class_names: Sequence[str]) -> Image.Image:
-    """A copy coloured by class, and below it the names of the classes that take the most of it."""
+    """A copy colored by class, and below it the names of the classes that take the most of it."""
     assert result.labels is not None
-    colours = np.array([class_color(number) for number in range(len(class_names))], dtype=np.uint8)
-    coloured = Image.blend(image, Image.fromarray(colours[result.labels]), PIXEL_OPACITY)
+    colors = np.array([class_color(number) for number in range(len(class_names))], dtype=np.uint8)
+    colored = Image.blend(image, Image.fromarray(colors[result.labels]), PIXEL_OPACITY)
     font = ImageFont.load_default(max(SMALLEST_FONT, round(math.sqrt(image.width * image.height) / 45)))
     names = [  # each on one line
         (" ".join(name.split()), class_color(class_names.index(name))) for name, _ in result.shares[:MOST_NAMES]
     ]
-    return _with_legend(coloured, names, font)
+    return _with_legend(colored, names, font)
 
 
 def _with_legend(
@@ -146,8 +146,8 @@ def _with_legend(
     canvas = Image.new("RGB", (image.width, image.height + (row + 1) * line), "white")
     canvas.paste(image, (0, 0))
     draw = ImageDraw.Draw(canvas)
-    for (name, colour), (x, row) in zip(names, places, strict=True):
+    for (name, color), (x, row) in zip(names, places, strict=True):
         top = image.height + row * line + (line - height) // 2
-        draw.rectangle((x + height // 2, top, x + 3 * height // 2, top + height), fill=colour)
+        draw.rectangle((x + height // 2, top, x + 3 * height // 2, top + height), fill=color)
         draw.text((x + 2 * height, top), name, fill="black", font=font)
     return canvas

@@ -75,7 +75,7 @@ class PaddedImages:
 
 
 def pad_images(images: Sequence[Tensor]) -> PaddedImages:
-    """Put normalised images `[C, H, W]` of one device and dtype on a common canvas.
+    """Put normalized images `[C, H, W]` of one device and dtype on a common canvas.
 
     Raises:
         ValueError: If there are none.
@@ -96,24 +96,21 @@ ExtraLevels = Literal["pooled", "convolved"]
 
 
 class PyramidBackbone(nn.Module):
-    """A model of the zoo that gives the features of its stages, each with a norm of its own.
+    """A model of this library that returns the features of its stages, each with a norm of its own.
 
-    The norms are not the classifier's: stages end in sums over their blocks, whose scale grows with depth, and what
-    follows wants one scale. They are what Swin's authors add for detection and segmentation, too.
-
-    One whose weights are in half precision computes in it throughout, also under autocast: so the kernels that fuse a
-    block at inference apply, which leave nothing for autocast to choose.
+    The scale of features grows with depth, and detectors and segmenters need one scale: Swin's authors add these norms
+    too. Weights in half precision are used without autocast, so that the fused kernels for inference apply.
 
     Attributes:
-        channels: Of each stage that is wanted.
-        strides: Of each stage that is wanted.
+        channels: Channels of each returned stage.
+        strides: Stride of each returned stage.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any] | None = None, strides: Sequence[int] = STRIDES):
         """Build it with random weights.
 
         Args:
-            name: Such as "inline_pvt_tiny" or "softmax_swin_small".
+            name: Model name, such as "inline_pvt_tiny" or "softmax_swin_small".
             arguments: Arguments of the model, as a file may hold them.
             strides: Strides of the stages to return, of 4, 8, 16 and 32.
 
@@ -131,15 +128,15 @@ class PyramidBackbone(nn.Module):
 
     @property
     def model(self) -> VisionModel:
-        """The model inside, without norm and head: what weights of a classifier are loaded into."""
+        """The model inside, without final norm and head; a classifier's weights can be loaded into it."""
         return self.body.model
 
     def forward(self, images: PaddedImages) -> list[Tensor]:
         """`[B, C, h, w]` of each stage, zero where there is no image."""
         canvas, dtype = images.canvas, next(self.norms.parameters()).dtype
         is_half = dtype in (torch.bfloat16, torch.float16)
-        has_to_stop = is_half and autocast_enabled(canvas)
-        with torch.autocast(canvas.device.type, enabled=False) if has_to_stop else nullcontext():
+        stop_autocast = is_half and autocast_enabled(canvas)
+        with torch.autocast(canvas.device.type, enabled=False) if stop_autocast else nullcontext():
             canvas = canvas.to(dtype) if is_half else canvas
             features = self.body(canvas, image_sizes=images.backbone_sizes)
             return [
@@ -152,12 +149,12 @@ class FeaturePyramid(nn.Module):
     """torchvision's feature pyramid network, with the padding cleared wherever a convolution could read it."""
 
     def __init__(self, channels: Sequence[int], width: int, strides: Sequence[int], extra: ExtraLevels | None = None):
-        """Set up.
+        """Build the pyramid.
 
         Args:
-            channels: Of each level that comes in.
-            width: Channels of each level that goes out.
-            strides: Of the levels that come in, ascending.
+            channels: Channels of each input level.
+            width: Channels of each output level.
+            strides: Strides of the input levels, ascending.
             extra: Coarser levels to add: "pooled", one that takes every second token of the last (Mask R-CNN);
                 "convolved", two by strided convolutions (RetinaNet).
         """
@@ -174,7 +171,7 @@ class FeaturePyramid(nn.Module):
             stride = self._strides[place]
             merged = self.levels.inner_blocks[place](features[place])
             if coarser is not None:
-                # Not to a size: of an odd one, nearest neighbours are a matter of rounding.
+                # Not to a size: of an odd one, nearest neighbors are a matter of rounding.
                 doubled = F.interpolate(coarser, scale_factor=2.0, mode="nearest")
                 merged = merged + doubled[:, :, : merged.shape[-2], : merged.shape[-1]]
             coarser = masked(merged, images, stride)

@@ -106,7 +106,7 @@ def test_processes_together_are_as_one_alone():
 
 def test_errors(monkeypatch):
     evaluator = SegmentationEvaluator(NAMES)
-    with pytest.raises(ValueError, match="no labelled pixel"):
+    with pytest.raises(ValueError, match="no labeled pixel"):
         evaluator.compute()
     with pytest.raises(ValueError, match=r"of one shape, got torch.int64 \(1, 4, 4\) and torch.int64 \(1, 8, 8\)"):
         evaluator.add(torch.zeros(1, 4, 4, dtype=torch.long), torch.zeros(1, 8, 8, dtype=torch.long))

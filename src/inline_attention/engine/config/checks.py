@@ -40,11 +40,11 @@ def check_relevance(config: TrainConfig) -> Iterator[Problem]:
 
 
 DATASETS = {"detection": "coco", "segmentation": "pairs"}
-LIBRARIES = {"detection": "faster_coco_eval", "segmentation": "torchmetrics"}  # that measure, at the end of an epoch
+LIBRARIES = {"detection": "faster_coco_eval", "segmentation": "torchmetrics"}  # of their metrics
 
 
 def check_dense(config: TrainConfig, world_size: int) -> Iterator[Problem]:
-    """All but what every task has; arguments as for `check`."""
+    """Check the settings of detection and segmentation."""
     task = config.task.name
     if config.data.dataset != DATASETS[task]:
         message = f"expected {DATASETS[task]}, the kind of data for {task}, got {config.data.dataset!r}"
@@ -86,7 +86,7 @@ def _check_segmentation(config: TrainConfig, world_size: int) -> Iterator[Proble
     except ConfigError:
         return  # reported elsewhere
     if settings.head == "upernet" and batch < 2:
-        message = "expected at least 2: upernet normalises means over whole images, of which one has no spread"
+        message = "expected at least 2: the batch norm of upernet needs two images"
         yield Problem("training.batch_size", f"{message}; use 2, or segmentation.head=semantic_fpn")
 
 
@@ -105,7 +105,7 @@ def _check_backbone(config: TrainConfig) -> Iterator[Problem]:
 
 
 DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
-# What else reads these must find them in one place.
+# Arguments that are settings of their own.
 ARGUMENTS_WITH_FIELDS = {
     "num_classes": "model.num_classes",
     "img_size": "model.img_size",
@@ -122,12 +122,12 @@ KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
 
 
 def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
-    """Everything that is wrong with settings, as far as no file tells.
+    """Return all problems of the settings, without reading any file.
 
     The model is built and run on the meta device, where nothing is computed.
 
     Args:
-        config: The settings, from whatever source: their types are checked too.
+        config: Settings from any source; their types are checked too.
         world_size: Number of devices.
     """
     try:
@@ -184,7 +184,7 @@ def _check_data(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_memory(config: TrainConfig) -> Iterator[Problem]:
-    """What images kept on the device, or those read from files, leave out must not be asked for."""
+    """Refuse augmentation that images in memory, or images from files, do not support."""
     settings = config.augmentation
     if not config.data.in_memory:
         if settings.crop == "padded":
@@ -227,7 +227,7 @@ def _check_batches(config: TrainConfig, world_size: int) -> Iterator[Problem]:
         yield from error.problems
         return
     if config.training.compile_mode in CUDA_GRAPH_MODES and resolved.grad_accum_steps > 1:
-        # The next forward pass would write where the gradients of the last one lie.
+        # The next forward pass would overwrite the gradients of the last one.
         message = f"expected default where gradients are accumulated, got {config.training.compile_mode}"
         yield Problem("training.compile_mode", f"{message}; set it so, or training.grad_accum_steps=1")
 
@@ -294,7 +294,7 @@ def _check_arguments(config: TrainConfig) -> Iterator[Problem]:
 def _check_model(config: TrainConfig) -> Iterator[Problem]:
     if config.model.in_chans != 3:
         message = f"expected 3, got {config.model.in_chans}"
-        yield Problem("model.in_chans", f"{message}; images are read in colour, grey ones as three equal channels")
+        yield Problem("model.in_chans", f"{message}; images are read in color, gray ones as three equal channels")
     problems, settings = list(_check_arguments(config)), config.model
     yield from problems
     if any(problem.path.startswith("model.arguments.") for problem in problems):
@@ -321,9 +321,9 @@ def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
     known = [str(optimizer) for optimizer in list_optimizers()]
     if name.lower() not in known:
         hint = did_you_mean(name.lower(), known) or "; adamw, lamb, lion and sgd are some"
-        yield Problem("optimizer.name", f"expected an optimiser of timm, got {name!r}{hint}")
+        yield Problem("optimizer.name", f"expected an optimizer of timm, got {name!r}{hint}")
         return
-    # On one device and without accumulation: only whether it can be created matters here.
+    # On one device and without accumulation: this only checks that it can be created.
     training = replace(config.training, total_batch_size=None)
     arguments = optimizer_arguments(resolve(replace(config, training=training)))
     arguments.pop("layer_decay", None)  # needs a model

@@ -13,7 +13,7 @@ class Flag:
     """A command line flag.
 
     Attributes:
-        names: As the user writes it, the most usual spelling first.
+        names: Spellings, the usual one first.
         assignments: The overrides it stands for, with {0}, {1}, … for its values.
         bare: The value it has if none follows it; None if one must.
     """

@@ -23,11 +23,11 @@ from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataErro
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a setting.
+    """A problem with a setting.
 
     Attributes:
         path: Its dotted name, such as "optimizer.lr".
-        message: What was expected, what came, what to do.
+        message: Expected and actual value, and advice.
     """
 
     path: str
@@ -41,9 +41,9 @@ class ConfigError(ValueError):
     """Settings that cannot be used.
 
     Attributes:
-        problems: Everything that is wrong, not the first thing only.
-        source: Where the settings came from, such as a file.
-        advice: What to do about all of it.
+        problems: All problems, not only the first.
+        source: Origin of the settings, such as a file name.
+        advice: Advice on all problems.
     """
 
     def __init__(self, problems: Iterable[Problem], source: str = "the configuration", advice: str | None = None):
@@ -60,7 +60,7 @@ class ConfigError(ValueError):
 
 
 def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The settings as nested mappings: section → field → value."""
+    """Return the settings as nested mappings: section → field → value."""
     return asdict(config)
 
 
@@ -71,8 +71,8 @@ def from_mapping(
 
     Args:
         content: Section → field → value; what is missing is taken from `base`.
-        base: Settings to start from; the defaults if None.
-        source: What error messages call `content`.
+        base: Settings to change; None for the defaults.
+        source: Name of `content` in error messages.
 
     Raises:
         ConfigError: With every unknown name and every bad value.
@@ -169,7 +169,7 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
 def parse_value(text: str) -> Any:
-    """One YAML value, such as the right side of an override.
+    """Parse one YAML value, such as the right side of an override.
 
     Raises:
         yaml.YAMLError: If it is no YAML.
@@ -183,8 +183,8 @@ def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the 
 
     Args:
         text: Sections with their settings; what is missing is taken from `base`.
-        base: Settings to start from; the defaults if None.
-        source: What error messages call `text`.
+        base: Settings to change; None for the defaults.
+        source: Name of `text` in error messages.
 
     Raises:
         ConfigError: If it is no YAML, or with every unknown name and every bad value.
@@ -192,7 +192,7 @@ def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the 
     try:
         content = parse_value(text)
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("", f"it is no valid YAML: {_in_one_line(error)}")], source) from None
+        raise ConfigError([Problem("", f"it is not valid YAML: {_in_one_line(error)}")], source) from None
     except UntrustedDataError as error:
         raise ConfigError([Problem("", str(error))], source) from None
     if content is None:
@@ -203,7 +203,7 @@ def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the 
 
 
 def read_config(path: str | os.PathLike[str], *, base: TrainConfig | None = None) -> TrainConfig:
-    """Read settings from a YAML file, such as the `args.yaml` of a run. Arguments and errors: see `from_yaml`."""
+    """Read settings from a YAML file, such as a run's `args.yaml`. Arguments and errors: see `from_yaml`."""
     path = Path(path)
     try:
         text = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8")
@@ -215,7 +215,7 @@ def read_config(path: str | os.PathLike[str], *, base: TrainConfig | None = None
 
 
 def to_yaml(config: TrainConfig, *, header: str = "") -> str:
-    """All settings as YAML, each below its documentation; `from_yaml` gives them back as they are.
+    """Return all settings as YAML with comments. `from_yaml` reads them back unchanged.
 
     Args:
         config: The settings.
@@ -262,7 +262,7 @@ def _in_one_line(error: yaml.YAMLError) -> str:
 
 
 def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
-    """A configuration with some settings changed.
+    """Return a configuration with some settings changed.
 
     Args:
         config: The settings to start from.
@@ -337,7 +337,7 @@ def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str
     Args:
         config: The settings of the file.
         overrides: The command line, as for `with_overrides`.
-        source: What error messages call the file.
+        source: Name of the file in error messages.
 
     Raises:
         ConfigError: With every setting that is refused.

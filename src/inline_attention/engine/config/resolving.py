@@ -16,7 +16,7 @@ from inline_attention.engine.config.schema import TrainConfig, TrainingSection
 
 @dataclass(frozen=True)
 class ResolvedValues:
-    """What a run really uses.
+    """Values that a run uses.
 
     Attributes:
         config: The settings from which the rest follows.
@@ -41,18 +41,18 @@ class ResolvedValues:
     ema_decay: float | None
 
     def total_updates(self, updates_per_epoch: int) -> int:
-        """Updates with cool-down. Without epochs there is nothing to cool down from."""
+        """Return the number of updates, cool-down included. Without epochs there is no cool-down."""
         training, schedule = self.config.training, self.config.schedule
         if training.updates is not None:
             return training.updates
         return updates_per_epoch * (training.epochs + schedule.cooldown_epochs if training.epochs else 0)
 
     def total_epochs(self, updates_per_epoch: int) -> int:
-        """Epochs with cool-down, that in which the updates end included."""
+        """Return the number of epochs, cool-down and a last incomplete epoch included."""
         return -(-self.total_updates(updates_per_epoch) // max(updates_per_epoch, 1))
 
     def describe(self) -> list[str]:
-        """Lines that say how each number came about."""
+        """Return lines that explain each number."""
         config, total = self.config, self.total_batch_size
         training, schedule, base_size = config.training, config.schedule, config.optimizer.lr_base_size
         rule = "as given" if base_size is None else f"{config.optimizer.lr:g} × {total}/{base_size}"
@@ -80,7 +80,7 @@ class ResolvedValues:
 
 
 def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
-    """Work out what follows from the settings on this many devices.
+    """Compute the values that follow from the settings.
 
     Args:
         config: The settings.
@@ -107,7 +107,7 @@ def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
 
 
 def _batches(training: TrainingSection, world_size: int) -> tuple[int, int, int]:
-    """Images of a forward pass, forward passes per update, and images per update."""
+    """Return images per forward pass, forward passes per update, and images per update."""
     limit, total, steps = training.batch_size, training.total_batch_size, training.grad_accum_steps
     if total is None:
         steps = steps or 1
@@ -133,11 +133,11 @@ def _devices(world_size: int) -> str:
 
 
 def model_arguments(config: TrainConfig, num_classes: int | None = None) -> dict[str, Any]:
-    """Arguments of `create_model` besides the name.
+    """Return the arguments of `create_model` besides the name.
 
     Args:
         config: The settings.
-        num_classes: Classes of the data, for where the settings name no number.
+        num_classes: Number of classes in the data, used if the settings name none.
     """
     settings = config.model
     named = {
@@ -150,7 +150,7 @@ def model_arguments(config: TrainConfig, num_classes: int | None = None) -> dict
 
 
 def input_size(config: TrainConfig, model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of the images for `model`, which `model_arguments` describe."""
+    """Return channels, height and width of the images for `model`."""
     size = config.model.img_size
     if size is None:
         size = getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - every timm model has one
@@ -159,10 +159,10 @@ def input_size(config: TrainConfig, model: nn.Module) -> tuple[int, int, int]:
 
 
 def optimizer_arguments(resolved: ResolvedValues) -> dict[str, Any]:
-    """Arguments of `timm.optim.create_optimizer_v2` besides the model."""
+    """Return the arguments of `timm.optim.create_optimizer_v2` besides the model."""
     settings = resolved.config.optimizer
     described = get_optimizer_info(settings.name)
-    # A recipe's betas must not keep anyone from `--opt sgd`.
+    # A recipe's betas must not prevent `--opt sgd`.
     optional = {
         "betas": settings.betas if described.has_betas else None,
         "eps": settings.eps if described.has_eps else None,
@@ -178,16 +178,16 @@ def optimizer_arguments(resolved: ResolvedValues) -> dict[str, Any]:
 
 
 def fused_optimizer(resolved: ResolvedValues, device: torch.device) -> dict[str, Any]:
-    """A further argument for the optimiser: one kernel for all weights, where it offers that for the device."""
+    """Return `fused=True` if the optimizer supports it on the device."""
     optimizer = get_optimizer_class(resolved.config.optimizer.name, bind_defaults=False)
     return {"fused": True} if device.type == "cuda" and "fused" in inspect.signature(optimizer).parameters else {}
 
 
 def schedule_arguments(resolved: ResolvedValues, updates_per_epoch: int) -> dict[str, Any]:
-    """Arguments of `timm.scheduler.create_scheduler_v2` besides the optimiser: a schedule in updates, not epochs."""
+    """Return the arguments of `timm.scheduler.create_scheduler_v2`, for a schedule in updates."""
     settings, training = resolved.config.schedule, resolved.config.training
     warmup, updates = settings.warmup_updates, training.updates
-    # To timm an epoch is one update here: a run may be as long as some epochs, and its warm-up as some updates.
+    # For timm an epoch is one update here, so that warm-up and length may be given in updates.
     return {
         "sched": settings.name,
         "num_epochs": training.epochs * updates_per_epoch if updates is None else updates,

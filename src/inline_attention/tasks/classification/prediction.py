@@ -62,7 +62,7 @@ class ImageClassifier:
         native_size: tuple[int, int] | None = None,
         crop_pct: float | None = None,
     ):
-        """Put the model to work.
+        """Set up.
 
         Args:
             model: A classifier with timm's `pretrained_cfg`, which says how images are prepared.
@@ -99,14 +99,14 @@ class ImageClassifier:
         """Build the model that a file of weights is of, with as many classes as its head has.
 
         Args:
-            path: As for `load_checkpoint`.
+            path: File of weights.
             model_name: The model's name; by default what the file says, as converted files do.
-            size: As for the constructor.
-            device: As for the constructor.
+            size: Image size, see the constructor.
+            device: Device, see the constructor.
 
         Raises:
             CheckpointError: If the file cannot be used, or does not say which model it is of.
-            ValueError: If there is no such model, or as for the constructor.
+            ValueError: If there is no such model, size or device.
         """
         file = open_checkpoint(path)
         described = read_description(file, model_name)
@@ -129,7 +129,7 @@ class ImageClassifier:
 
         Args:
             paths: Picture files.
-            top: How many classes to return, the likeliest first.
+            top: Number of classes to return, the likeliest first.
             batch_size: Largest number of images to run at once.
         """
         batch: list[tuple[Path, torch.Tensor]] = []
@@ -146,7 +146,7 @@ class ImageClassifier:
         yield from self._drain(batch, top)
 
     def prepare(self, path: str | os.PathLike[str]) -> torch.Tensor:
-        """Read, resize and normalise one picture: `[3, H, W]`.
+        """Read, resize and normalize one picture: `[3, H, W]`.
 
         Raises:
             ImageError: If it cannot be read, or would become too large.

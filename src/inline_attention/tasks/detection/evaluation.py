@@ -29,15 +29,15 @@ Predictions = dict[int, list[dict[str, Any]]]  # COCO results of each image by i
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """The figures of the protocol, from 0 to 1; NaN where there is nothing to find.
+    """Metrics of the protocol, from 0 to 1; NaN if there is no object.
 
     Attributes:
         ap: Mean over overlaps (IoU) of 0.5, 0.55, …, 0.95 and over categories.
         ap50: At an overlap of 0.5.
         ap75: At an overlap of 0.75.
-        ap_small: Of objects below 32² pixels.
-        ap_medium: Of objects of 32² to 96² pixels.
-        ap_large: Of objects above 96² pixels.
+        ap_small: `ap` of objects below 32² pixels.
+        ap_medium: `ap` of objects of 32² to 96² pixels.
+        ap_large: `ap` of objects above 96² pixels.
         recall: Mean recall with 100 objects an image.
         by_category: `ap` of each category, by name.
     """
@@ -57,7 +57,7 @@ class AveragePrecision:
 
 @dataclass(frozen=True)
 class DetectionMetrics:
-    """What an evaluation found: precision of boxes and, if there were any, of masks, over `count` images."""
+    """Average precision of boxes and, if there are any, of masks, over `count` images."""
 
     boxes: AveragePrecision
     masks: AveragePrecision | None
@@ -94,18 +94,17 @@ class DetectionMetrics:
 
 
 class DetectionEvaluator:
-    """Collects what a detector finds and measures it in the end.
+    """Collects detections and computes average precision.
 
-    Each process adds the images of its share, and all take part in `compute`. Only images that were added count, so
-    that those which could not be read count neither for nor against the model.
+    Each rank adds its images, and all call `compute`. Only added images count, so unreadable ones do not matter.
     """
 
     def __init__(self, annotations: CocoAnnotations, *, masks: bool = True):
-        """Start with nothing found.
+        """Set up.
 
         Args:
-            annotations: What is there to be found, crowds included.
-            masks: Whether to measure masks, beside boxes.
+            annotations: Ground truth, crowds included.
+            masks: Evaluate masks, too.
 
         Raises:
             ImportError: If faster-coco-eval is not installed: better now than after an epoch.
@@ -122,7 +121,7 @@ class DetectionEvaluator:
         outputs: Sequence[Mapping[str, Tensor]],
         masks: Sequence[Iterable[Tensor]] | None = None,
     ) -> None:
-        """Add what was found in some images.
+        """Add the detections of some images.
 
         Args:
             image_ids: COCO's id of each image.
@@ -142,10 +141,10 @@ class DetectionEvaluator:
             self._found[int(image_id)] = self._results(int(image_id), output, masks_of_image)
 
     def compute(self, gather: Callable[[Predictions], list[Predictions]] | None = None) -> DetectionMetrics:
-        """Measure what all processes have found; the result is the same in each.
+        """Compute the metrics over all ranks; the result is the same on each.
 
         Args:
-            gather: Returns what every process holds, given what this one does; None if this one is alone.
+            gather: Gathers values of all ranks; None for one rank.
 
         Raises:
             ValueError: If no image was added.
@@ -256,7 +255,7 @@ def at_original_size(
     """Boxes enlarged or reduced; all else as it is, masks too, which are relative to their box.
 
     Args:
-        found: As a detector returns it for one image.
+        found: Detections of one image.
         size: (height, width) of the image it was given.
         original: (height, width) of the original.
     """

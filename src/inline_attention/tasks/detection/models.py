@@ -95,7 +95,7 @@ class Detector(nn.Module, ABC):
     """What both detectors share: images in, features of their pyramid to the heads, losses or objects out.
 
     Attributes:
-        strides: Of the features that it wants of its backbone.
+        strides: Strides of the backbone's features.
     """
 
     strides: tuple[int, ...]
@@ -111,7 +111,7 @@ class Detector(nn.Module, ABC):
         """Losses in training, objects otherwise.
 
         Args:
-            images: `[3, H, W]` each, normalised, of any sizes.
+            images: `[3, H, W]` each, normalized, of any sizes.
             targets: In training, for each image: boxes `[n, 4]` (left, top, right, bottom in pixels), labels `[n]` from
                 1 and, for Mask R-CNN, masks `[n, H, W]`.
 
@@ -142,7 +142,7 @@ class Detector(nn.Module, ABC):
         return [None if self.training else images.outside(stride) for stride in self.level_strides]
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that an optimiser should not decay: those of the backbone."""
+        """Names of parameters that an optimizer should not decay: those of the backbone."""
         return names_without_decay(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

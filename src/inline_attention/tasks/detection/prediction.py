@@ -31,9 +31,9 @@ class FoundObject:
     """One object.
 
     Attributes:
-        label: Number of its class, from 1.
-        name: Of its class.
-        score: From 0 to 1.
+        label: Class index, from 1.
+        name: Class name.
+        score: Score from 0 to 1.
         box: Left, top, right and bottom in pixels of the picture.
         mask: `[1, M, M]` probabilities over the box; None of a model that finds no masks.
     """
@@ -67,15 +67,15 @@ class ObjectFinder:
         least_score: float = DEFAULT_LEAST_SCORE,
         device: torch.device | str = "cpu",
     ):
-        """Put the model to work.
+        """Set up.
 
         Args:
             model: The detector.
-            class_names: That of label 1 first.
-            options: What it was trained with.
-            shorter_side: Pixels that the shorter side of pictures is resized to, in place of the options'.
-            least_score: Objects with less are left out.
-            device: Where it runs.
+            class_names: Class names, from label 1.
+            options: Options of its training.
+            shorter_side: Shorter image side in pixels; None for the options'.
+            least_score: Hide detections below this score.
+            device: Device of the model.
         """
         self._device = torch.device(device)
         self._model, self._class_names = model.eval().to(self._device), class_names
@@ -93,10 +93,10 @@ class ObjectFinder:
         least_score: float = DEFAULT_LEAST_SCORE,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Build the detector that a file of weights is of; arguments as for the constructor.
+        """Build the detector of a file of weights. Arguments: see the constructor.
 
         Raises:
-            CheckpointError: If the file is of something else, or does not fit.
+            CheckpointError: If the file is not a detector's, or does not fit.
         """
         model, options, class_names = load_detector(file)
         return cls(model, class_names, options, shorter_side=shorter_side, least_score=least_score, device=device)

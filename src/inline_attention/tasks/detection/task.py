@@ -204,7 +204,7 @@ class DetectionTask:
     def objective(self, class_names: Sequence[str], rank: int) -> SumOfLosses:
         """The sum of the detector's losses."""
         del class_names, rank
-        return SumOfLosses(_learnt)
+        return SumOfLosses(_for_losses)
 
     def evaluator(self, source: ValidationImages, device: torch.device) -> _Evaluator:
         """Average precision by COCO's protocol."""
@@ -216,7 +216,7 @@ class DetectionTask:
         return task_metadata(self.name, self._model, self.options, class_names, flip=self._flip)
 
 
-def _learnt(target: Target) -> Target:
+def _for_losses(target: Target) -> Target:
     """What losses look at."""
     return {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
 
@@ -225,7 +225,7 @@ def load_detector(file: Checkpoint) -> tuple[Detector, DetectionOptions, list[st
     """The detector of a file of weights, its options and the names of its classes, that of label 1 first.
 
     Raises:
-        CheckpointError: If the file is of something else, or does not fit.
+        CheckpointError: If the file is not a detector's, or does not fit.
     """
     task, class_names = DetectionTask.of_checkpoint(file, DataSection("coco"))
     model = task.build_model(class_names)

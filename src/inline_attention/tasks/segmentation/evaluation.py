@@ -23,8 +23,8 @@ class SegmentationMetrics:
         mean_iou: Mean of `iou` over the classes that occur in truth or prediction.
         mean_accuracy: Mean of `accuracy` over the classes that occur in truth.
         pixel_accuracy: Share of all pixels whose class was found.
-        iou: Of each class, by name: pixels found rightly ÷ pixels that are of the class or were taken for it.
-        accuracy: Of each class, by name: share of its pixels that were found.
+        iou: IoU of each class, by name.
+        accuracy: Accuracy of each class, by name.
         count: Pixels, without ignored ones.
     """
 
@@ -55,18 +55,17 @@ class SegmentationMetrics:
 
 
 class SegmentationEvaluator:
-    """Counts which classes are taken for which.
+    """Counts the confusion matrix over all pixels.
 
-    Each process adds the images of its share, and all take part in `compute`. What is counted is a sum over pixels of
-    all images, not a mean of figures of images.
+    Each rank adds its images, and all call `compute`.
     """
 
     def __init__(self, class_names: Sequence[str], device: torch.device | str = "cpu"):
-        """Start with nothing counted.
+        """Set up.
 
         Args:
             class_names: Name of each class; its place is its label.
-            device: Where labels are compared.
+            device: Device of the labels.
 
         Raises:
             ImportError: If torchmetrics is not installed.
@@ -108,10 +107,10 @@ class SegmentationEvaluator:
             self._confusion.update(predicted, target)
 
     def compute(self, add_up: Callable[[Tensor], Tensor] | None = None) -> SegmentationMetrics:
-        """Measure what all processes have counted; the result is the same in each.
+        """Compute the metrics over all ranks; the result is the same on each.
 
         Args:
-            add_up: Returns the sum of a tensor over all processes; None if this one is alone.
+            add_up: Sums a tensor over all ranks; None for one rank.
 
         Raises:
             ValueError: If no pixel was counted.
@@ -120,7 +119,7 @@ class SegmentationEvaluator:
         matrix = (matrix if add_up is None else add_up(matrix)).double().cpu()  # [K, K], truth by prediction
         count = int(matrix.sum())
         if count == 0:
-            raise ValueError("there is no labelled pixel to evaluate on; check the data's validation split")
+            raise ValueError("there is no labeled pixel to evaluate on; check the data's validation split")
         right, true, predicted = matrix.diag(), matrix.sum(1), matrix.sum(0)
         iou, accuracy = right / (true + predicted - right), right / true  # 0 ÷ 0 is NaN
         return SegmentationMetrics(
@@ -135,7 +134,7 @@ class SegmentationEvaluator:
 
 def _confusion_matrix(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
     """`[K, K]` pixels of each true class that were taken for each class."""
-    labelled = target != IGNORED
-    pairs = target[labelled] * num_classes + predicted[labelled]
+    labeled = target != IGNORED
+    pairs = target[labeled] * num_classes + predicted[labeled]
     # On the CPU: counting on a GPU is among the operations that PyTorch may refuse for being nondeterministic.
     return torch.bincount(pairs.cpu(), minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -63,11 +63,11 @@ class SemanticFPNDecoder(nn.Module):
     """A feature pyramid whose levels are enlarged step by step to the finest, and added."""
 
     def __init__(self, channels: Sequence[int], num_classes: int, width: int = 256):
-        """Build it.
+        """Build the decoder.
 
         Args:
-            channels: Of each stage.
-            num_classes: K.
+            channels: Channels of each stage.
+            num_classes: Number of classes K.
             width: Channels of the pyramid; enlarged levels have half as many.
         """
         super().__init__()
@@ -95,11 +95,11 @@ class UPerNetDecoder(nn.Module):
     """Means over the whole map and its parts, a pyramid that spreads them, and all of its levels side by side."""
 
     def __init__(self, channels: Sequence[int], num_classes: int, width: int = 512):
-        """Build it.
+        """Build the decoder.
 
         Args:
-            channels: Of each stage.
-            num_classes: K.
+            channels: Channels of each stage.
+            num_classes: Number of classes K.
             width: Channels of all that is inside.
         """
         super().__init__()
@@ -123,11 +123,11 @@ class FCNDecoder(nn.Module):
     """Scores from one stage alone."""
 
     def __init__(self, channels: int, num_classes: int, width: int = 256):
-        """Build it.
+        """Build the decoder.
 
         Args:
-            channels: Of the stage.
-            num_classes: K.
+            channels: Channels of the stage.
+            num_classes: Number of classes K.
             width: Channels inside.
         """
         super().__init__()
@@ -177,7 +177,7 @@ class Segmenter(nn.Module):
     """A backbone, a decoder that gives scores of classes at a quarter of the resolution, and their enlargement."""
 
     def __init__(self, backbone: PyramidBackbone, decoder: nn.Module, auxiliary: nn.Module | None):
-        """Put together.
+        """Set up.
 
         Args:
             backbone: Gives features of four stages.
@@ -191,7 +191,7 @@ class Segmenter(nn.Module):
         """Losses in training, scores otherwise.
 
         Args:
-            images: `[3, H, W]` each, normalised, of any sizes.
+            images: `[3, H, W]` each, normalized, of any sizes.
             targets: In training, `[H, W]` labels of each image, `IGNORED` where there is none.
 
         Returns:
@@ -221,7 +221,7 @@ class Segmenter(nn.Module):
         return _enlarged(self.decoder(alone), self.backbone.strides[0], images.sizes[place])[0]
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that an optimiser should not decay: those of the backbone."""
+        """Names of parameters that an optimizer should not decay: those of the backbone."""
         return names_without_decay(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -266,6 +266,6 @@ def _padded_labels(targets: Sequence[Tensor], images: PaddedImages) -> Tensor:
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the labelled pixels; zero, not NaN, if there is none."""
+    """Mean over the labeled pixels; zero, not NaN, if there is none."""
     total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)

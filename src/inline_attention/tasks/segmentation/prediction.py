@@ -25,13 +25,13 @@ from inline_attention.tasks.segmentation.task import load_segmenter
 
 @dataclass(frozen=True)
 class SegmentationResult:
-    """What became of one file, or the reason why nothing did.
+    """The result for one file, or the reason why there is none.
 
     Attributes:
         path: The file.
         labels: `[H, W]` number of the class of each pixel.
         shares: Names of classes and the share of the picture that each has, the largest first.
-        error: What is wrong with the file.
+        error: Problem with the file; empty if there is none.
     """
 
     path: Path
@@ -56,14 +56,14 @@ class PixelClassifier:
         shorter_side: int | None = None,
         device: torch.device | str = "cpu",
     ):
-        """Put the model to work.
+        """Set up.
 
         Args:
             model: The segmenter.
             class_names: Name of each class.
-            options: What it was trained with.
-            shorter_side: Pixels that the shorter side of pictures is resized to, in place of the options'.
-            device: Where it runs.
+            options: Options of its training.
+            shorter_side: Shorter image side in pixels; None for the options'.
+            device: Device of the model.
         """
         self._device, self.class_names = torch.device(device), class_names
         self._model, self._windows = model.eval().to(self._device), options.windows
@@ -74,10 +74,10 @@ class PixelClassifier:
     def from_checkpoint(
         cls, file: Checkpoint, *, shorter_side: int | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Build the segmenter that a file of weights is of; arguments as for the constructor.
+        """Build the segmenter of a file of weights. Arguments: see the constructor.
 
         Raises:
-            CheckpointError: If the file is of something else, or does not fit.
+            CheckpointError: If the file is not a segmenter's, or does not fit.
         """
         model, options, class_names = load_segmenter(file)
         return cls(model, class_names, options, shorter_side=shorter_side, device=device)

@@ -46,7 +46,7 @@ class SegmentationTask:
     """Naming every pixel; see `Task` for the methods.
 
     Attributes:
-        options: What the segmenter is.
+        options: Options of the segmenter.
         evaluation_side: Pixels of the shorter side of images to evaluate on, windows staying as they are; the options'
             `crop`, if None.
     """
@@ -211,7 +211,7 @@ def load_segmenter(file: Checkpoint) -> tuple[Segmenter, SegmentationOptions, li
     """The segmenter of a file of weights, its options and the names of its classes.
 
     Raises:
-        CheckpointError: If the file is of something else, or does not fit.
+        CheckpointError: If the file is not a segmenter's, or does not fit.
     """
     task, class_names = SegmentationTask.of_checkpoint(file, DataSection("pairs"))
     model = task.build_model(class_names)
