@@ -25,11 +25,9 @@ from typing import Annotated, Any
 
 import typer
 
-from inline_attention.ablation.files import latest_environment, plain_results
 from inline_attention.ablation.grid import Cell, cell, grid
-from inline_attention.ablation.runs import UnusableRunError
-from inline_attention.ablation.tables import CellResult, as_markdown
-from inline_attention.ablation.training import FinishedRun, collect, train_cells, train_side_by_side
+from inline_attention.ablation.runs import FinishedRun, UnusableRunError, collect, train_cells, train_side_by_side
+from inline_attention.ablation.tables import CellResult, as_markdown, latest_environment, plain_results
 from inline_attention.benchmark.results import write_json, write_markdown
 from inline_attention.engine.config import ConfigError, TrainConfig, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError

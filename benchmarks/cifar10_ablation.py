@@ -23,12 +23,9 @@ from typing import Annotated
 import typer
 
 from cifar10 import cifar10_settings
-from inline_attention.ablation.files import write_ablation
 from inline_attention.ablation.grid import AXES, Cell, grid
-from inline_attention.ablation.plots import draw_ablation
-from inline_attention.ablation.runs import UnusableRunError, read_outcome
-from inline_attention.ablation.tables import CellResult
-from inline_attention.ablation.training import FinishedRun, collect, train_side_by_side
+from inline_attention.ablation.runs import FinishedRun, UnusableRunError, collect, read_outcome, train_side_by_side
+from inline_attention.ablation.tables import CellResult, draw_ablation, plain_results, write_ablation
 from inline_attention.engine.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,7 +74,7 @@ def write_results(output: Path, collected: Sequence[CellResult], seeds: int, ove
     settings = {"recipe": "cifar10", "seeds": list(range(seeds)), "overrides": list(overrides)}
     command = shlex.join(["inline", "train", "cifar10", *(word for text in overrides for word in ("--set", text))])
     write_ablation(output, NAME, results, title=TITLE, about=f"{about}\n\n`{command}`", settings=settings)
-    draw_ablation(results, output, NAME, title=TITLE, small_print=about)
+    draw_ablation(plain_results(results), output, NAME, title=TITLE, small_print=about)
 
 
 def main(

@@ -8,11 +8,18 @@ import pytest
 
 from analysis.written_runs import small_digits_config
 from inline_attention.ablation import runs as ablation_runs
-from inline_attention.ablation.files import latest_environment, write_ablation
 from inline_attention.ablation.grid import AxisError, grid, parse_axis
-from inline_attention.ablation.runs import RunOutcome, UnusableRunError, finish_run
-from inline_attention.ablation.tables import as_markdown, cell_result, text_table
-from inline_attention.ablation.training import collect, train_cells, train_side_by_side
+from inline_attention.ablation.runs import UnusableRunError, collect, finish_run, train_cells, train_side_by_side
+from inline_attention.ablation.tables import (
+    RunOutcome,
+    as_markdown,
+    cell_result,
+    draw_ablation,
+    latest_environment,
+    plain_results,
+    text_table,
+    write_ablation,
+)
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.trainer import DivergedError
 
@@ -205,14 +212,12 @@ def test_nothing_is_begun_after_the_time_is_up(config, tmp_path):
 
 def test_the_picture_has_a_row_per_trained_cell(config, tmp_path):
     pytest.importorskip("matplotlib")
-    from inline_attention.ablation.plots import draw_ablation
-
     trained, diverged, impossible = grid(config, {"heads": (2, 4, 3)})
     results = [
         cell_result(trained, {0: outcome(50.0), 1: outcome(54.0)}),
         cell_result(diverged, {0: outcome(None, failure="NaN")}),
         cell_result(impossible, {}),
     ]
-    files = draw_ablation(results, tmp_path, "ablation", title="Heads", small_print="How.")
+    files = draw_ablation(plain_results(results[:2]), tmp_path, "ablation", title="Heads", small_print="How.")
     assert [file.name for file in files] == ["ablation.png", "ablation.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG")

@@ -7,14 +7,12 @@ from inline_attention.analysis.confusion import (
     TOLERANCES,
     ConfusedImage,
     WorstImages,
-    confused_image,
+    by_image,
     connected_groups,
     count_confusion,
-    pairs_per_image,
     pairwise_difference,
 )
-from inline_attention.analysis.explicit import MixingRule
-from inline_attention.analysis.layer_attention import LayerAttention
+from inline_attention.analysis.layer_attention import LayerAttention, MixingRule
 
 GRID = (2, 4)
 
@@ -109,9 +107,9 @@ def test_the_picture_of_an_image_leaves_prefix_tokens_out():
     q = torch.cat([torch.ones(1, 3), queries_with_a_ray()])
     layer = layer_of(q, RULES["linear"], prefix=1)
     count, confused = count_confusion(layer, 0, 0, tolerance=1e-4)
-    image = confused_image("picture", torch.zeros(3, 4, 8, dtype=torch.uint8), 12, layer, 0, confused)
     assert count.tokens == 9
-    assert image.groups.tolist() == [[0, 1, 0, 1], [0, 0, 1, 0]]
+    groups = connected_groups(confused)[layer.num_prefix_tokens :].view(layer.grid_size)
+    assert groups.tolist() == [[0, 1, 0, 1], [0, 0, 1, 0]]
 
 
 def test_only_the_worst_images_are_kept():
@@ -124,4 +122,4 @@ def test_only_the_worst_images_are_kept():
 def test_pairs_are_added_up_per_image():
     layer = layer_of(queries_with_a_ray(), RULES["linear"])
     counts = [count_confusion(layer, 0, 0, name, tolerance=1e-4)[0] for name in ("a", "b", "a")]
-    assert pairs_per_image(counts) == {"a": 6, "b": 3}
+    assert {image.image: image.confused_pairs for image in by_image(counts)} == {"a": 6, "b": 3}

@@ -8,22 +8,15 @@ pytest.importorskip("matplotlib")
 from matplotlib.image import imread
 
 from analysis.small_models import DEIT
-from inline_attention.analysis.attention_maps import measure_attention_maps
-from inline_attention.analysis.collisions import CollisionRate
-from inline_attention.analysis.confusion import ConfusedImage, ConfusionCount
-from inline_attention.analysis.drawing.attention_maps import draw_attention_maps
-from inline_attention.analysis.drawing.confusion import draw_confusion, draw_worst_images
-from inline_attention.analysis.drawing.injectivity import draw_injectivity
-from inline_attention.analysis.drawing.locality import draw_locality
-from inline_attention.analysis.drawing.masking import draw_masking
-from inline_attention.analysis.drawing.scaling import draw_scaling
-from inline_attention.analysis.explicit import MixingRule
-from inline_attention.analysis.key_conditions import key_condition
-from inline_attention.analysis.locality import Locality
-from inline_attention.analysis.masking import Hiding, MaskingResult
-from inline_attention.analysis.scaling import ScalingPoint
-from inline_attention.analysis.subjects import untrained_subject, with_distinct_labels
-from inline_attention.support import figures as canvas
+from inline_attention.analysis.attention_map import draw_attention_maps, measure_attention_maps
+from inline_attention.analysis.confusion import ConfusedImage, ConfusionCount, draw_confusion, draw_worst_images
+from inline_attention.analysis.injectivity import CollisionRate, draw_injectivity, key_condition
+from inline_attention.analysis.layer_attention import MixingRule
+from inline_attention.analysis.locality import Locality, draw_locality
+from inline_attention.analysis.masking import Hiding, MaskingResult, draw_masking
+from inline_attention.analysis.scaling import ScalingPoint, draw_scaling
+from inline_attention.analysis.subjects import untrained_subject, weights_note, with_distinct_labels
+from inline_attention.support import figures
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +26,26 @@ def subjects():
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch):
-    monkeypatch.setattr(canvas, "DOTS_PER_INCH", 40)
+    monkeypatch.setattr(figures, "DOTS_PER_INCH", 40)
 
 
 @pytest.fixture
 def words(monkeypatch):
     """All words of the figures saved during a test."""
     found = []
-    save = canvas.save
+    save = figures.save
 
-    def keep(figure, folder, name):
+    def keep(figure, folder, name, *formats):
         found.extend(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
-        return save(figure, folder, name)
+        return save(figure, folder, name, *formats)
 
-    for module in (draw_confusion, draw_injectivity, draw_masking):
-        monkeypatch.setitem(module.__globals__, "save", keep)
+    monkeypatch.setattr(figures, "save", keep)
     return found
+
+
+def styles(subjects):
+    found = figures.numbered_styles(subject.kind for subject in subjects)
+    return {subject.label: style for subject, style in zip(subjects, found, strict=True)}
 
 
 def assert_written(files, name):
@@ -70,12 +67,12 @@ def test_injectivity(subjects, words, tmp_path):
     ]
     keys = [key_condition(MixingRule("subtract", "identity", 1.0), torch.randn(9, 4), layer) for layer in range(8)]
     labels = [subject.label for subject in subjects]
-    files = draw_injectivity(subjects, dict.fromkeys(labels, rates), dict.fromkeys(labels, keys), tmp_path)
+    files = draw_injectivity(dict.fromkeys(labels, rates), dict.fromkeys(labels, keys), "Note.", tmp_path)
     assert_written(files, "injectivity")
     assert words.count("none") == 2 * len(subjects)
     assert "one-to-one: 8 of 8 (heads × images); rank [K, 1] ≥ 5 of 5" in words
     again = files[1].read_bytes()
-    draw_injectivity(subjects, dict.fromkeys(labels, rates), dict.fromkeys(labels, keys), tmp_path)
+    draw_injectivity(dict.fromkeys(labels, rates), dict.fromkeys(labels, keys), "Note.", tmp_path)
     assert files[1].read_bytes() == again
 
 
@@ -85,9 +82,9 @@ def test_confusion(subjects, words, tmp_path, confused):
         subject.label: [count_of(str(i), subject.kind, confused if subject.kind == "linear" else 0) for i in range(3)]
         for subject in subjects
     }
-    assert_written(draw_confusion(subjects, counts, 0.01, tmp_path), "confusion")
+    assert_written(draw_confusion(styles(subjects), counts, 0.01, weights_note(subjects), tmp_path), "confusion")
     assert any("Untrained weights. 3 images" in word.replace("\n", " ") for word in words)
-    assert ("32–63" in words) == (confused > 0)
+    assert ("mean 12 %" in words) == (confused > 0)
 
 
 def test_worst_images(subjects, tmp_path):
@@ -95,10 +92,10 @@ def test_worst_images(subjects, tmp_path):
     groups = torch.tensor([[0, 1, 1], [2, 2, 9]])
     image = ConfusedImage("a/very/long/name/of/a/picture-that-does-not-end.png", picture, 7, 1, 0, (2, 3), groups)
     worst = {subject.label: [image] * 2 if subject.kind == "linear" else [] for subject in subjects}
-    files = draw_worst_images(subjects, worst, 0.01, tmp_path)
+    files = draw_worst_images(worst, 0.01, "Note.", tmp_path)
     assert_written(files, "confusion-worst")
     nothing = {subject.label: [] for subject in subjects}
-    assert draw_worst_images(subjects, nothing, 0.01, tmp_path) == []
+    assert draw_worst_images(nothing, 0.01, "Note.", tmp_path) == []
     assert not any(file.exists() for file in files)
 
 
@@ -112,7 +109,7 @@ def test_locality(subjects, tmp_path):
         ]
         for subject in subjects
     }
-    assert_written(draw_locality(subjects, measured, tmp_path), "locality")
+    assert_written(draw_locality(styles(subjects), measured, "Note.", tmp_path), "locality")
 
 
 def test_masking(subjects, words, tmp_path):
@@ -125,14 +122,14 @@ def test_masking(subjects, words, tmp_path):
         ]
         for subject in subjects
     }  # fmt: skip
-    assert_written(draw_masking(subjects, results, tmp_path), "masking")
+    assert_written(draw_masking(results, "Note.", tmp_path), "masking")
     assert {"3.2", "91.8", "3×3"} <= set(words)
 
 
 def test_attention_maps_of_a_wide_picture(subjects, tmp_path):
     pixels = torch.randint(0, 256, (3, 20, 60), dtype=torch.uint8)
     maps = [measure_attention_maps(subject, pixels, tokens=[(0, 0), (4, 14)]) for subject in subjects]
-    assert_written(draw_attention_maps(subjects, maps, "a picture", tmp_path), "attention-map")
+    assert_written(draw_attention_maps(maps, "a picture", "Note.", tmp_path), "attention-map")
 
 
 def test_scaling(tmp_path):
@@ -146,6 +143,6 @@ def test_scaling(tmp_path):
 
 def test_models_of_one_attention_are_told_apart(subjects):
     same = with_distinct_labels([subjects[0], subjects[0], subjects[1]])
-    first, second, other = canvas.line_styles(same).values()
+    first, second, other = styles(same).values()
     assert first.color == second.color != other.color
     assert first.dashes != second.dashes

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from analysis.small_models import small_model
+from inline_attention.analysis.layer_attention import neighborhood_mask
 from inline_attention.analysis.locality import average, measure_locality
-from inline_attention.analysis.neighbourhoods import neighbourhood_mask
 from inline_attention.analysis.probes import capture_attention
 
 CASES = [("inline_deit_tiny", 0, (20, 28)), ("softmax_deit_tiny", 1, (20, 28)), ("inline_cswin_tiny", 1, (40, 72))]
@@ -39,7 +39,7 @@ def test_share_and_sum_are_those_of_the_definition(name, index, size):
     reach = torch.ones(layer.num_tokens, layer.num_tokens, dtype=torch.bool) if reach is None else reach
     variants = {"without": layer.rows(1, 1)[None], "with": effective_rows(layer, 1, 1)}
     for (local_term, side), item in measured.items():
-        near = neighbourhood_mask(layer.grid_size, prefix, side) & reach
+        near = neighborhood_mask(layer.grid_size, prefix, side) & reach
         rows = variants[local_term]
         share = (rows.abs() * near).sum(2) / rows.abs().sum(2)
         assert item.share == pytest.approx(share[:, prefix:].mean().item(), rel=1e-6)

@@ -5,6 +5,7 @@ import torch
 
 from analysis.small_models import small_model
 from inline_attention.analysis import masking
+from inline_attention.analysis.layer_attention import neighborhood_mask
 from inline_attention.analysis.masking import (
     Hiding,
     hidden_keys,
@@ -13,7 +14,6 @@ from inline_attention.analysis.masking import (
     mixed_values,
     planned_hidings,
 )
-from inline_attention.analysis.neighbourhoods import neighbourhood_mask
 from inline_attention.analysis.probes import capture_attention
 from inline_attention.data.batch import Batch
 from inline_attention.ops.reference import kernel_weights, softmax_weights
@@ -81,7 +81,7 @@ def test_as_many_random_tokens_are_hidden(name, size, index):
     local, random = (hidden_keys(layer, hiding, generator()) for hiding in (LOCAL, RANDOM))
     assert torch.equal(local.sum(2), random.sum(2))
     assert not torch.equal(local, random)
-    near = neighbourhood_mask(layer.grid_size, layer.num_prefix_tokens, 3)
+    near = neighborhood_mask(layer.grid_size, layer.num_prefix_tokens, 3)
     for head in range(layer.num_heads):
         reach = layer.reach(head)
         assert torch.equal(local[head], near if reach is None else near & reach)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from inline_attention.analysis.predictions import Predictions, predict_dataset
+from inline_attention.analysis.predictions import Predictions, draw_predictions, predict_dataset
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.sources import ArraySource, DataError
 
@@ -91,12 +91,12 @@ def drawn(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from inline_attention.analysis.drawing import predictions as drawing
+    from inline_attention.support import figures
 
     def draw(predictions: Predictions):
         saved = []
-        monkeypatch.setattr(drawing, "save", lambda figure, folder, name: saved.append(figure) or [])
-        drawing.draw_predictions(predictions, "greys", "grey pictures", tmp_path)
+        monkeypatch.setattr(figures, "save", lambda figure, folder, name: saved.append(figure) or [])
+        draw_predictions(predictions, "greys", "grey pictures", tmp_path)
         FigureCanvasAgg(saved[0]).draw()
         return saved[0]
 

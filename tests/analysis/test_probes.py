@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from analysis.small_models import small_model
-from inline_attention.analysis import explicit as explicit_module
-from inline_attention.analysis.explicit import MatrixTooLargeError, MixingRule
+from inline_attention.analysis import layer_attention as explicit_module
+from inline_attention.analysis.layer_attention import MatrixTooLargeError, MixingRule, neighbor_table, neighborhood_mask
 from inline_attention.analysis.masking import mixed_values
-from inline_attention.analysis.neighbourhoods import neighbour_table, neighbourhood_mask
 from inline_attention.analysis.probes import attention_layers, capture_attention, choose_heads, choose_layers, observed
 from inline_attention.layers import attention as attention_module
 from inline_attention.layers.conversion import convert_attention
@@ -176,17 +175,17 @@ def test_a_token_by_row_and_column():
 
 
 def test_neighbours_of_a_corner_an_edge_and_the_prefix():
-    numbers, exists = neighbour_table((3, 4), 1)
+    numbers, exists = neighbor_table((3, 4), 1)
     assert not exists[0].any()
     corner, middle = 1, 1 + 1 * 4 + 1
     assert numbers[corner][exists[corner]].tolist() == [1, 2, 5, 6]
     assert numbers[middle].tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
-    mask = neighbourhood_mask((3, 4), 1, 3)
+    mask = neighborhood_mask((3, 4), 1, 3)
     for token in range(13):
         assert mask[token].nonzero().flatten().tolist() == numbers[token][exists[token]].tolist()
-    assert neighbourhood_mask((3, 4), 1, 7)[1:, 1:].all()
+    assert neighborhood_mask((3, 4), 1, 7)[1:, 1:].all()
     with pytest.raises(ValueError, match="must be odd, got 4"):
-        neighbourhood_mask((3, 4), 0, 4)
+        neighborhood_mask((3, 4), 0, 4)
 
 
 def test_queries_that_were_looked_at_are_not_given_up(monkeypatch):

@@ -8,8 +8,7 @@ from torch import nn
 
 from inline_attention import create_model
 from inline_attention.analysis import scaling
-from inline_attention.analysis.scaling import measure_scaling, twins_of
-from inline_attention.analysis.tensor_memory import peak_tensor_bytes
+from inline_attention.analysis.scaling import measure_scaling, peak_tensor_bytes, twins_of
 from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 
 CPU = torch.device("cpu")

@@ -116,7 +116,7 @@ def test_pictures_are_prepared_as_the_model_wants_and_broken_ones_left_out(photo
     assert (pixels.shape, pixels.dtype) == ((3, 3, 8, 12), torch.uint8)
     assert len(sample) == 4
     assert list(sample.skipped) == [str(photos / "broken.jpg")]
-    with pytest.raises(DataError, match="has 3 classes and does not name them"):
+    with pytest.raises(DataError, match="has 3 classes without names"):
         next(sample.batches(subject, normalized=True))
 
 

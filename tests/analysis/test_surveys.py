@@ -3,10 +3,12 @@
 import pytest
 
 from analysis.small_models import DEIT
-from inline_attention.analysis.confusion import pairs_per_image
+from inline_attention.analysis.confusion import by_image, survey_confusion
+from inline_attention.analysis.injectivity import survey_injectivity
+from inline_attention.analysis.locality import survey_locality
+from inline_attention.analysis.masking import survey_masking
 from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.subjects import untrained_subject
-from inline_attention.analysis.surveys import survey_confusion, survey_injectivity, survey_locality, survey_masking
 from inline_attention.data.datasets import digits
 
 
@@ -39,8 +41,8 @@ def test_confusion_counts_each_head_of_each_image(subject, sample, progress):
     counts, worst = survey_confusion(subject, sample, layers=[0, 3], tolerance=1.0, worst=2, on_progress=progress)
     keys = [(count.image, count.layer, count.head) for count in counts]
     assert len(keys) == len(set(keys)) == 5 * 2 * 2
-    totals = pairs_per_image(counts)
-    assert [image.pairs for image in worst] == sorted(totals.values(), reverse=True)[:2]
+    totals = [image.confused_pairs for image in by_image(counts)]
+    assert [image.pairs for image in worst] == sorted(totals, reverse=True)[:2]
     for image in worst:
         most = max((c for c in counts if c.image == image.name), key=lambda count: count.confused_pairs)
         assert (image.layer, image.head) == (most.layer, most.head)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from inline_attention.analysis.training_curves import RunFolderError, read_training_curves
+from inline_attention.analysis.training_curves import RunFolderError, draw_training_curves, read_training_curves
 from inline_attention.engine.config import to_yaml, with_overrides
 from inline_attention.recipes import get_recipe
 
@@ -32,12 +32,12 @@ def drawn(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from inline_attention.analysis.drawing import training_curves as drawing
+    from inline_attention.support import figures
 
     def draw(folders):
         saved = []
-        monkeypatch.setattr(drawing, "save", lambda figure, folder, name: saved.append(figure) or [])
-        drawing.draw_training_curves(read_training_curves(folders), tmp_path)
+        monkeypatch.setattr(figures, "save", lambda figure, *_: saved.append(figure) or [])
+        draw_training_curves(read_training_curves(folders), tmp_path)
         FigureCanvasAgg(saved[0]).draw()
         return saved[0]
 
@@ -86,7 +86,7 @@ def test_a_folder_that_is_no_run_says_what_was_expected(tmp_path):
 
 def test_lines_are_the_numbers_of_the_table(make_run, drawn):
     figure = drawn([make_run("a", "1,2,0.1,1.8,40,90,,,,0,0", "2,1,0.1,0.9,70,95,,,,0,0")])
-    loss, accuracy = figure.axes
+    accuracy, loss = figure.axes
     assert [list(line.get_ydata()) for line in loss.lines] == [[2, 1], [1.8, 0.9]]
     assert [list(line.get_ydata()) for line in accuracy.lines] == [[40, 70]]
     assert loss.get_yscale() == "linear"
@@ -94,7 +94,7 @@ def test_lines_are_the_numbers_of_the_table(make_run, drawn):
 
 def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis(make_run, drawn):
     figure = drawn([make_run("a", "1,2,0.1,1.8,40,90,,,,0,0", "2,0.01,0.1,0.9,70,95,,,,0,0")])
-    assert figure.axes[0].get_yscale() == "log"
+    assert figure.axes[1].get_yscale() == "log"
 
 
 def test_close_accuracies_do_not_lie_on_each_other(make_run, drawn):
@@ -104,30 +104,28 @@ def test_close_accuracies_do_not_lie_on_each_other(make_run, drawn):
         for number, model in enumerate(models)
     ]
     figure = drawn(folders)
-    labels = figure.axes[1].texts
+    labels = figure.axes[0].texts
     assert sorted(label.get_text() for label in labels) == ["88.0", "88.1", "88.2", "88.3"]
     boxes = [label.get_window_extent() for label in labels]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     assert all(box.x1 <= figure.bbox.x1 for box in boxes)
-    assert len({line.get_color() for line in figure.axes[1].lines}) == len(models)
+    assert len({line.get_color() for line in figure.axes[0].lines}) == len(models)
 
 
 def test_unfinished_and_unevaluated_runs_say_so(make_run, drawn):
     figure = drawn([make_run("a", "1,2,0.1,,,,,,,0,0", epochs=30)])
     assert "inline_deit_tiny after 1 of 30 epochs" in figure.get_supxlabel()
-    assert [text.get_text() for text in figure.axes[1].texts] == ["not evaluated yet"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["not evaluated yet"]
 
 
 def test_averaged_weights_have_a_line_of_their_own(make_run, drawn):
     figure = drawn([make_run("a", "1,2,0.1,2,10,50,2,30,60,0,0")])
-    assert sorted(line.get_ydata()[0] for line in figure.axes[1].lines) == [10, 30]
+    assert sorted(line.get_ydata()[0] for line in figure.axes[0].lines) == [10, 30]
     assert "moving average" in figure.get_supxlabel()
 
 
 def test_files_are_written(make_run, tmp_path):
     pytest.importorskip("matplotlib")
-    from inline_attention.analysis.drawing.training_curves import draw_training_curves
-
     runs = read_training_curves([make_run("a", "1,2,0.1,2,10,50,,,,0,0")])
     files = draw_training_curves(runs, tmp_path, name="mine")
     assert [file.name for file in files] == ["mine.png", "mine.svg"]

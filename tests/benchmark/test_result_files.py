@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 
 from inline_attention.analysis.masking import Hiding, MaskingResult
-from inline_attention.analysis.result_files import flat_row, write_results
+from inline_attention.benchmark.results import flat_row, write_results
 
 
 @dataclass(frozen=True)

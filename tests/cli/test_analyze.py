@@ -13,8 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from inline_attention import create_model
-from inline_attention.analysis.explicit import MixingRule
-from inline_attention.analysis.key_conditions import key_condition
+from inline_attention.analysis.injectivity import key_condition
+from inline_attention.analysis.layer_attention import MixingRule
 from inline_attention.analysis.scaling import ScalingPoint
 from inline_attention.cli import analyze_runs
 from inline_attention.cli.analyze_tables import condition_table
@@ -27,9 +27,9 @@ ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "img_
 @pytest.fixture(autouse=True)
 def coarse_pictures(monkeypatch):
     pytest.importorskip("matplotlib")
-    from inline_attention.support import figures as canvas
+    from inline_attention.support import figures
 
-    monkeypatch.setattr(canvas, "DOTS_PER_INCH", 30)
+    monkeypatch.setattr(figures, "DOTS_PER_INCH", 30)
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +200,7 @@ def test_scaling(invoke, tmp_path, monkeypatch):
 
 
 def test_tables_are_written_without_matplotlib(trained, tmp_path, monkeypatch):
-    needing = ("inline_attention.analysis.drawing.", "inline_attention.analysis.plots")
-    for name in [name for name in sys.modules if name.startswith(needing)]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "inline_attention.support.figures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = trained("locality", "-n", 1, "--sides", "3", "--layer", 0)
     assert_files(result, tmp_path / "out", "locality.json", "locality.csv")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from inline_attention import __version__, analysis
+from inline_attention import __version__
 from inline_attention.benchmark.cost import ATTENTIONS
 from inline_attention.cli import demo, demo_training
 from inline_attention.cli.main import app
@@ -175,8 +175,6 @@ def test_the_command_without_the_local_term_is_valid():
 @pytest.mark.usefixtures("nothing_is_measured")
 def test_missing_matplotlib_names_the_extra(invoke, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "inline_attention.analysis.plots", raising=False)
-    monkeypatch.delattr(analysis, "plots", raising=False)
     result = invoke("demo", "--output", tmp_path)
     assert result.exit_code == 1
     assert "pip install 'inline-attention[plots]'" in result.output

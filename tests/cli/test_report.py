@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from analysis.written_runs import write_run
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.cli.main import app
-from inline_attention.report import evidence
+from inline_attention.report import measurement
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def invoke(monkeypatch):
     def measure(sizes):
         return [CostPoint(kind, tokens, 1.0, 1, 1) for tokens in sizes for kind in ("softmax", "inline")]
 
-    monkeypatch.setattr(evidence, "measure_attention_cost", measure)
+    monkeypatch.setattr(measurement, "measure_attention_cost", measure)
     return lambda *arguments: CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
 
 

@@ -1,4 +1,4 @@
-"""The grid of an ablation: what can be varied, and a recipe's settings for every combination."""
+"""The grid of an ablation: the axes, and a recipe's settings for every combination of their values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from inline_attention.support.text import did_you_mean
 
 
 class AxisError(ValueError):
-    """An axis that does not exist, or a value that it cannot take."""
+    """An axis does not exist, or cannot take a value."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that can be varied.
+    """A setting that can be varied.
 
     Attributes:
-        values: Those tried unless others are named.
-        applied: The model's settings with one of them in place.
-        is_of_layer: Whether it is an argument of the InLine or linear attention layer, which softmax twins lack.
-        known: All values there are, where they have names.
+        values: Default values.
+        applied: Function from the model's settings and a value to the changed settings.
+        is_of_layer: True for an argument of the InLine or linear attention layer, which softmax twins lack.
+        known: All possible values, if they have names.
     """
 
     values: tuple[Any, ...]
@@ -35,10 +35,10 @@ class Axis:
     known: tuple[str, ...] = ()
 
     def parse(self, text: str) -> Any:
-        """A value as it stands on a command line.
+        """Parse a value from the command line.
 
         Raises:
-            ValueError: If it is of another type than the axis's own values, or no name of one.
+            ValueError: If it has another type than the default values, or is not a known name.
         """
         if self.known and text not in self.known:
             raise ValueError(f"expected one of {', '.join(self.known)}")
@@ -88,8 +88,8 @@ class Cell:
     """One combination.
 
     Attributes:
-        values: By axis.
-        config: The recipe's settings with these in place.
+        values: Values by axis.
+        config: The recipe's settings with these values.
         problem: Why it cannot be trained; None if it can.
     """
 
@@ -99,12 +99,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its values in the form of a file name."""
+        """The values as a file name."""
         return "_".join(f"{axis}-{shown(value)}" for axis, value in self.values.items())
 
     @property
     def label(self) -> str:
-        """Its values as a person would say them."""
+        """The values as text."""
         words = []
         for axis, value in self.values.items():
             name = axis.replace("_", " ")
@@ -115,7 +115,7 @@ class Cell:
         return ", ".join(words)
 
     def run(self, output: str, seed: int) -> TrainConfig:
-        """The settings of this cell's run with one seed, in a folder of its own."""
+        """Return the settings of the run with one seed, in its own folder."""
         config = self.config
         return replace(
             config,
@@ -125,15 +125,15 @@ class Cell:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands on a command line."""
+    """Return a value as written on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
-    """An axis and its values from `NAME` or `NAME=VALUE,VALUE`.
+    """Return an axis and its values from `NAME` or `NAME=VALUE,VALUE`.
 
     Raises:
-        AxisError: If there is none of that name, or it cannot take such a value.
+        AxisError: If the axis does not exist, or cannot take a value.
     """
     name, equals, listed = text.partition("=")
     if name not in AXES:
@@ -152,17 +152,17 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def grid(config: TrainConfig, axes: Mapping[str, Sequence[Any]]) -> list[Cell]:
-    """Every combination of the axes' values, those that cannot be trained with the reason.
+    """Return every combination of the axes' values, with the reason if it cannot be trained.
 
     Args:
-        config: A recipe's settings.
+        config: Settings of a recipe.
         axes: Values by axis; the first varies slowest.
     """
     return [cell(config, dict(zip(axes, chosen, strict=True))) for chosen in itertools.product(*axes.values())]
 
 
 def cell(config: TrainConfig, values: Mapping[str, Any]) -> Cell:
-    """One combination, checked: the model is built with it, without its weights."""
+    """Return one combination, checked by building its model on the meta device."""
     model = config.model
     for axis, value in values.items():
         model = AXES[axis].applied(model, value)
@@ -179,6 +179,6 @@ def _problem(config: TrainConfig, values: Mapping[str, Any]) -> str | None:
         without_effect = [axis for axis in values if AXES[axis].is_of_layer]
         if without_effect:
             return f"{name} has no {' and no '.join(without_effect)}: they belong to InLine and linear attention"
-    # Before data is read: what is wrong with the folder is the same for all cells, and training says it.
+    # Problems with the data are the same for all cells, and training reports them.
     problems = [problem for problem in check(config) if problem.path.startswith("model.")]
     return "; ".join(problem.message for problem in problems) or None

@@ -1,8 +1,11 @@
-"""One run of a comparison: trained, resumed, or recognised as finished, with what it cost.
+"""Train the runs of a comparison, or resume them: one after the other, or several at a time in their own processes.
 
-The run's folder is the engine's. Two small files are added to it: `timing.json` grows with the epochs, so that a run
-that was stopped still knows what it cost; `outcome.json` says that the run is over, and is all that a table needs: the
-checkpoints may be removed.
+Two small files are added to the folder of a run: `timing.json` is updated every epoch, so that a stopped run keeps its
+time; `outcome.json` says that the run is finished, and is all that a table needs: the checkpoints may be removed.
+
+    python -m inline_attention.ablation.runs SETTINGS.yaml [--alone]
+
+trains one run. `--alone` says that no other run shares the machine, so that its speed is recorded.
 """
 
 from __future__ import annotations
@@ -10,18 +13,23 @@ from __future__ import annotations
 import dataclasses
 import signal
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from inline_attention.ablation.grid import Cell
+from inline_attention.ablation.tables import CellResult, RunOutcome, cell_result
 from inline_attention.analysis.training_curves import SETTINGS, read_training_curves
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
-from inline_attention.engine.config import TrainConfig, read_config, resolve, to_mapping
+from inline_attention.benchmark.side_by_side import Command, run_side_by_side
+from inline_attention.engine.config import TrainConfig, read_config, resolve, to_mapping, to_yaml
+from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.train import open_sources, train
 from inline_attention.engine.trainer import DivergedError
 from inline_attention.support.files import read_bounded
@@ -29,37 +37,15 @@ from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataErro
 
 Content = TypeVar("Content")
 
+MODULE = "inline_attention.ablation.runs"
+OnEpoch = Callable[[Cell, int, Mapping[str, Any]], None]
 TIMING, OUTCOME = "timing.json", "outcome.json"
-# What may change between two attempts at one run without making it another: where things are, not what is done.
+# Settings that may change between two attempts at one run: where things are, not what is done.
 INCIDENTAL = ("run.", "logging.", "checkpoints.", "distributed.", "data.dir", "data.workers")
 
 
 class UnusableRunError(ValueError):
     """A folder holds a run with other settings, or with files that cannot be read."""
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """What came of one run.
-
-    Attributes:
-        top1: Percent of the validation images after the last epoch, with averaged weights where there are any; None
-            where there is no such figure, most of all because the run diverged.
-        epochs: Those it was trained for.
-        seconds: From settings to last checkpoint, over all attempts it took.
-        images_per_second: Training images of an epoch over the median time from one epoch's end to the next, which
-            holds an evaluation or a checkpoint only if most epochs do; None after a single epoch, and where other
-            runs had a share of the machine.
-        environment: Machine, versions, commit and date of the last attempt.
-        failure: Why there is no figure; empty if there is one.
-    """
-
-    top1: float | None
-    epochs: int
-    seconds: float
-    images_per_second: float | None
-    environment: dict[str, str]
-    failure: str = ""
 
 
 def finish_run(
@@ -69,13 +55,13 @@ def finish_run(
     on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
     is_alone: bool = True,
 ) -> RunOutcome:
-    """Train to the end, from wherever the run is; do nothing if it is over.
+    """Train to the end or resume; do nothing if the run is finished.
 
     Args:
-        config: The settings; `run.experiment` names the folder under `run.output`.
-        stop_at: Time on `time.monotonic`'s clock after which the run is stopped at the end of an epoch, and saved.
-        on_epoch: Called with each row of summary.csv as it is written.
-        is_alone: Whether no other run takes its share of the machine, so that its speed is worth noting.
+        config: Settings; `run.experiment` names the folder under `run.output`.
+        stop_at: Time of `time.monotonic` after which the run is saved and stopped at the end of an epoch.
+        on_epoch: Called with each row of summary.csv.
+        is_alone: Record the speed, because no other run shares the machine.
 
     Raises:
         UnusableRunError: If the folder holds a run with other settings.
@@ -87,7 +73,7 @@ def finish_run(
     if outcome is not None:
         return outcome
     if config.training.compile:
-        torch.compiler.reset()  # what was compiled for earlier runs counts against the limit after which nothing is
+        torch.compiler.reset()  # code of earlier runs counts toward the recompilation limit
     clock = _Clock(folder)
 
     def epoch_done(row: Mapping[str, Any]) -> None:
@@ -95,20 +81,19 @@ def finish_run(
         if on_epoch is not None:
             on_epoch(row)
         if stop_at is not None and time.monotonic() > stop_at:
-            signal.raise_signal(signal.SIGTERM)  # the engine saves before it leaves
+            signal.raise_signal(signal.SIGTERM)  # the engine saves, then stops
 
     resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
     failure = ""
     try:
         train(resumed, on_epoch=epoch_done)
     except DivergedError as error:
-        # What to do about it, and where its checkpoints are, is no part of a table.
         failure = f"diverged: {str(error).partition(';')[0]}"
     finally:
         clock.stop()
     top1 = None if failure else _last_top1(folder)
     if top1 is None and not failure:
-        failure = "its last epoch has no top-1, by which runs are compared"
+        failure = "its last epoch has no top-1"
     outcome = RunOutcome(
         top1=top1,
         epochs=config.training.epochs,
@@ -122,7 +107,7 @@ def finish_run(
 
 
 def read_outcome(config: TrainConfig) -> RunOutcome | None:
-    """The outcome of a run that is over; None if it is not, or was never begun.
+    """Return the outcome of a finished run; None if it is not finished.
 
     Raises:
         UnusableRunError: If the folder holds a run with other settings, finished or not.
@@ -140,7 +125,7 @@ def read_outcome(config: TrainConfig) -> RunOutcome | None:
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """Where the run is, or will be."""
+    """Return the folder of the run."""
     assert config.run.experiment is not None, "a run of a comparison has a name"
     return Path(config.run.output) / config.run.experiment
 
@@ -167,7 +152,7 @@ class _Clock:
         self.epoch_seconds = dict(earlier.epoch_seconds)
         self._seconds_before = earlier.seconds
         self._start = time.perf_counter()
-        self._last_end: float | None = None  # an attempt's first epoch comes after decoding, compiling and loading
+        self._last_end: float | None = None  # the first epoch of an attempt includes loading and compiling
 
     @property
     def seconds(self) -> float:
@@ -181,7 +166,7 @@ class _Clock:
         self._write()
 
     def stop(self) -> None:
-        if self._path.parent.is_dir():  # settings that were refused have made no folder
+        if self._path.parent.is_dir():  # refused settings create no folder
             self._write()
 
     def _write(self) -> None:
@@ -198,8 +183,7 @@ def _images_per_second(config: TrainConfig, clock: _Clock) -> float | None:
 
 def _last_top1(folder: Path) -> float | None:
     (curves,) = read_training_curves([folder])
-    last = curves.epochs[-1]
-    return last.top1 if last.averaged_top1 is None else last.averaged_top1
+    return curves.epochs[-1].best_known_top1
 
 
 def _differences(earlier: TrainConfig, now: TrainConfig) -> Iterator[str]:
@@ -209,3 +193,130 @@ def _differences(earlier: TrainConfig, now: TrainConfig) -> Iterator[str]:
             path = f"{section}.{name}"
             if not path.startswith(INCIDENTAL) and old[section][name] != value:
                 yield f"{path} was {old[section][name]}, now {value}"
+
+
+class FinishedRun(NamedTuple):
+    """The run of a cell with one seed, and its outcome."""
+
+    cell: Cell
+    seed: int
+    outcome: RunOutcome
+
+
+def train_cells(
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    output: Path,
+    *,
+    stop_at: float | None = None,
+    on_epoch: OnEpoch | None = None,
+) -> Iterator[FinishedRun]:
+    """Train all cells with one seed, then with the next, so that a partial grid is a fair comparison.
+
+    Finished runs are not repeated; cells that cannot be trained are left out.
+
+    Args:
+        cells: Combinations to train.
+        seeds: Seeds, one run each.
+        output: Parent of the run folders.
+        stop_at: Time of `time.monotonic` after which no run is started, and the current one is saved and stopped.
+        on_epoch: Called with cell, seed and each row of its summary.csv.
+
+    Raises:
+        UnusableRunError: If a folder holds a run with other settings.
+        ConfigError: With all that is wrong with settings or data.
+        InterruptedBySignalError: After SIGTERM, SIGINT or, during a run, `stop_at`. The same call resumes.
+    """
+    for seed in seeds:
+        for cell in cells:
+            if cell.problem is not None:
+                continue
+            config = cell.run(str(output), seed)
+            outcome = read_outcome(config)
+            if outcome is None:
+                if stop_at is not None and time.monotonic() > stop_at:
+                    return
+
+                def report(row: Mapping[str, Any], cell: Cell = cell, seed: int = seed) -> None:
+                    if on_epoch is not None:
+                        on_epoch(cell, seed, row)
+
+                outcome = finish_run(config, stop_at=stop_at, on_epoch=report)
+            yield FinishedRun(cell, seed, outcome)
+
+
+def train_side_by_side(
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    output: Path,
+    *,
+    at_once: int,
+    time_limit: float | None = None,
+    on_trouble: Callable[[str], None],
+) -> Iterator[FinishedRun]:
+    """Train like `train_cells`, but several runs at a time, each in its own process.
+
+    Args:
+        cells: Combinations to train.
+        seeds: Seeds, one run each.
+        output: Parent of the run folders, their settings and logs.
+        at_once: Runs at a time; speeds are recorded if it is 1.
+        time_limit: Seconds after which runs are saved and stopped. The same call resumes.
+        on_trouble: Called with a message for each run that did not finish.
+
+    Raises:
+        UnusableRunError: If a folder holds a run with other settings.
+    """
+    jobs: dict[Command, tuple[Cell, int]] = {}
+    for seed in seeds:
+        for cell in cells:
+            if cell.problem is not None:
+                continue
+            config = cell.run(str(output), seed)
+            outcome = read_outcome(config)
+            if outcome is not None:
+                yield FinishedRun(cell, seed, outcome)
+                continue
+            settings = run_folder(config).with_suffix(".yaml")
+            settings.parent.mkdir(parents=True, exist_ok=True)
+            settings.write_text(to_yaml(config), encoding="utf-8")
+            arguments = (sys.executable, "-m", MODULE, str(settings), *(["--alone"] if at_once == 1 else []))
+            jobs[Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))] = cell, seed
+    for ended in run_side_by_side(list(jobs), at_once=at_once, time_limit=time_limit):
+        cell, seed = jobs[ended.command]
+        outcome = read_outcome(cell.run(str(output), seed))
+        if outcome is not None:
+            yield FinishedRun(cell, seed, outcome)
+        elif ended.outcome == "failed":
+            on_trouble(f"{ended.command.name}: failed; the end of its output:\n{ended.command.last_lines()}")
+        else:
+            on_trouble(f"{ended.command.name}: {ended.outcome}: the time was up")
+
+
+def collect(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> list[CellResult]:
+    """Return the results of each cell from the folders of its runs."""
+    results = []
+    for cell in cells:
+        outcomes = {}
+        if cell.problem is None:
+            found = {seed: read_outcome(cell.run(str(output), seed)) for seed in seeds}
+            outcomes = {seed: outcome for seed, outcome in found.items() if outcome is not None}
+        results.append(cell_result(cell, outcomes))
+    return results
+
+
+def main(settings: Path, *, is_alone: bool) -> int:
+    """Train one run to the end, or resume it; return the exit code of the process."""
+    try:
+        finish_run(
+            read_config(settings),
+            is_alone=is_alone,
+            on_epoch=lambda row: print(f"epoch {row['epoch']}, loss {row['train_loss']:.3f}", flush=True),
+        )
+    except InterruptedBySignalError as error:
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), is_alone="--alone" in sys.argv[2:]))

@@ -1,29 +1,59 @@
-"""The table of an ablation: a row per cell, with mean and spread over its seeds."""
+"""Results of an ablation: a row per cell with mean and spread over seeds, as table, files and figure."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from inline_attention.ablation.grid import Cell, shown
-from inline_attention.ablation.runs import RunOutcome
+from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.model_size import ModelSize, measure_model_size
-from inline_attention.benchmark.results import markdown_table
+from inline_attention.benchmark.results import markdown_table, write_csv, write_json, write_markdown
 from inline_attention.engine.config import model_arguments
+from inline_attention.support.text import printable
+
+if TYPE_CHECKING:
+    from inline_attention.support.figures import Panel
 
 NOTHING = "–"
 
 
 @dataclass(frozen=True)
+class RunOutcome:
+    """The result of one run.
+
+    Attributes:
+        top1: Percent of the validation images after the last epoch, with averaged weights if there are any; None if
+            the run diverged or was not evaluated.
+        epochs: Number of epochs.
+        seconds: Time from settings to last checkpoint, over all attempts.
+        images_per_second: Training images of an epoch over the median time from one epoch's end to the next, which
+            includes evaluation or checkpoints only if most epochs have them; None after a single epoch, and if other
+            runs shared the machine.
+        environment: Machine, versions, commit and date of the last attempt.
+        failure: Why there is no top-1; empty if there is one.
+    """
+
+    top1: float | None
+    epochs: int
+    seconds: float
+    images_per_second: float | None
+    environment: dict[str, str]
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class CellResult:
-    """What is known of one cell.
+    """The results of one cell.
 
     Attributes:
         cell: The combination.
-        outcomes: Of its runs that are over, by seed.
-        size: Of its model; None if it cannot be built.
+        outcomes: Outcomes of its finished runs, by seed.
+        size: Size of its model; None if it cannot be built.
     """
 
     cell: Cell
@@ -32,12 +62,12 @@ class CellResult:
 
     @property
     def top1(self) -> list[float]:
-        """Percent, of the seeds that did not diverge."""
+        """Top-1 in percent of the seeds that did not diverge."""
         return [outcome.top1 for outcome in self.outcomes.values() if outcome.top1 is not None]
 
     @property
     def mean(self) -> float | None:
-        """Of top-1 over the seeds."""
+        """Mean of top-1 over the seeds."""
         return statistics.fmean(self.top1) if self.top1 else None
 
     @property
@@ -47,13 +77,13 @@ class CellResult:
 
     @property
     def images_per_second(self) -> float | None:
-        """In training, the median over the seeds."""
+        """Training speed, median over the seeds."""
         speeds = [outcome.images_per_second for outcome in self.outcomes.values() if outcome.images_per_second]
         return statistics.median(speeds) if speeds else None
 
     @property
     def note(self) -> str:
-        """Why there are fewer figures than seeds; empty if there are as many."""
+        """Why there are fewer results than seeds; empty if there are as many."""
         if self.cell.problem is not None:
             return f"skipped: {self.cell.problem}"
         failed = [f"seed {seed}: {outcome.failure}" for seed, outcome in self.outcomes.items() if outcome.failure]
@@ -61,7 +91,7 @@ class CellResult:
 
 
 def cell_result(cell: Cell, outcomes: Mapping[int, RunOutcome]) -> CellResult:
-    """Put together what is known of a cell; its model is measured without computing anything."""
+    """Return the results of a cell, with the size of its model, which is computed on the meta device."""
     size = None
     if cell.problem is None:
         pixels = cell.config.model.img_size
@@ -72,7 +102,7 @@ def cell_result(cell: Cell, outcomes: Mapping[int, RunOutcome]) -> CellResult:
 
 
 def rows(results: Sequence[CellResult]) -> list[dict[str, Any]]:
-    """Plain rows, for files: a column per axis, then the figures."""
+    """Return plain rows for files: a column per axis, then the results."""
     return [
         {
             **result.cell.values,
@@ -89,14 +119,14 @@ def rows(results: Sequence[CellResult]) -> list[dict[str, Any]]:
 
 
 def text_table(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows as text; the column of notes only where there are any."""
+    """Return header and rows as text; the column of notes only if there are any."""
     axes = list(results[0].cell.values)
     header = [*(axis.replace("_", " ") for axis in axes),
               "top-1 %, mean ± std", "seeds", "parameters (M)", "MACs (M)", "training images/s", "note"]  # fmt: skip
     body = [
         [
             *(shown(value) for value in result.cell.values.values()),
-            mean_and_spread(result),
+            mean_and_spread(result.mean, result.spread),
             str(len(result.top1)),
             NOTHING if result.size is None else f"{result.size.parameters / 1e6:.2f}",
             NOTHING if result.size is None else f"{result.size.macs / 1e6:,.1f}",
@@ -112,14 +142,95 @@ def text_table(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]
     return header, body
 
 
-def mean_and_spread(result: CellResult) -> str:
-    """Such as "71.70 ± 0.21"."""
-    if result.mean is None:
+def mean_and_spread(mean: float | None, spread: float | None) -> str:
+    """Return a text such as "71.70 ± 0.21"."""
+    if mean is None:
         return NOTHING
-    return f"{result.mean:.2f}" + ("" if result.spread is None else f" ± {result.spread:.2f}")
+    return f"{mean:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
 
 
 def as_markdown(results: Sequence[CellResult]) -> str:
-    """The table in Markdown; bars inside notes would be taken for columns."""
+    """Return the table in Markdown, with bars inside notes escaped."""
     header, body = text_table(results)
     return markdown_table(header, [[text.replace("|", "\\|") for text in row] for row in body])
+
+
+def write_ablation(
+    folder: Path, name: str, results: Sequence[CellResult], *, title: str, about: str, settings: Mapping[str, Any]
+) -> list[Path]:
+    """Write `NAME.json` with every run, `NAME.csv` and `NAME.md` with the table.
+
+    Args:
+        folder: Output folder; created if missing.
+        name: Name of the files without suffix.
+        results: Results in the order of the table.
+        title: Title of the Markdown page.
+        about: Markdown below the title: how the runs were trained.
+        settings: Options, for the JSON.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = latest_environment(results)
+    content = {"analysis": "ablation", "title": title, "environment": environment, "settings": dict(settings)}
+    files = [folder / f"{name}.{ending}" for ending in ("json", "csv", "md")]
+    write_json(files[0], {**content, "results": plain_results(results)})
+    write_csv(files[1], rows(results))
+    write_markdown(files[2], title, environment, f"{about}\n\n{as_markdown(results)}")
+    return files
+
+
+def latest_environment(results: Sequence[CellResult]) -> dict[str, str]:
+    """Return the environment of the last run; see `combined_environment`."""
+    found = [outcome.environment for result in results for outcome in result.outcomes.values()]
+    return combined_environment(found) if found else describe_environment()
+
+
+def plain_results(results: Sequence[CellResult]) -> list[dict[str, Any]]:
+    """Return rows of the table, each with its values by axis and all of its runs, for JSON."""
+    return [
+        {
+            **row,
+            "label": result.cell.label,
+            "values": dict(result.cell.values),
+            "runs": {str(seed): dataclasses.asdict(outcome) for seed, outcome in result.outcomes.items()},
+        }
+        for row, result in zip(rows(results), results, strict=True)
+    ]
+
+
+def draw_ablation(
+    results: Sequence[Mapping[str, Any]], folder: Path, name: str, *, title: str, small_print: str
+) -> list[Path]:
+    """Write `NAME.png` and `.svg`: a row of dots per cell, one dot per seed and a bar at the mean.
+
+    Args:
+        results: Rows of `plain_results`, or of a results file, in order.
+        folder: An existing folder.
+        name: Name of the files without suffix.
+        title: Headline.
+        small_print: How the runs were trained.
+    """
+    from inline_attention.support.figures import Chart
+
+    small_print += " Each dot is a run with its own seed; the bar is the mean."
+    for result in results:
+        if result["top1_mean"] is None:
+            small_print += f" {result['label']}: {result['note'] or 'not trained yet'}."
+    return Chart([ablation_panel(results)]).save(folder, name, title=title, small_print=small_print, width=8.0)
+
+
+def ablation_panel(results: Sequence[Mapping[str, Any]]) -> Panel:
+    """Return a row of dots per result that has a mean."""
+    from inline_attention.support.figures import DotRow, Style, dot_panel
+
+    rows = [
+        DotRow(
+            printable(result["label"]),
+            Style("inline"),
+            [run["top1"] for run in result["runs"].values() if run["top1"] is not None],
+            result["top1_mean"],
+            mean_and_spread(result["top1_mean"], result["top1_std"]),
+        )
+        for result in results
+        if result["top1_mean"] is not None
+    ]
+    return dot_panel(rows, "top-1 (%)", "Top-1 of every row and seed.")

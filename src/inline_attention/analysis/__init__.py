@@ -1,9 +1,6 @@
-"""Measurements of attention and models (plain tables), and pictures of them.
+"""Measurements of attention and models as plain data, and figures of them, which need matplotlib."""
 
-What measures needs no matplotlib; what draws does: `plots`, `drawing` and `benchmark.plots`.
-"""
-
-from inline_attention.analysis.injectivity import CollisionCase, InjectivityResult, measure_injectivity
+from inline_attention.analysis.collision_cases import CollisionCase, InjectivityResult, measure_injectivity
 from inline_attention.benchmark.cost import CostPoint, describe_machine, measure_attention_cost
 from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 

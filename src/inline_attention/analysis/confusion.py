@@ -1,13 +1,12 @@
 """How often, on real images, different queries get the same attention: the paper's count of confusions.
 
-Two queries of one head are *confused* when their rows of weights coincide although the queries differ:
+Two queries of one head are *confused* when their rows of weights are equal although the queries differ:
 
     ‖w - w'‖ ≤ t · max(‖w - u‖, ‖w' - u‖)   although   ‖q - q'‖ > 0.1 · max(‖q‖, ‖q'‖)
 
-where u is uniform attention: w - u is what a query says about the keys at all. Both sides are relative, so that neither
-the number of tokens nor the scale of a layer decides: rows that are all nearly uniform, as those of untrained models,
-are not confused for that reason; rows that are exactly uniform are. Counts are kept for several tolerances t, since
-no single one is right.
+where u is uniform attention. Both sides are relative, so that neither the number of tokens nor the scale of a layer
+matters: nearly uniform rows, as in untrained models, are not confused for that reason; exactly uniform rows are. Counts
+are kept for several tolerances t, since no single one is right.
 
 Shapes: `N` tokens, which are all queries, `T` tolerances.
 """
@@ -15,18 +14,32 @@ Shapes: `N` tokens, which are all queries, `T` tolerances.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.explicit import AttentionKind, beyond_uniform, check_matrix_size
-from inline_attention.analysis.layer_attention import LayerAttention
+from inline_attention.analysis.layer_attention import LayerAttention, beyond_uniform, check_matrix_size
+from inline_attention.analysis.pictures import OnProgress, PictureSample, captured_batches
+from inline_attention.analysis.probes import choose_heads
+from inline_attention.analysis.subjects import Subject
+from inline_attention.ops.reference import AttentionKind
+from inline_attention.support.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from inline_attention.support.figures import Panel, Style
 
 TOLERANCES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TOLERANCE = 1e-2
 DISTINCT_QUERIES = 0.1
+LARGEST_GROUPS = 6  # groups of confused tokens that get a color of their own
+LONGEST_NAME = 26
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,11 @@ class ConfusionCount:
         image: Name of the image.
         layer: Number of the layer.
         head: Number of the head.
-        attention: The layer's.
+        attention: Attention of the layer.
         tokens: N.
         distinct_pairs: Pairs of queries that differ.
-        confused_pairs: Those of them whose rows coincide, at the tolerance asked for.
-        confused_tokens: Tokens that take part in at least one such pair.
+        confused_pairs: Pairs among them with equal rows, at the chosen tolerance.
+        confused_tokens: Tokens in at least one such pair.
         by_tolerance: Confused pairs at each of `TOLERANCES`.
     """
 
@@ -57,17 +70,31 @@ class ConfusionCount:
 
 
 @dataclass(frozen=True)
+class ImageConfusion:
+    """The confused pairs of one image over all layers and heads."""
+
+    image: str
+    distinct_pairs: int
+    confused_pairs: int
+
+    @property
+    def percent(self) -> float:
+        """Confused pairs in percent of the distinct ones."""
+        return 100 * self.confused_pairs / max(self.distinct_pairs, 1)
+
+
+@dataclass(frozen=True)
 class ConfusedImage:
     """An image to show.
 
     Attributes:
-        name: Of the image.
+        name: Name of the image.
         pixels: `[3, H, W]` uint8.
         pairs: Confused pairs over all layers and heads.
         layer: Layer of the worst head.
-        head: The worst head: most confused pairs.
+        head: Head with most confused pairs.
         grid_size: (h, w) of that layer.
-        groups: `[h, w]`: grid tokens of equal positive number are confused with each other there; 0 for those that
+        groups: `[h, w]`: grid tokens with equal positive numbers are confused with each other there; 0 for tokens that
             are confused with none. The largest group has number 1.
     """
 
@@ -82,22 +109,78 @@ class ConfusedImage:
 
 @dataclass
 class WorstImages:
-    """The images with most confused pairs met so far; memory does not grow with the number of images."""
+    """The images with most confused pairs so far; memory does not grow with the number of images."""
 
     limit: int
     _heap: list[tuple[int, int, ConfusedImage]] = field(default_factory=list)
     _seen: int = 0
 
     def add(self, image: ConfusedImage) -> None:
-        """Keep it if it is among the worst."""
-        self._seen += 1  # a tie goes to the image met first
+        """Keep the image if it is among the worst."""
+        self._seen += 1  # of equal images, the first is kept
         heapq.heappush(self._heap, (image.pairs, -self._seen, image))
         if len(self._heap) > self.limit:
             heapq.heappop(self._heap)
 
     def sorted(self) -> list[ConfusedImage]:
-        """The worst first; images without any confusion are left out."""
+        """Return the worst first, without images that have no confused pair."""
         return [image for pairs, _, image in sorted(self._heap, reverse=True) if pairs > 0]
+
+
+def survey_confusion(
+    subject: Subject,
+    sample: PictureSample,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    tolerance: float = TOLERANCE,
+    worst: int = 4,
+    on_progress: OnProgress | None = None,
+) -> tuple[list[ConfusionCount], list[ConfusedImage]]:
+    """Return the confused pairs of every image, layer and head, and the images with most of them.
+
+    Args:
+        subject: The model.
+        sample: The pictures.
+        layers: Numbers of the layers; all by default.
+        heads: Numbers of the heads; all by default.
+        tolerance: Relative difference up to which rows count as equal.
+        worst: Number of images to keep.
+        on_progress: Called with the share of the work just done.
+    """
+    counts: list[ConfusionCount] = []
+    worst_images = WorstImages(worst)
+    for batch, captured in captured_batches(subject, sample, layers, on_progress):
+        for image, index in enumerate(batch.indices.tolist()):
+            name = sample.source.name(index)
+            worst_images.add(_count_image(captured, image, name, batch.images[image], heads, tolerance, counts))
+    return counts, worst_images.sorted()
+
+
+def _count_image(
+    captured: Sequence[LayerAttention],
+    image: int,
+    name: str,
+    pixels: Tensor,
+    heads: Sequence[int] | None,
+    tolerance: float,
+    counts: list[ConfusionCount],
+) -> ConfusedImage:
+    """Add the counts of one image of a batch, and return it with the confused tokens of its worst head."""
+    first = len(counts)
+    worst: tuple[int, LayerAttention, Tensor] | None = None
+    for layer in captured:
+        for head in choose_heads(layer, heads):
+            count, confused = count_confusion(layer, image, head, name, tolerance=tolerance)
+            counts.append(count)
+            if worst is None or count.confused_pairs > counts[worst[0]].confused_pairs:
+                worst = len(counts) - 1, layer, confused
+    assert worst is not None, "a model has a layer, and a layer a head"
+    number, layer, confused = worst
+    groups = connected_groups(confused)[layer.num_prefix_tokens :].view(layer.grid_size)
+    pairs = sum(count.confused_pairs for count in counts[first:])
+    pixels = pixels.clone()  # a view of one image would keep the whole batch
+    return ConfusedImage(name, pixels, pairs, layer.index, counts[number].head, layer.grid_size, groups)
 
 
 def count_confusion(
@@ -109,18 +192,21 @@ def count_confusion(
         layer: The layer.
         image: Number in the batch.
         head: Number of the head.
-        name: Of the image, for the result.
+        name: Name of the image, for the result.
         tolerance: t.
 
     Returns:
-        The count, and `[N, N]` bool which pairs are confused.
+        The count, and `[N, N]` bool, True for confused pairs.
 
     Raises:
-        MatrixTooLargeError: If there are too many tokens to write all weights out.
+        MatrixTooLargeError: If there are too many tokens for explicit weights.
     """
     check_matrix_size(layer.num_tokens, layer.num_tokens)
     distinct = pairwise_difference(layer.q[image, :, head].double()) > DISTINCT_QUERIES
-    difference = pairwise_difference(_said_by_rows(layer, image, head)).masked_fill_(~distinct, torch.inf)
+    reach = layer.reach(head)
+    uniform = 1 / layer.num_tokens if reach is None else reach / reach.sum(1, keepdim=True)
+    rows = beyond_uniform(layer.rows(image, head), uniform)
+    difference = pairwise_difference(rows).masked_fill_(~distinct, torch.inf)
     confused = difference <= tolerance
     count = ConfusionCount(
         image=name,
@@ -137,7 +223,7 @@ def count_confusion(
 
 
 def pairwise_difference(rows: Tensor) -> Tensor:
-    """‖a - b‖ over the longer of a and b for all pairs of rows `[N, M]`, `[N, N]`; 0 where both are zero."""
+    """Return ‖a - b‖ over the longer of a and b for all pairs of rows `[N, M]`, as `[N, N]`; 0 where both are zero."""
     lengths = rows.norm(dim=1)
     # Through inner products, which is fast: exact to about 1e-8 of the lengths in float64, well below the tolerances.
     squares = lengths[:, None] ** 2 + lengths[None, :] ** 2 - 2 * rows @ rows.T
@@ -146,23 +232,8 @@ def pairwise_difference(rows: Tensor) -> Tensor:
     return difference.fill_diagonal_(0)
 
 
-def _said_by_rows(layer: LayerAttention, image: int, head: int) -> Tensor:
-    """Rows less uniform attention to the keys in sight, `[N, N]`."""
-    reach = layer.reach(head)
-    uniform = 1 / layer.num_tokens if reach is None else reach / reach.sum(1, keepdim=True)
-    return beyond_uniform(layer.rows(image, head), uniform)
-
-
-def confused_image(
-    name: str, pixels: Tensor, pairs: int, layer: LayerAttention, head: int, confused: Tensor
-) -> ConfusedImage:
-    """An image with its confused tokens, from the pairs `[N, N]` of its worst head."""
-    groups = connected_groups(confused)[layer.num_prefix_tokens :].view(layer.grid_size)
-    return ConfusedImage(name, pixels, pairs, layer.index, head, layer.grid_size, groups)
-
-
 def connected_groups(confused: Tensor) -> Tensor:
-    """Numbers `[N]` of the groups that pairs `[N, N]` connect, the largest group being 1; 0 for single tokens."""
+    """Return the numbers `[N]` of groups that pairs `[N, N]` connect, the largest first; 0 for single tokens."""
     count = len(confused)
     label = torch.arange(count, device=confused.device)
     linked = confused | torch.eye(count, dtype=torch.bool, device=confused.device)
@@ -178,9 +249,131 @@ def connected_groups(confused: Tensor) -> Tensor:
     return torch.where(sizes[inverse] > 1, number[inverse], 0).cpu()
 
 
-def pairs_per_image(counts: Sequence[ConfusionCount]) -> dict[str, int]:
-    """Confused pairs of each image over all layers and heads."""
-    totals: dict[str, int] = {}
+def by_image(counts: Sequence[ConfusionCount]) -> list[ImageConfusion]:
+    """Return the confused pairs of each image over all layers and heads."""
+    totals: dict[str, tuple[int, int]] = {}
     for count in counts:
-        totals[count.image] = totals.get(count.image, 0) + count.confused_pairs
-    return totals
+        distinct, confused = totals.get(count.image, (0, 0))
+        totals[count.image] = distinct + count.distinct_pairs, confused + count.confused_pairs
+    return [ImageConfusion(image, *pairs) for image, pairs in totals.items()]
+
+
+def confusion_panel(styles: Mapping[str, Style], images: Mapping[str, Sequence[ImageConfusion]]) -> Panel:
+    """Return a row of dots per model: each picture's share of confused pairs.
+
+    Args:
+        styles: Styles by model.
+        images: Confused pairs of each image, by model.
+    """
+    from inline_attention.support.figures import DotRow, dot_panel
+
+    rows: list[DotRow] = []
+    for label, items in images.items():
+        shares = [item.percent for item in items]
+        rows.append(DotRow(label, styles[label], shares, fmean(shares), f"mean {fmean(shares):.2g} %"))
+    means = ", ".join(f"{row.text} with {row.label}" for row in rows)
+    description = f"Share of confused pairs of queries in each picture: {means}."
+    return dot_panel(rows, "confused pairs of queries (% of those that differ)", description, from_zero=True)
+
+
+def draw_confusion(
+    styles: Mapping[str, Style],
+    counts: Mapping[str, Sequence[ConfusionCount]],
+    tolerance: float,
+    note: str,
+    folder: Path,
+) -> list[Path]:
+    """Write `confusion.png` and `.svg`: confused pairs of each image, and their share by tolerance.
+
+    Args:
+        styles: Styles by model.
+        counts: Counts by model.
+        tolerance: Tolerance of `confused_pairs`.
+        note: Start of the small print.
+        folder: An existing folder.
+    """
+    from inline_attention.support.figures import MUTED, Chart, LegendEntry, Panel, draw_line, light_grid
+
+    def draw(axes: Axes) -> None:
+        for label, items in counts.items():
+            distinct = max(1, sum(item.distinct_pairs for item in items))
+            shares = [sum(item.by_tolerance[i] for item in items) / distinct for i in range(len(TOLERANCES))]
+            points = [(bound, share) for bound, share in zip(TOLERANCES, shares, strict=True) if share > 0]
+            draw_line(axes, styles[label], points)
+        axes.axvline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+        axes.set(xscale="log", yscale="log", xlabel="tolerance", ylabel="share of distinct pairs")
+        axes.set(xlim=(TOLERANCES[0] / 2, TOLERANCES[-1] * 2))
+        light_grid(axes)
+
+    images = {label: by_image(items) for label, items in counts.items()}
+    small_print = (
+        f"{note} {max(map(len, images.values())):,} images, pairs over all analyzed layers and heads. Confused: rows "
+        f"that differ by at most {tolerance:g} of their difference from uniform attention, although the queries differ "
+        f"by more than {DISTINCT_QUERIES:g} of their length."
+    )
+    panels = [confusion_panel(styles, images), Panel("Confused share by tolerance (missing: none)", draw)]
+    legend = [LegendEntry(label, styles[label]) for label in counts]
+    title = "Different queries that get the same attention"
+    return Chart(panels, legend).save(folder, "confusion", title=title, small_print=small_print, width=6.0)
+
+
+def draw_worst_images(
+    worst: Mapping[str, Sequence[ConfusedImage]], tolerance: float, note: str, folder: Path
+) -> list[Path]:
+    """Write `confusion-worst.png` and `.svg`: a row per model with its most confused images, confused tokens marked.
+
+    Args:
+        worst: Images by model, the worst first.
+        tolerance: Tolerance of the count.
+        note: Start of the small print.
+        folder: An existing folder.
+
+    Returns:
+        The files; none if no image has a confused pair.
+    """
+    from inline_attention.support.figures import new_figure, save, without_ticks
+
+    shown = {label: images for label, images in worst.items() if images}
+    if not shown:
+        for suffix in ("png", "svg"):  # those of an earlier analysis would be misleading
+            (folder / f"confusion-worst.{suffix}").unlink(missing_ok=True)
+        return []
+    columns = max(map(len, shown.values()))
+    small_print = (
+        f"{note} Each picture shows its worst head: tokens of one color get the same attention up to {tolerance:g} of "
+        "its difference from uniform attention, although their queries differ. Gray: groups beyond the "
+        f"{LARGEST_GROUPS} largest. Pairs are counted over all analyzed layers and heads."
+    ) + "".join(f" {label}: no confused pair in any image." for label in worst if label not in shown)
+    size = (max(8.0, 2.6 * columns), 2.95 * len(shown) + 1.4)
+    with new_figure(*size, "Where attention confuses tokens most", small_print) as figure:
+        panels = figure.subplots(len(shown), columns, squeeze=False)
+        for (label, images), row in zip(shown.items(), panels, strict=True):
+            for axes in row:
+                without_ticks(axes)
+            for axes, image in zip(row, images, strict=False):
+                _draw_confused_image(axes, image)
+            row[0].set_ylabel(label, fontweight="bold", fontsize=10)
+        return save(figure, folder, "confusion-worst")
+
+
+def _draw_confused_image(axes: Axes, image: ConfusedImage) -> None:
+    from matplotlib import color_sequences
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Rectangle
+
+    from inline_attention.support.figures import MUTED
+
+    picture = image.pixels.permute(1, 2, 0).cpu().numpy()
+    height, width = picture.shape[:2]
+    rows, columns = image.grid_size
+    axes.imshow(picture, extent=(0, columns, rows, 0), aspect=(height / rows) / (width / columns), alpha=0.75)
+    for row, column in image.groups.nonzero().tolist():
+        group = int(image.groups[row, column])
+        color = color_sequences["tab10"][group - 1] if group <= LARGEST_GROUPS else MUTED
+        cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=to_rgba(color, 0.35))
+        cell.set(edgecolor=color, linewidth=1.4)
+        axes.add_patch(cell)
+    name = printable(Path(image.name).name)
+    name = name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+    pairs = f"{image.pairs:,} pair{'s' if image.pairs > 1 else ''}"
+    axes.set_title(f"{name}\n{pairs}; layer {image.layer}, head {image.head}", fontsize=8.5)

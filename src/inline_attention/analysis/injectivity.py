@@ -1,125 +1,491 @@
-"""Which attentions give different queries different weights, measured on queries built to collide in linear attention.
+"""Do different queries always get different weights? Collisions and the rank of the keys, on a layer's real keys.
 
-Linear attention divides the scores of a query by their sum, so its weights depend on the direction of phi(q) alone.
-For phi(x) = relu(x), all queries on a ray from the origin share one direction. A bias looks like a way out and is
-not: for phi(x) = relu(Ax + b) the colliding queries lie on a ray from -A⁻¹b instead.
+A *collision* is a pair of distinct queries with equal weights. Partners of a query q are constructed (docs/math.md,
+section 4) as queries q' with
+- parallel features, phi(q') = 2 phi(q): equal weights under division, whatever the keys;
+- equal features, phi(q') = phi(q), q' ≠ q: equal weights under every rule; only ReLU has such queries;
+- features that differ in a direction that the centered keys do not see: equal weights under softmax and InLine.
+They are also searched for: start from q in the direction in which its weights change least, at a fixed distance, and
+let Gauss–Newton steps bring the weights of q' to those of q. The search knows nothing about phi.
 
-Shapes: `N` queries, `M` keys, all in the plane (head dim 2).
+The *rank* decides: softmax and InLine tell all queries apart exactly when the centered keys have full rank, that is,
+when rank [K, 1] = d + 1 (InLine: of mapped keys, and phi must be one-to-one; MALA: phi must also be positive). Linear
+attention never does. A callable phi is assumed to be continuous; whether it is one-to-one is unknown.
+
+Shapes: `Q` queries, `M` keys, `D` head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from inline_attention.ops import attention_weights
+from inline_attention.analysis.layer_attention import LayerAttention, MixingRule, beyond_uniform
+from inline_attention.analysis.pictures import OnProgress, PictureSample, captured_batches
+from inline_attention.analysis.probes import choose_heads, choose_layers
+from inline_attention.analysis.subjects import Subject
+from inline_attention.data.randomness import derived_seed
+from inline_attention.ops.call import SMALLEST_MEAN_SCORE
+from inline_attention.ops.feature_maps import EXP_RATE, FEATURE_MAPS, LEAKY_RELU_SLOPE
+from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 
-AttentionKind: TypeAlias = Literal["softmax", "linear", "inline"]
-Verdict: TypeAlias = Literal["collide", "distinct"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-KINDS: tuple[AttentionKind, ...] = ("softmax", "linear", "inline")
-# Weights are float64 and of order one: rounding stays below 1e-14, and what these cases tell apart differs by 1e-2.
-COLLISION_TOLERANCE = 1e-9
-
-KEYS = ((2.6, 0.4), (2.3, 1.7), (1.4, 2.0), (0.8, 2.5), (0.1, 2.2), (0.4, 0.9))
+ONE_TO_ONE_MAPS = ("identity", "leaky_relu", "exp", "elu_plus_one")
+POSITIVE_MAPS = ("exp", "elu_plus_one")  # feature maps that the magnitude rule (MALA) is meant for
+RAY_FACTOR = 2.0
+SEARCH_DISTANCE = 0.5  # of q' from q, in lengths of q
+SEARCH_STEPS = 8
+# Relative differences, see `relative_difference`. Constructed collisions agree to 1e-13. The queries of a pair differ
+# by half their length, which one-to-one attention shows: on untrained models rows are at least 1e-6 apart, or 1e-8 with
+# leaky ReLU, which makes half of a query a hundred times smaller.
+EQUAL_ROWS = 1e-10
+EQUAL_ROWS_OF_CALLABLES = 1e-5  # a callable phi computes in float32
+DISTINCT_QUERIES = 0.1
+FOUND = 1e-2  # share of the tolerance at which a search stops
+KIND_ORDER = ("softmax", "inline", "magnitude", "linear")
+BAR = 0.38
+SEARCHED = 0.45  # opacity of collisions found by search
 
 
 @dataclass(frozen=True)
-class CollisionCase:
-    """Queries with parallel features, and the keys they look at.
+class CollisionRate:
+    """How many queries of one head have a partner with equal weights.
 
     Attributes:
-        name: Short name for tables.
-        feature_map_name: phi as one writes it.
-        matrix: A of phi(x) = relu(Ax + b), `[2, 2]`, invertible.
-        bias: b, `[2]`.
-        keys: `[M, 2]`, float64.
-        queries: `[N, 2]`, float64, pairwise different, with phi(q) > 0 and parallel.
+        layer: Number of the layer.
+        head: Number of the head.
+        attention: Attention rule tried on the layer's queries and keys.
+        feature_map: Feature map of the rule.
+        is_own: True for the layer's own rule.
+        queries: Number of queries tried.
+        constructed: Queries with a constructed partner.
+        found: Queries with a partner found by search.
+        colliding: Queries with a partner either way.
+        smallest_difference: Smallest relative difference of rows over all partners that differ enough from their query.
+        tolerance: Relative difference up to which rows count as equal.
     """
 
-    name: str
-    feature_map_name: str
-    matrix: torch.Tensor
-    bias: torch.Tensor
-    keys: torch.Tensor
-    queries: torch.Tensor
-
-    @property
-    def apex(self) -> torch.Tensor:
-        """Where Ax + b = 0, `[2]`: the point from which the rays of colliding queries start."""
-        return -torch.linalg.solve(self.matrix, self.bias)
-
-    def feature_map(self, x: torch.Tensor) -> torch.Tensor:
-        """phi(x) = relu(Ax + b) of `[..., 2]`."""
-        return torch.relu(x @ self.matrix.T + self.bias)
-
-
-class InjectivityResult(NamedTuple):
-    """The weights that one attention gives to the queries of one case.
-
-    Attributes:
-        case: The queries and keys.
-        kind: The attention. "linear" and "inline" share the phi of the case; softmax has none.
-        weights: `[N, M]`, float64; rows sum to one.
-        largest_difference: max |Δw| of the pair of queries that differs most.
-        smallest_difference: max |Δw| of the pair of queries that differs least.
-    """
-
-    case: CollisionCase
-    kind: AttentionKind
-    weights: torch.Tensor
-    largest_difference: float
+    layer: int
+    head: int
+    attention: AttentionKind
+    feature_map: str
+    is_own: bool
+    queries: int
+    constructed: int
+    found: int
+    colliding: int
     smallest_difference: float
-
-    @property
-    def feature_map_name(self) -> str:
-        """The phi that made these weights, as one writes it."""
-        return "none" if self.kind == "softmax" else self.case.feature_map_name
-
-    @property
-    def verdict(self) -> Verdict:
-        """ "distinct" when every two queries differ by more than `COLLISION_TOLERANCE`, "collide" otherwise."""
-        return "distinct" if self.smallest_difference > COLLISION_TOLERANCE else "collide"
+    tolerance: float
 
 
-def measure_injectivity() -> list[InjectivityResult]:
-    """Weights of softmax, linear and InLine attention in both cases; deterministic.
+@dataclass(frozen=True)
+class KeyCondition:
+    """The keys of one head of one image, and what follows from them.
 
-    Returns:
-        One result per case and attention, cases in the outer loop.
+    Attributes:
+        layer: Number of the layer.
+        head: Number of the head.
+        attention: Attention of the layer.
+        feature_map: Feature map of the layer.
+        keys: M; in windows, of the window with the worst keys.
+        rank: Rank of [K, 1] for mapped keys K: one more than the number of singular values above rounding.
+        needed: d + 1.
+        largest: Largest singular value of the centered mapped keys.
+        smallest: The smallest of all d; zero where there are too few keys.
+        injective: True if different queries always get different weights; None if unknown.
+        reason: Reason for `injective`.
+        singular_values: All d of them, descending.
     """
-    return [_measure(case, kind) for case in collision_cases() for kind in KINDS]
+
+    layer: int
+    head: int
+    attention: AttentionKind
+    feature_map: str
+    keys: int
+    rank: int
+    needed: int
+    largest: float
+    smallest: float
+    injective: bool | None
+    reason: str
+    singular_values: tuple[float, ...]
+
+    @property
+    def condition(self) -> float:
+        """Largest over smallest singular value: how much less the weights change along the worst direction."""
+        return self.largest / self.smallest if self.smallest > 0 else torch.inf
 
 
-def collision_cases() -> list[CollisionCase]:
-    """Queries on a ray from the origin under relu(x), and queries on no such ray under relu(Ax + b)."""
-    keys = torch.tensor(KEYS, dtype=torch.float64)
-    identity, zero = torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    matrix = torch.tensor([[1.0, 0.2], [0.6, 1.0]], dtype=torch.float64)
-    bias = torch.tensor([0.84, -1.08], dtype=torch.float64)
-    ray = _parallel_queries(identity, zero, first_query=(0.5, 0.25), factors=(1.0, 2.4, 4.0, 6.0))
-    shifted = _parallel_queries(matrix, bias, first_query=(-0.4, 1.6), factors=(1.0, 1.8, 2.8, 4.0))
-    return [
-        CollisionCase("one ray", "relu(x)", identity, zero, keys, ray),
-        CollisionCase("different rays", "relu(Ax + b)", matrix, bias, keys, shifted),
-    ]
+def survey_injectivity(
+    subject: Subject,
+    sample: PictureSample,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    queries: int = 8,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> tuple[list[CollisionRate], list[KeyCondition]]:
+    """Return collisions on the queries and keys of some layers, and the condition of the keys of all layers.
+
+    Args:
+        subject: The model.
+        sample: The pictures.
+        layers: Layers to look for collisions in, which takes time; the first, the middle and the last by default.
+        heads: Numbers of the heads; all by default.
+        queries: Queries to try per head and image.
+        seed: Random seed.
+        on_progress: Called with the share of the work just done.
+    """
+    everything = choose_layers(subject.model, None)
+    some = [everything[0], everything[len(everything) // 2], everything[-1]]
+    searched = choose_layers(subject.model, layers or some)
+    rates: list[CollisionRate] = []
+    conditions: list[KeyCondition] = []
+    for batch, captured in captured_batches(subject, sample, None, None):
+        for layer in captured:
+            for image in range(len(batch)):
+                for head in choose_heads(layer, heads):
+                    conditions.append(measure_key_condition(layer, image, head))
+                    if layer.index in searched:
+                        rates += measure_collisions(layer, image, head, queries=queries, seed=seed)
+            if on_progress is not None:
+                on_progress(len(batch) / len(sample) / len(captured))
+    return rates, conditions
 
 
-def _parallel_queries(
-    matrix: torch.Tensor, bias: torch.Tensor, first_query: tuple[float, float], factors: tuple[float, ...]
-) -> torch.Tensor:
-    """Queries `[len(factors), 2]` that solve `A q + b = factor · (A first_query + b)`: parallel features by design."""
-    first_feature = matrix @ torch.tensor(first_query, dtype=torch.float64) + bias
-    assert (first_feature > 0).all()  # where relu clips, it would bend the line of solutions
-    features = torch.tensor(factors, dtype=torch.float64)[:, None] * first_feature
-    return torch.linalg.solve(matrix, (features - bias).T).T
+def measure_key_condition(layer: LayerAttention, image: int, head: int) -> KeyCondition:
+    """Return the condition of one head of one image; in windows, of the window with the worst keys."""
+    keys = layer.k[image, :, head]
+    if layer.groups is None:
+        return key_condition(layer.rule, keys, layer.index, head)
+    group = layer.groups[head]
+    conditions = [key_condition(layer.rule, keys[group == number], layer.index, head) for number in group.unique()]
+    return min(conditions, key=lambda found: (found.rank - found.needed, found.smallest / max(found.largest, 1e-300)))
 
 
-def _measure(case: CollisionCase, kind: AttentionKind) -> InjectivityResult:
-    feature_map = "identity" if kind == "softmax" else case.feature_map
-    q, k = case.queries[None, :, None], case.keys[None, :, None]  # [1, N, 1, 2], [1, M, 1, 2]
-    weights = attention_weights(q, k, kind=kind, feature_map=feature_map)[0, 0]
-    differences = torch.pdist(weights, p=torch.inf)  # one per pair of queries
-    return InjectivityResult(case, kind, weights, differences.max().item(), differences.min().item())
+def key_condition(rule: MixingRule, keys: Tensor, layer: int = 0, head: int = 0) -> KeyCondition:
+    """Return the condition of keys `[M, D]` under a rule."""
+    features = rule.features(keys)
+    count, width = features.shape
+    values = torch.linalg.svdvals(features - features.mean(0))
+    values = torch.cat([values, values.new_zeros(max(0, width - len(values)))])  # fewer keys than channels
+    # Keys are only known to their own precision.
+    rounding = max(count, width) * torch.finfo(keys.dtype).eps * values[0]
+    rank = int((values > rounding).sum()) + 1
+    injective, reason = _verdict(rule, rank, width, count, keeps_width=width == keys.shape[1])
+    return KeyCondition(
+        layer=layer,
+        head=head,
+        attention=rule.kind,
+        feature_map=rule.feature_map_name,
+        keys=count,
+        rank=rank,
+        needed=width + 1,
+        largest=values[0].item(),
+        smallest=values[-1].item(),
+        injective=injective,
+        reason=reason,
+        singular_values=tuple(values.tolist()),
+    )
+
+
+def _verdict(rule: MixingRule, rank: int, width: int, count: int, *, keeps_width: bool) -> tuple[bool | None, str]:
+    """Return whether the attention is one-to-one, and why."""
+    is_built_in = isinstance(rule.feature_map, str)
+    if rule.normalization == "divide" and keeps_width:
+        return False, "division cancels the length of φ(q)"
+    if is_built_in and rule.feature_map not in ONE_TO_ONE_MAPS:
+        return False, f"φ = {rule.feature_map_name} is not one-to-one"
+    if is_built_in and rule.normalization == "magnitude" and rule.feature_map not in POSITIVE_MAPS:
+        return False, f"φ = {rule.feature_map_name} is not positive: all queries of mean score -1 get uniform weights"
+    missing = width + 1 - rank
+    if missing > 0 and keeps_width:
+        if count <= width:
+            return False, f"{count} keys cannot span {width} channels: {missing} directions of φ(q) are lost"
+        return False, f"the centered keys lose {missing} of {width} directions of φ(q)"
+    if not is_built_in:
+        return None, f"φ = {rule.feature_map_name} is not built in: it may be one-to-one or not"
+    return True, "the centered keys have full rank"
+
+
+def rules_to_try(own: MixingRule) -> list[MixingRule]:
+    """Return softmax, every built-in feature map with each normalization it is meant for, and the layer's own rule."""
+    rules = [MixingRule(None, "identity", own.scale)]
+    for normalization in KIND_OF_NORMALIZATION:
+        maps = POSITIVE_MAPS if normalization == "magnitude" else tuple(FEATURE_MAPS)
+        rules += [MixingRule(normalization, name, own.scale) for name in maps]
+    return rules if own in rules else [*rules, own]
+
+
+def measure_collisions(
+    layer: LayerAttention, image: int, head: int, *, queries: int = 16, seed: int = 0
+) -> list[CollisionRate]:
+    """Try all rules on the queries and keys of one head of one image; in windows, of one window.
+
+    A position bias is left out, since it does not decide which queries collide.
+
+    Args:
+        layer: The layer.
+        image: Number in the batch.
+        head: Number of the head.
+        queries: Number of queries to try, drawn at random.
+        seed: Random seed.
+    """
+    members = torch.arange(layer.num_tokens, device=layer.q.device)
+    if layer.groups is not None:
+        members = (layer.groups[head] == layer.groups[head].mode().values).nonzero().flatten()
+    generator = torch.Generator().manual_seed(derived_seed("queries", seed, layer.index, head))
+    chosen = members[torch.randperm(len(members), generator=generator)[:queries].to(members.device)]
+    q, k = layer.q[image, chosen, head].double(), layer.k[image, members, head].double()
+    rates: list[CollisionRate] = []
+    for rule in rules_to_try(layer.rule):
+        # Many small steps are faster on the CPU. The parameters of a callable are on the layer's device.
+        device = "cpu" if isinstance(rule.feature_map, str) else q.device
+        rate = collision_rate(rule, q.to(device), k.to(device))
+        rates.append(replace(rate, layer=layer.index, head=head, is_own=rule == layer.rule))
+    return rates
+
+
+def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
+    """Return the collisions of queries `[Q, D]` on keys `[M, D]`, both float64, under one rule."""
+    rows = _compared_rows(rule, q, k)
+    constructed = torch.zeros(len(q), dtype=torch.bool, device=q.device)
+    smallest = torch.inf
+    for partner in constructed_partners(rule, q, k):
+        collides, difference = _compare(rule, rows, q, partner, k)
+        constructed |= collides
+        smallest = min(smallest, difference)
+    found, difference = _compare(rule, rows, q, search_partner(rule, q, k), k)
+    return CollisionRate(
+        layer=0,
+        head=0,
+        attention=rule.kind,
+        feature_map=rule.feature_map_name,
+        is_own=False,
+        queries=len(q),
+        constructed=int(constructed.sum()),
+        found=int(found.sum()),
+        colliding=int((constructed | found).sum()),
+        smallest_difference=min(smallest, difference),
+        tolerance=_tolerance(rule),
+    )
+
+
+def relative_difference(first: Tensor, second: Tensor) -> Tensor:
+    """Return ‖a - b‖ over the longer of a and b, along the last dimension; 0 where both are zero."""
+    longest = torch.maximum(first.norm(dim=-1), second.norm(dim=-1))
+    return (first - second).norm(dim=-1) / longest.clamp(min=torch.finfo(first.dtype).tiny)
+
+
+def constructed_partners(rule: MixingRule, q: Tensor, k: Tensor) -> list[Tensor]:
+    """Return one candidate partner `[Q, D]` per construction that applies to the rule's feature map."""
+    name = rule.feature_map if isinstance(rule.feature_map, str) else ""
+    if name not in _PREIMAGES:
+        return []
+    features = rule.features(q)
+    preimage = _PREIMAGES[name]
+    partners = [preimage(RAY_FACTOR * features, q)]
+    if name == "relu":
+        partners.append(torch.where(q < 0, RAY_FACTOR * q, q))
+    unseen = _least_seen_direction(rule.features(k))
+    length = SEARCH_DISTANCE * features.norm(dim=-1, keepdim=True)
+    for direction in (unseen, -unseen):
+        moved = features + length * direction
+        if name not in ("identity", "leaky_relu"):  # features must stay positive, as this phi makes them
+            room = torch.where(direction < 0, features / direction.abs().clamp(min=1e-300), torch.inf)
+            moved = features + torch.minimum(length, 0.9 * room.min(dim=-1, keepdim=True).values) * direction
+        partners.append(preimage(moved, q))
+    return partners
+
+
+def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
+    """Return for each query `[Q, D]` the best partner found at `SEARCH_DISTANCE` of its length, `[Q, D]`."""
+    at_query = weight_gradients(rule, q, k)
+    _, directions = torch.linalg.eigh(at_query.mT @ at_query)
+    # In both directions: a level set may be open to one side only, as with ReLU.
+    start = torch.cat([directions[..., 0], -directions[..., 0]])
+    center = torch.cat([q, q])
+    rows = _compared_rows(rule, center, k)
+    radius = SEARCH_DISTANCE * center.norm(dim=-1, keepdim=True)
+    candidate = best = center + radius * start
+    smallest = relative_difference(_compared_rows(rule, best, k), rows)
+    for _ in range(SEARCH_STEPS):
+        if (torch.minimum(*smallest.chunk(2)) <= FOUND * _tolerance(rule)).all():
+            break
+        residual = _compared_rows(rule, candidate, k) - rows
+        candidate = _gauss_newton_step(candidate, residual, weight_gradients(rule, candidate, k))
+        offset = candidate - center
+        candidate = center + radius * offset / offset.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+        difference = relative_difference(_compared_rows(rule, candidate, k), rows)
+        better = difference < smallest
+        best = torch.where(better[:, None], candidate, best)
+        smallest = torch.where(better, difference, smallest)
+    one_way, other_way = best.chunk(2)
+    first_is_better = smallest[: len(q)] <= smallest[len(q) :]
+    return torch.where(first_is_better[:, None], one_way, other_way)
+
+
+def weight_gradients(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
+    """Return the float64 derivatives `[Q, M, D]` of the weights of queries `[Q, D]` for keys `[M, D]` by the queries.
+
+    Written by hand for built-in feature maps: forward-mode differentiation takes a few times as long.
+    """
+    if rule.normalization is not None and not isinstance(rule.feature_map, str):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # from torch, at the first use of jacfwd
+            return torch.func.vmap(torch.func.jacfwd(lambda x: rule.weights(x[None], k)[0]))(q)
+    with torch.enable_grad():
+        point = q.detach().double().requires_grad_()
+        features = rule.features(point)
+        (slopes,) = torch.autograd.grad(features.sum(), point)  # phi acts on each coordinate separately
+    keys = rule.features(k)
+    scores = rule.scale * features.detach() @ keys.mT
+    by_query = rule.scale * slopes[:, None] * keys  # derivatives of the scores
+    if rule.normalization is None:
+        weights = scores.softmax(-1)[..., None]
+        return weights * (by_query - (weights * by_query).sum(1, keepdim=True))
+    # All three rules are (1 + a(z) (s - z)) / M with the mean score z (docs/math.md, section 2).
+    mean, mean_by_query = scores.mean(-1, keepdim=True), by_query.mean(1, keepdim=True)
+    divisible = mean.abs() > SMALLEST_MEAN_SCORE
+    inverse = torch.where(divisible, 1 / torch.where(divisible, mean, 1), 0)
+    slope = {"subtract": torch.ones_like(mean), "divide": inverse, "magnitude": 1 + inverse}[rule.normalization]
+    result = slope[..., None] * (by_query - mean_by_query)
+    if rule.normalization != "subtract":  # where a(z) depends on z
+        result = result - inverse.square()[..., None] * mean_by_query * (scores - mean)[..., None]
+    return result / len(k)
+
+
+def _gauss_newton_step(x: Tensor, residual: Tensor, jacobian: Tensor) -> Tensor:
+    """Return x minus the damped least-squares solution of `jacobian · step = residual`."""
+    values, vectors = torch.linalg.eigh(jacobian.mT @ jacobian)
+    gradient = (residual[:, None] @ jacobian)[:, 0]
+    damping = 1e-10 * values[:, -1:].clamp(min=1e-300)
+    in_basis = (gradient[:, None] @ vectors)[:, 0] / (values.clamp(min=0) + damping)
+    return x - (vectors @ in_basis[..., None])[..., 0]
+
+
+def _compare(rule: MixingRule, rows: Tensor, q: Tensor, partner: Tensor, k: Tensor) -> tuple[Tensor, float]:
+    """Return which partners collide with their queries, and the smallest difference over distinct partners."""
+    difference = relative_difference(_compared_rows(rule, partner, k), rows)
+    distinct = relative_difference(partner, q) >= DISTINCT_QUERIES
+    smallest = difference[distinct].min().item() if distinct.any() else torch.inf
+    return distinct & (difference <= _tolerance(rule)), smallest
+
+
+def _compared_rows(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
+    """Return rows of weights minus uniform attention, `[Q, M]`."""
+    return beyond_uniform(rule.weights(q, k), 1 / len(k))
+
+
+def _tolerance(rule: MixingRule) -> float:
+    return EQUAL_ROWS if isinstance(rule.feature_map, str) else EQUAL_ROWS_OF_CALLABLES
+
+
+def _least_seen_direction(features: Tensor) -> Tensor:
+    """Return the unit vector along which mapped keys `[M, D]` vary least, `[D]`."""
+    centerd = features - features.mean(0)
+    _, vectors = torch.linalg.eigh(centerd.mT @ centerd)
+    return vectors[:, 0]
+
+
+# phi⁻¹: queries with the given features. ReLU drops negative coordinates, which are taken from the query itself.
+_PREIMAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "identity": lambda features, _: features,
+    "relu": lambda features, q: torch.where(features > 0, features, q.clamp(max=0)),
+    "leaky_relu": lambda features, _: torch.where(features > 0, features, features / LEAKY_RELU_SLOPE),
+    "exp": lambda features, _: features.log() / EXP_RATE,
+    "elu_plus_one": lambda features, _: torch.where(features > 1, features - 1, features.clamp(max=1).log()),
+}
+
+
+def draw_injectivity(
+    rates: Mapping[str, Sequence[CollisionRate]],
+    conditions: Mapping[str, Sequence[KeyCondition]],
+    note: str,
+    folder: Path,
+) -> list[Path]:
+    """Write `injectivity.png` and `.svg`: collisions by rule above, singular values of the centered keys below.
+
+    Args:
+        rates: Collision rates by model.
+        conditions: Key conditions by model.
+        note: Start of the small print.
+        folder: An existing folder.
+    """
+    from inline_attention.support.figures import new_figure, save
+
+    small_print = (
+        f"{note} A query collides if another one, at least 10 % away, has the same weights up to {EQUAL_ROWS:g} of "
+        "their difference from uniform attention. All rules are tried on the model's own queries and keys; ◂ marks its "
+        "own rule. Dark bars: by construction; light bars: by search. Softmax and InLine tell all queries apart "
+        "exactly when no singular value of the centered keys is zero (docs/math.md, section 4). Lines: medians over "
+        "heads and images."
+    )
+    size = (max(10.0, 4.9 * len(rates)), 9.2)
+    with new_figure(*size, "Do different queries get different weights?", small_print) as figure:
+        ratios = {"height_ratios": (1.35, 1)}
+        panels = figure.subplots(2, len(rates), squeeze=False, sharey="row", gridspec_kw=ratios)
+        for column, label in enumerate(rates):
+            _draw_rates(panels[0, column], rates[label])
+            panels[0, column].set_title(label, fontsize=12, fontweight="bold", pad=10)
+            _draw_spectra(panels[1, column], conditions[label])
+        panels[1, 0].set_ylabel("singular value ÷ largest")
+        return save(figure, folder, "injectivity")
+
+
+def _draw_rates(axes: Axes, rates: Sequence[CollisionRate]) -> None:
+    from inline_attention.support.figures import KIND_LABELS, LIGHT, MUTED, light_grid, percent_axis
+
+    groups: dict[tuple[str, str], list[CollisionRate]] = {}
+    for rate in sorted(rates, key=lambda rate: KIND_ORDER.index(rate.attention)):
+        groups.setdefault((rate.attention, rate.feature_map), []).append(rate)
+    for position, ((kind, _), items) in enumerate(groups.items()):
+        total = sum(item.queries for item in items)
+        constructed, found = (sum(getattr(item, way) for item in items) / total for way in ("constructed", "found"))
+        axes.barh(position - BAR / 2, constructed, BAR, color=LIGHT[kind])
+        axes.barh(position + BAR / 2, found, BAR, color=LIGHT[kind], alpha=SEARCHED)
+        if constructed == found == 0:
+            axes.text(0.015, position, "none", va="center", fontsize=9, color=MUTED)
+        if any(item.is_own for item in items):
+            axes.text(1.02, position, "◂", va="center", clip_on=False)
+    names = [KIND_LABELS[kind] + ("" if name == "none" else f", φ = {name}") for kind, name in groups]
+    axes.set_yticks(range(len(groups)), names)
+    axes.set(ylim=(len(groups) - 0.4, -0.6), xlim=(0, 1), xlabel="queries that collide")
+    percent_axis(axes, "x")
+    light_grid(axes, "x")
+
+
+def _draw_spectra(axes: Axes, conditions: Sequence[KeyCondition]) -> None:
+    from matplotlib import colormaps
+
+    from inline_attention.support.figures import light_grid
+
+    layers = sorted({condition.layer for condition in conditions})
+    for place, layer in enumerate(layers):
+        spectra = [
+            [value / condition.largest if condition.largest > 0 else 0.0 for value in condition.singular_values]
+            for condition in conditions
+            if condition.layer == layer
+        ]
+        middle = [max(median(values), 1e-17) for values in zip(*spectra, strict=True)]
+        color = colormaps["viridis"](0.92 * place / max(len(layers) - 1, 1))
+        axes.plot(range(1, len(middle) + 1), middle, color=color, linewidth=1.6, label=f"layer {layer}")
+    injective = sum(condition.injective is True for condition in conditions)
+    unknown = sum(condition.injective is None for condition in conditions)
+    worst = min(conditions, key=lambda condition: condition.rank - condition.needed)
+    axes.set(yscale="log", ylim=(1e-9, 1.8), xlabel="singular value of the centered keys, by rank")
+    share = f"one-to-one: {injective} of {len(conditions)} (heads × images)" + f", {unknown} unknown" * bool(unknown)
+    axes.set_title(f"{share}; rank [K, 1] ≥ {worst.rank} of {worst.needed}", fontsize=10)
+    light_grid(axes)
+    ends = range(len(layers)) if len(layers) <= 6 else (0, len(layers) // 2, len(layers) - 1)
+    axes.legend(handles=[axes.lines[place] for place in ends], loc="lower left", fontsize=9)

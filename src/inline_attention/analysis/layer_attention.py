@@ -1,7 +1,7 @@
-"""What one attention layer did with a batch, and the weights that follow from it, written out.
+"""What one attention layer did with a batch, and the weights that follow from it.
 
-Shapes: `B` batch, `b` some images of it, `N` tokens (prefix first, then an h×w grid row by row), `H` heads, `D` head
-dim, `L` tokens of a window, `Q` chosen queries.
+Shapes: `B` batch, `b` some of its images, `N` tokens (prefix first, then an h×w grid row by row), `M` keys, `H` heads,
+`D` head dim, `L` tokens of a window, `Q` chosen queries.
 """
 
 from __future__ import annotations
@@ -9,10 +9,77 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from inline_attention.analysis.explicit import MixingRule, check_matrix_size
-from inline_attention.analysis.neighbourhoods import TAPS, neighbour_table
+from inline_attention.ops.call import Normalization
+from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
+from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind, weights_from_scores
+
+TAPS = 9  # of a 3×3 kernel, row by row; the fifth is the token itself
+ROUNDING = 1e-13  # relative, of float64 rows
+LARGEST_MATRIX = 1 << 29  # bytes of one matrix of weights; half a dozen of that size may be alive at once
+
+
+class MatrixTooLargeError(ValueError):
+    """Explicit weights would take too much memory."""
+
+
+@dataclass(frozen=True)
+class MixingRule:
+    """How queries and keys become weights.
+
+    Attributes:
+        normalization: Normalization of linear-time attention; None for softmax.
+        feature_map: phi; softmax has none, that is, the identity.
+        scale: Factor on the inner products.
+    """
+
+    normalization: Normalization | None
+    feature_map: str | FeatureMap
+    scale: float
+
+    @property
+    def kind(self) -> AttentionKind:
+        """Name of the attention."""
+        return "softmax" if self.normalization is None else KIND_OF_NORMALIZATION[self.normalization]
+
+    @property
+    def feature_map_name(self) -> str:
+        """phi, for tables."""
+        if self.normalization is None:
+            return "none"
+        return self.feature_map if isinstance(self.feature_map, str) else getattr(self.feature_map, "__name__", "phi")
+
+    def features(self, x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return phi of queries or keys `[..., D]`, in `dtype`."""
+        if self.normalization is None:
+            return x.to(dtype)
+        if not isinstance(self.feature_map, str):
+            x = x.float()  # a callable may have float32 parameters
+        return apply_feature_map(self.feature_map, x, dtype)
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        bias: Tensor | None = None,
+        visible: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        """Return weights `[..., N, M]`.
+
+        Args:
+            q: Queries `[..., N, D]`.
+            k: Keys `[..., M, D]`.
+            bias: Term added to the scores of softmax, broadcast to `[..., N, M]`.
+            visible: Keys that each query sees, see `weights_from_scores`.
+            dtype: Dtype of the computation.
+        """
+        assert bias is None or self.normalization is None, "only softmax has a bias"
+        scores = self.scale * self.features(q, dtype) @ self.features(k, dtype).mT
+        return weights_from_scores(scores if bias is None else scores + bias.to(dtype), self.normalization, visible)
 
 
 @dataclass(frozen=True)
@@ -28,27 +95,27 @@ class PositionBias:
     places: Tensor
 
     def of(self, head: int, queries: Tensor) -> Tensor:
-        """Bias `[Q, N]`; without meaning for tokens of different windows."""
+        """Return the bias `[Q, N]`; it has no meaning for tokens of different windows."""
         return self.table[head][self.places[queries][:, None], self.places[None, :]]
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Queries, keys, values and local kernels of one layer, whatever its kind.
+    """Queries, keys, values and local kernels of one layer of any kind.
 
     Attributes:
         name: Path of the layer in its model, such as "blocks.3.attn".
-        index: Its number among the model's attention layers, from 0.
-        rule: How weights come about.
+        index: Number among the model's attention layers, from 0.
+        rule: How weights are computed.
         q: Queries `[B, N, H, D]`.
         k: Keys `[B, N, H, D]`.
         v: Values `[B, N, H, D]`.
         local_weight: 3×3 kernels `[B, H, D, 3, 3]` of the local term; None without one.
-        local_bias: `[H, D]` that the mixing itself adds to every grid token, as stripes do; None without one.
+        local_bias: `[H, D]` added to every grid token; None without one.
         grid_size: (h, w).
         num_prefix_tokens: Tokens before the grid.
-        groups: `[H, N]`: tokens of equal number see each other, as those of a window do; None when all see all.
-        position_bias: Of softmax in windows.
+        groups: `[H, N]`: tokens with equal numbers see each other, as in a window; None when all see all.
+        position_bias: Bias of softmax in windows.
     """
 
     name: str
@@ -85,10 +152,10 @@ class LayerAttention:
         return self.q.shape[3]
 
     def token(self, row: int, column: int) -> int:
-        """Number of the token at a place of the grid.
+        """Return the number of the token at a place of the grid.
 
         Raises:
-            ValueError: If it lies outside.
+            ValueError: If the place is outside.
         """
         height, width = self.grid_size
         if not (0 <= row < height and 0 <= column < width):
@@ -99,7 +166,7 @@ class LayerAttention:
         return self.num_prefix_tokens + row * width + column
 
     def reach(self, head: int, queries: Tensor | None = None) -> Tensor | None:
-        """`[Q, N]` bool: which keys each query can see at all; None when all see all."""
+        """Return `[Q, N]` bool, True where a query can see a key; None when all see all."""
         if self.groups is None:
             return None
         group = self.groups[head]
@@ -114,17 +181,17 @@ class LayerAttention:
         hidden: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Weights `[Q, N]` of one head of one image (`[b, Q, N]` of several), without the local term.
+        """Return the weights `[Q, N]` of one head of one image (`[b, Q, N]` of several), without the local term.
 
         Args:
-            images: Number in the batch, or several.
+            images: Number in the batch, or a slice.
             head: Number of the head.
             queries: `[Q]` tokens; all by default.
             hidden: `[Q, N]` bool, True where a key is hidden from a query.
-            dtype: To compute in.
+            dtype: Dtype of the computation.
 
         Raises:
-            MatrixTooLargeError: If those of one image would fill the memory.
+            MatrixTooLargeError: If the weights of one image would fill the memory.
         """
         queries = torch.arange(self.num_tokens, device=self.q.device) if queries is None else queries
         check_matrix_size(len(queries), self.num_tokens, dtype)
@@ -135,25 +202,25 @@ class LayerAttention:
         q, k = self.q[images, :, head], self.k[images, :, head]
         return self.rule.weights(q[..., queries, :], k, bias=bias, visible=visible, dtype=dtype)
 
-    def neighbours(self, head: int) -> tuple[Tensor, Tensor]:
-        """The 3×3 neighbours that the local term reads: numbers `[N, 9]`, and `[N, 9]` whether there is one."""
-        numbers, exists = neighbour_table(self.grid_size, self.num_prefix_tokens, self.q.device)
+    def neighbors(self, head: int) -> tuple[Tensor, Tensor]:
+        """Return the 3×3 neighbors that the local term reads, see `neighbor_table`."""
+        numbers, exists = neighbor_table(self.grid_size, self.num_prefix_tokens, self.q.device)
         if self.groups is not None:
             group = self.groups[head]
             exists = exists & (group[numbers] == group[:, None])
         return numbers, exists
 
     def local_term(self, images: slice, head: int, hidden: Tensor | None = None) -> Tensor | None:
-        """The local term's output `[b, N, D]` for some images, in the dtype of v; None without one.
+        """Return the local term's output `[b, N, D]`, in the dtype of v; None without one.
 
         Args:
-            images: Of the batch.
+            images: Slice of the batch.
             head: Number of the head.
             hidden: `[N, N]` bool, True where a token is hidden from another one's kernel.
         """
         if self.local_weight is None:
             return None
-        numbers, exists = self.neighbours(head)
+        numbers, exists = self.neighbors(head)
         if hidden is not None:
             exists = exists & ~hidden.gather(1, numbers)
         kernel = self.local_weight[images, head].flatten(-2).to(self.v.dtype)  # [b, D, 9]
@@ -164,3 +231,74 @@ class LayerAttention:
         if self.local_bias is not None:
             out[:, self.num_prefix_tokens :] += self.local_bias[head]
         return out
+
+
+def beyond_uniform(rows: Tensor, uniform: Tensor | float) -> Tensor:
+    """Return float64 rows of weights `[..., M]` minus uniform attention; a row that is uniform up to rounding is zero.
+
+    Rows are compared by this difference. All rows share the uniform part, so with it nearly uniform rows would look
+    equal.
+
+    Args:
+        rows: Weights.
+        uniform: Weights of uniform attention, broadcast to the rows.
+    """
+    beyond = rows - uniform
+    is_uniform = beyond.norm(dim=-1, keepdim=True) <= ROUNDING * rows.norm(dim=-1, keepdim=True)
+    return beyond.masked_fill_(is_uniform, 0)
+
+
+def check_matrix_size(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> None:
+    """Refuse a matrix of weights that would fill the memory.
+
+    Raises:
+        MatrixTooLargeError: If it is too large; the message says what to do.
+    """
+    needed = rows * columns * dtype.itemsize
+    if needed > LARGEST_MATRIX:
+        raise MatrixTooLargeError(
+            f"the weights of {rows:,} queries for {columns:,} keys take {needed / 2**30:.1f} GiB for one head of one "
+            f"image, the limit is {LARGEST_MATRIX / 2**30:.1f} GiB; use smaller images (--size), or a layer with a "
+            "coarser grid (--layer)"
+        )
+
+
+def neighbor_table(
+    grid_size: tuple[int, int], num_prefix_tokens: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the 3×3 neighbors of every token, the token itself in the middle.
+
+    Returns:
+        Token numbers `[N, 9]`, and `[N, 9]` bool: False beyond the border and for prefix tokens, where the number has
+        no meaning.
+    """
+    height, width = grid_size
+    place = torch.arange(height * width, device=device)
+    tap = torch.arange(TAPS, device=device)
+    row = place[:, None] // width + tap // 3 - 1
+    column = place[:, None] % width + tap % 3 - 1
+    exists = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    numbers = num_prefix_tokens + row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    above = (0, 0, num_prefix_tokens, 0)
+    return F.pad(numbers, above), F.pad(exists, above)
+
+
+def neighborhood_mask(
+    grid_size: tuple[int, int], num_prefix_tokens: int, side: int, device: torch.device | None = None
+) -> Tensor:
+    """Return `[N, N]` bool, True where a key is in the side×side square around a query; prefix tokens never are.
+
+    Args:
+        grid_size: (h, w).
+        num_prefix_tokens: Tokens before the grid.
+        side: Side of the square in tokens, odd.
+        device: Device of the mask.
+    """
+    if side < 1 or side % 2 == 0:
+        raise ValueError(f"a neighborhood has its query in the middle, so its side must be odd, got {side}; try 3")
+    height, width = grid_size
+    place = torch.arange(height * width, device=device)
+    row, column = place // width, place % width
+    radius = side // 2
+    near = ((row[:, None] - row).abs() <= radius) & ((column[:, None] - column).abs() <= radius)
+    return F.pad(near, (num_prefix_tokens, 0, num_prefix_tokens, 0))

@@ -1,30 +1,39 @@
-"""How much of its attention a query spends on its neighbourhood, against what it would spend if it were uniform.
+"""How much of its attention a query spends on its neighborhood, compared with uniform attention.
 
-InLine's weights may be negative, so "how much" has two answers, and both are given:
-- *share*: the sum of |w| inside the neighbourhood over the sum of |w| over all keys, from 0 to 1;
-- *signed*: the sum of w inside; for softmax, and for linear attention with a non-negative phi, the same as the share.
+InLine's weights may be negative, so two figures are given:
+- *share*: sum of |w| inside the neighborhood over the sum of |w| over all keys, from 0 to 1;
+- *signed*: sum of w inside; equal to the share for softmax, and for linear attention with a non-negative phi.
 
 The local residual adds a 3×3 kernel per channel to these weights. With it, both are computed for each channel and
 averaged: |w + r| is not |w| + |r|.
 
-Neighbourhoods end at the border and, in windows, at the window's edge, and so does the uniform value they are held
-against: neighbours in sight over keys in sight. Class tokens are keys like others, but have no neighbourhood.
+Neighborhoods end at the border and, in windows, at the window's edge, and so does the uniform value: visible neighbors
+over visible keys. Class tokens are keys like others, but have no neighborhood.
 
 Shapes: `Q` queries, `N` tokens, `D` head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.explicit import AttentionKind
-from inline_attention.analysis.layer_attention import LayerAttention
-from inline_attention.analysis.neighbourhoods import TAPS, neighbourhood_mask
+from inline_attention.analysis.layer_attention import TAPS, LayerAttention, neighborhood_mask
+from inline_attention.analysis.pictures import OnProgress, PictureSample, captured_batches
+from inline_attention.analysis.probes import choose_heads
+from inline_attention.analysis.subjects import Subject
+from inline_attention.ops.reference import AttentionKind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from inline_attention.support.figures import Chart, Style
 
 SIDES = (3, 5, 7)
 LocalTerm: TypeAlias = Literal["without", "with"]
@@ -32,21 +41,21 @@ LocalTerm: TypeAlias = Literal["without", "with"]
 
 @dataclass(frozen=True)
 class Locality:
-    """Attention inside the neighbourhoods of one head, averaged over queries and images.
+    """Attention inside the neighborhoods of one head, averaged over queries and images.
 
     Attributes:
         layer: Number of the layer.
-        head: Number of the head.
-        attention: The layer's.
+        head: Number of the head; None for the mean over heads.
+        attention: Attention of the layer.
         local_term: Without or with the 3×3 term; only layers that have one give both.
-        side: Of the neighbourhood in tokens.
-        share: Of |w|.
+        side: Side of the neighborhood in tokens.
+        share: Share of |w|.
         signed: Sum of w.
-        uniform: What uniform attention would give for either.
+        uniform: Value of both for uniform attention.
     """
 
     layer: int
-    head: int
+    head: int | None
     attention: AttentionKind
     local_term: LocalTerm
     side: int
@@ -55,17 +64,47 @@ class Locality:
     uniform: float
 
 
+def survey_locality(
+    subject: Subject,
+    sample: PictureSample,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    sides: Sequence[int] = SIDES,
+    on_progress: OnProgress | None = None,
+) -> list[Locality]:
+    """Return the locality of every layer and head, averaged over images.
+
+    Args:
+        subject: The model.
+        sample: The pictures.
+        layers: Numbers of the layers; all by default.
+        heads: Numbers of the heads; all by default.
+        sides: Sides of the neighborhoods in tokens.
+        on_progress: Called with the share of the work just done.
+    """
+    measured = [
+        item
+        for batch, captured in captured_batches(subject, sample, layers, on_progress)
+        for layer in captured
+        for image in range(len(batch))
+        for head in choose_heads(layer, heads)
+        for item in measure_locality(layer, image, head, sides=sides)
+    ]
+    return average(measured)
+
+
 def measure_locality(
     layer: LayerAttention, image: int, head: int, *, sides: Sequence[int] = SIDES
 ) -> Iterator[Locality]:
-    """The locality of one head of one image: per side without the local term, then with it where there is one.
+    """Measure one head of one image: for each side without the local term, then with it where there is one.
 
     Raises:
         ValueError: If a side is below 3, or even.
-        MatrixTooLargeError: If there are too many tokens to write all weights out.
+        MatrixTooLargeError: If there are too many tokens for explicit weights.
     """
     if any(side < 3 for side in sides):
-        raise ValueError(f"neighbourhoods must be at least 3 tokens wide, as the local term is, got {list(sides)}")
+        raise ValueError(f"neighborhoods must be at least 3 tokens wide, as the local term is, got {list(sides)}")
     rows = layer.rows(image, head)
     absolute = rows.abs()
     grid = slice(layer.num_prefix_tokens, None)
@@ -73,56 +112,105 @@ def measure_locality(
     in_sight = rows.new_full((layer.num_tokens,), layer.num_tokens) if reach is None else reach.sum(1).to(rows.dtype)
     with_local = None if layer.local_weight is None else _changes_by_local_term(layer, image, head, rows)
     for side in sides:
-        near = neighbourhood_mask(layer.grid_size, layer.num_prefix_tokens, side, rows.device)
+        near = neighborhood_mask(layer.grid_size, layer.num_prefix_tokens, side, rows.device)
         near = near if reach is None else near & reach
         uniform = (near.sum(1) / in_sight)[grid].mean().item()
         inside, inside_absolute = (rows * near).sum(1), (absolute * near).sum(1)
         parts: list[tuple[LocalTerm, Tensor, Tensor]] = [("without", inside_absolute / absolute.sum(1), inside)]
         if with_local is not None:
-            # A 3×3 kernel lies inside every neighbourhood, so both sums change by as much.
+            # A 3×3 kernel is inside every neighborhood, so both sums change by the same amount.
             added, added_absolute = with_local  # [N, D]
             share = (inside_absolute[:, None] + added_absolute) / (absolute.sum(1, keepdim=True) + added_absolute)
             parts.append(("with", share.mean(1), (inside[:, None] + added).mean(1)))
-        for local_term, share, signed in parts:
-            yield Locality(
-                layer=layer.index,
-                head=head,
-                attention=layer.rule.kind,
-                local_term=local_term,
-                side=side,
-                share=share[grid].mean().item(),
-                signed=signed[grid].mean().item(),
-                uniform=uniform,
-            )
+        for term, share, signed in parts:
+            means = share[grid].mean().item(), signed[grid].mean().item()
+            yield Locality(layer.index, head, layer.rule.kind, term, side, *means, uniform)
 
 
-def average(measured: Sequence[Locality]) -> list[Locality]:
-    """One entry per layer, head, local term and side: the mean over those that are given, as of several images."""
+def average(measured: Sequence[Locality], *, over_heads: bool = False) -> list[Locality]:
+    """Return the means over several images, and over heads if asked."""
     groups: dict[tuple[object, ...], list[Locality]] = {}
     for item in measured:
-        key = (item.layer, item.head, item.attention, item.local_term, item.side)
-        groups.setdefault(key, []).append(item)
-    return [_mean(items, items[0].head) for items in groups.values()]
+        item = replace(item, head=None) if over_heads else item
+        groups.setdefault((item.layer, item.head, item.attention, item.local_term, item.side), []).append(item)
+    return [
+        replace(
+            items[0],
+            share=fmean(item.share for item in items),
+            signed=fmean(item.signed for item in items),
+            uniform=fmean(item.uniform for item in items),
+        )
+        for items in groups.values()
+    ]
 
 
-def _mean(items: Sequence[Locality], head: int) -> Locality:
-    first, count = items[0], len(items)
-    return Locality(
-        layer=first.layer,
-        head=head,
-        attention=first.attention,
-        local_term=first.local_term,
-        side=first.side,
-        share=sum(item.share for item in items) / count,
-        signed=sum(item.signed for item in items) / count,
-        uniform=sum(item.uniform for item in items) / count,
+def locality_chart(styles: Mapping[str, Style], measured: Mapping[str, Sequence[Locality]]) -> Chart:
+    """Return a panel per neighborhood: its share of |w| by layer, mean over heads.
+
+    Args:
+        styles: Styles by model.
+        measured: Measurements by model.
+    """
+    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, light_grid, whole_numbers
+
+    means = {label: average(items, over_heads=True) for label, items in measured.items()}
+
+    def draw(axes: Axes, side: int) -> None:
+        uniform = (
+            tuple(sorted({(item.layer, 100 * item.uniform) for item in items if item.side == side}))
+            for items in means.values()
+        )
+        for points in dict.fromkeys(uniform):  # one line for models with equal grids
+            draw_line(axes, Style("uniform"), points)
+        for label, items in means.items():
+            for term in ("without", "with"):
+                chosen = [item for item in items if (item.side, item.local_term) == (side, term)]
+                points = sorted((item.layer, 100 * item.share) for item in chosen)
+                draw_line(axes, styles[label], points, hollow=term == "with")
+        axes.set(xlabel="layer", ylabel="% of |w|")
+        axes.set_ylim(0, 1.07 * axes.dataLim.ymax)
+        whole_numbers(axes)
+        light_grid(axes)
+
+    legend = [
+        LegendEntry(f"{label} with its 3×3 term" if term == "with" else label, styles[label], hollow=term == "with")
+        for label, items in means.items()
+        for term in dict.fromkeys(item.local_term for item in items)
+    ]
+    panels = [
+        Panel(
+            f"{side}×{side} tokens",
+            lambda axes, side=side: draw(axes, side),
+            f"Share of attention in the {side}×{side} neighborhood by layer.",
+        )
+        for side in sorted({item.side for items in measured.values() for item in items})
+    ]
+    return Chart(panels, [*legend, LegendEntry("uniform attention", Style("uniform"))])
+
+
+def draw_locality(
+    styles: Mapping[str, Style], measured: Mapping[str, Sequence[Locality]], note: str, folder: Path
+) -> list[Path]:
+    """Write `locality.png` and `.svg`.
+
+    Args:
+        styles: Styles by model.
+        measured: Measurements by model.
+        note: Start of the small print.
+        folder: An existing folder.
+    """
+    small_print = (
+        f"{note} Share: sum of |w| over the neighborhood ÷ sum of |w| over all keys, mean over queries, heads and "
+        "images. Hollow: with the 3×3 local term, mean over channels."
     )
+    title = "Attention that stays near its query"
+    return locality_chart(styles, measured).save(folder, "locality", title=title, small_print=small_print)
 
 
 def _changes_by_local_term(layer: LayerAttention, image: int, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much the 3×3 term changes the sums of w and of |w| of every row, per channel: `[N, D]` each."""
+    """Return how much the 3×3 term changes the sums of w and of |w| of every row, per channel: `[N, D]` each."""
     assert layer.local_weight is not None
-    numbers, exists = layer.neighbours(head)
+    numbers, exists = layer.neighbors(head)
     weights = rows.gather(1, numbers)  # [N, 9]
     kernel = layer.local_weight[image, head].double().flatten(-2)  # [D, 9]
     added = rows.new_zeros(layer.num_tokens, layer.head_dim)

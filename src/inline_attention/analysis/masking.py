@@ -1,32 +1,42 @@
-"""What a model loses when every query is kept from seeing its neighbourhood, against as many tokens taken at random.
+"""Accuracy when every query is kept from seeing its neighborhood, compared with as many random tokens.
 
-If attention works through its neighbourhood, hiding that costs more than hiding random tokens. A hidden token counts
-nowhere for that query: softmax and linear attention divide by what is left, InLine subtracts the mean of what is left
-and divides by how many are left, so that rows sum to one as before. Prefix tokens hide nothing and are not hidden.
+If attention works through its neighborhood, hiding it costs more than hiding random tokens. A hidden token counts
+nowhere for that query: softmax and linear attention divide by the rest, InLine subtracts the mean of the rest and
+divides by its number, so that rows still sum to one. Prefix tokens hide nothing and are not hidden.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `H` heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from inline_attention.analysis.explicit import LARGEST_MATRIX
-from inline_attention.analysis.layer_attention import LayerAttention
-from inline_attention.analysis.neighbourhoods import neighbourhood_mask
+from inline_attention.analysis.layer_attention import LARGEST_MATRIX, LayerAttention, neighborhood_mask
+from inline_attention.analysis.pictures import OnProgress, PictureSample
 from inline_attention.analysis.probes import attention_layers, observed
+from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
 
-Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from inline_attention.support.figures import Chart
+
+Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]  # in British spelling, as in result files
 LocalTerm: TypeAlias = Literal["none", "kept", "hidden"]
 BYTES_AT_ONCE = LARGEST_MATRIX // 2
+WHERE_LABELS = {"neighbourhood": "neighborhood hidden", "random": "as many random tokens hidden"}
+WHERE_KINDS = {"neighbourhood": "inline", "random": "random"}  # kinds of `figures.Style`
+TERM_LABELS = {"none": "no 3×3 term", "hidden": "hidden from the 3×3 term too", "kept": "3×3 term sees all"}
+LEAST_FOR_LABEL = 12.0  # percent of top-1 that leave room for a label inside the bar
 
 
 @dataclass(frozen=True)
@@ -35,9 +45,9 @@ class Hiding:
 
     Attributes:
         where: "neighbourhood" (the query and what is around it), as many tokens at "random", or "nothing".
-        side: Of the neighbourhood in tokens; 0 for "nothing".
-        local_term: Whether the 3×3 term still reads hidden tokens ("kept"), or does not ("hidden"); "none" for a model
-            that has no such term.
+        side: Side of the neighborhood in tokens; 0 for "nothing".
+        local_term: Whether the 3×3 term still reads hidden tokens ("kept") or not ("hidden"); "none" for a model
+            without such a term.
     """
 
     where: Where
@@ -53,7 +63,7 @@ class MaskingResult:
         hiding: What was hidden.
         top1: Percent.
         baseline_top1: Percent with nothing hidden.
-        images: How many.
+        images: Number of images.
     """
 
     hiding: Hiding
@@ -68,13 +78,41 @@ class MaskingResult:
 
     @property
     def standard_error(self) -> float:
-        """Of top-1, in points: how far it may be off for want of images."""
+        """Standard error of top-1 in points, from the number of images."""
         share = self.top1 / 100
         return 100 * (share * (1 - share) / self.images) ** 0.5
 
 
+def survey_masking(
+    subject: Subject,
+    sample: PictureSample,
+    *,
+    sides: Sequence[int] = (3, 5, 7),
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> list[MaskingResult]:
+    """Measure accuracy under every hiding, on labeled pictures.
+
+    Args:
+        subject: The model.
+        sample: The pictures, which are read once per hiding.
+        sides: Sides of the neighborhoods in tokens.
+        seed: Random seed.
+        on_progress: Called with the share of the work just done.
+    """
+    hidings = len(planned_hidings(subject.model, sides))
+
+    def batches() -> Iterator[Batch]:
+        for batch in sample.batches(subject, normalized=True):
+            yield batch
+            if on_progress is not None:
+                on_progress(len(batch) / len(sample) / hidings)
+
+    return measure_masking(subject.model, batches, sides=sides, seed=seed)
+
+
 def planned_hidings(model: nn.Module, sides: Sequence[int]) -> list[Hiding]:
-    """Nothing; then for each side the neighbourhood and random tokens, with the 3×3 term both kept and hidden."""
+    """Return nothing hidden, then for each side neighborhood and random tokens, with the 3×3 term hidden and kept."""
     has_local_term = any(
         getattr(layer, "residual", None) is not None or getattr(layer, "static_local", None) is not None
         for layer in attention_layers(model).values()
@@ -86,21 +124,15 @@ def planned_hidings(model: nn.Module, sides: Sequence[int]) -> list[Hiding]:
 
 
 def measure_masking(
-    model: nn.Module,
-    batches: Callable[[], Iterable[Batch]],
-    *,
-    sides: Sequence[int] = (3, 5, 7),
-    seed: int = 0,
-    on_progress: Callable[[MaskingResult], None] | None = None,
+    model: nn.Module, batches: Callable[[], Iterable[Batch]], *, sides: Sequence[int] = (3, 5, 7), seed: int = 0
 ) -> list[MaskingResult]:
     """Evaluate a classifier under every hiding.
 
     Args:
-        model: The classifier, in evaluation mode.
-        batches: Labelled images, normalised and on the model's device; called once per hiding.
-        sides: Of neighbourhoods, in tokens.
-        seed: Of the random tokens.
-        on_progress: Called with each result.
+        model: Classifier in evaluation mode.
+        batches: Function that returns labeled images, normalized and on the model's device; called once per hiding.
+        sides: Sides of neighborhoods in tokens.
+        seed: Random seed.
 
     Raises:
         ValueError: If there is no image.
@@ -108,29 +140,27 @@ def measure_masking(
     results: list[MaskingResult] = []
     for hiding in planned_hidings(model, sides):
         with hidden_tokens(model, hiding, seed=seed):
-            right, images = count_right(model, batches())
-        top1 = 100 * right / images
+            correct, images = count_correct(model, batches())
+        top1 = 100 * correct / images
         results.append(MaskingResult(hiding, top1, results[0].top1 if results else top1, images))
-        if on_progress is not None:
-            on_progress(results[-1])
     return results
 
 
 @torch.no_grad()
-def count_right(model: nn.Module, batches: Iterable[Batch]) -> tuple[int, int]:
-    """How many images a classifier names rightly, of how many."""
-    right = images = 0
+def count_correct(model: nn.Module, batches: Iterable[Batch]) -> tuple[int, int]:
+    """Return how many images a classifier gets right, and how many there are."""
+    correct = images = 0
     for batch in batches:
-        right += int((model(batch.images).argmax(1) == batch.targets).sum())
+        correct += int((model(batch.images).argmax(1) == batch.targets).sum())
         images += len(batch)
     if images == 0:
         raise ValueError("there is no image to evaluate on; check --data-dir and --split")
-    return right, images
+    return correct, images
 
 
 @contextmanager
 def hidden_tokens(model: nn.Module, hiding: Hiding, *, seed: int = 0) -> Iterator[None]:
-    """While inside, the model's attention layers keep from each query what `hiding` says.
+    """Hide keys from the queries of all attention layers inside the `with` block.
 
     Random tokens are drawn anew for every layer and batch, from the seed.
     """
@@ -148,13 +178,13 @@ def hidden_tokens(model: nn.Module, hiding: Hiding, *, seed: int = 0) -> Iterato
 
 
 def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generator) -> Tensor:
-    """`[H, N, N]` bool, True where a key is hidden from a query.
+    """Return `[H, N, N]` bool, True where a key is hidden from a query.
 
-    At random, each query loses as many keys as its neighbourhood has, of those on the grid that it can see: fewer at
-    the border, and none for prefix tokens, which have no neighbourhood.
+    At random, each query loses as many keys as its neighborhood has, drawn from the grid tokens that it can see: fewer
+    at the border, and none for prefix tokens, which have no neighborhood.
     """
     device = layer.q.device
-    near = neighbourhood_mask(layer.grid_size, layer.num_prefix_tokens, hiding.side, device)
+    near = neighborhood_mask(layer.grid_size, layer.num_prefix_tokens, hiding.side, device)
     masks: list[Tensor] = []
     for head in range(layer.num_heads):
         if layer.groups is None and masks:  # all heads see the same keys, and lose the same
@@ -172,12 +202,12 @@ def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generato
 
 
 def mixed_values(layer: LayerAttention, hidden: Tensor | None = None, *, hide_from_local_term: bool = True) -> Tensor:
-    """What the layer hands to its output projection, `[B, N, C]`, through explicit weights.
+    """Return the input of the layer's output projection, `[B, N, C]`, computed with explicit weights.
 
     Args:
         layer: The layer.
         hidden: `[H, N, N]` bool, True where a key is hidden from a query; nothing by default.
-        hide_from_local_term: Whether the 3×3 term, too, leaves out what is hidden.
+        hide_from_local_term: Hide tokens from the 3×3 term too.
     """
     dtype = torch.promote_types(layer.v.dtype, torch.float32)
     at_once = max(1, BYTES_AT_ONCE // (layer.num_tokens**2 * dtype.itemsize))
@@ -191,3 +221,60 @@ def mixed_values(layer: LayerAttention, hidden: Tensor | None = None, *, hide_fr
             local = layer.local_term(images, head, hide if hide_from_local_term else None)
             out[images, :, head] = mixed if local is None else mixed + local
     return out.flatten(2)
+
+
+def masking_chart(results: Mapping[str, Sequence[MaskingResult]]) -> Chart:
+    """Return a panel per model, and per treatment of its local term: top-1 by the side of what is hidden.
+
+    Args:
+        results: Results by model.
+    """
+    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style
+
+    panels: list[Panel] = []
+    for label, items in results.items():
+        for term in dict.fromkeys(item.hiding.local_term for item in items if item.hiding.side):
+            shown = [item for item in items if item.hiding.local_term == term and item.hiding.side]
+            title = label if term == "none" else f"{label}, {TERM_LABELS[term]}"
+            found = ", ".join(
+                f"{item.top1:.1f} % with {WHERE_LABELS[item.hiding.where]} ({item.hiding.side}×{item.hiding.side})"
+                for item in shown
+            )
+            description = f"{title}: {shown[0].baseline_top1:.1f} % with nothing hidden, {found}."
+            panels.append(Panel(title, lambda axes, shown=shown: _draw_masking(axes, shown), description))
+    legend = [LegendEntry(text, Style(WHERE_KINDS[where]), is_patch=True) for where, text in WHERE_LABELS.items()]
+    return Chart(panels, legend)
+
+
+def draw_masking(results: Mapping[str, Sequence[MaskingResult]], note: str, folder: Path) -> list[Path]:
+    """Write `masking.png` and `.svg`.
+
+    Args:
+        results: Results by model.
+        note: Start of the small print.
+        folder: An existing folder.
+    """
+    images = max(item.images for items in results.values() for item in items)
+    small_print = (
+        f"{note} {images:,} images. Hidden tokens count nowhere for their query: weights are normalized over the rest, "
+        "in all layers and heads. Dashed: nothing hidden."
+    )
+    title = "What hiding each query's neighborhood costs"
+    return masking_chart(results).save(folder, "masking", title=title, small_print=small_print)
+
+
+def _draw_masking(axes: Axes, items: Sequence[MaskingResult]) -> None:
+    from inline_attention.support.figures import INK, LIGHT, light_grid
+
+    sides = sorted({item.hiding.side for item in items})
+    for item in items:
+        position = sides.index(item.hiding.side) + (-0.17 if item.hiding.where == "neighbourhood" else 0.17)
+        bar = axes.bar(position, item.top1, 0.32, color=LIGHT[WHERE_KINDS[item.hiding.where]])
+        inside = item.top1 > LEAST_FOR_LABEL  # above a high bar, the label would be on the dashed line
+        color = "#111111" if inside else INK
+        axes.bar_label(bar, fmt="{:.1f}", padding=-14 if inside else 2, color=color, fontweight="bold")
+    axes.axhline(items[0].baseline_top1, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_xticks(range(len(sides)), [f"{side}×{side}" for side in sides])
+    axes.set(xlabel="tokens hidden around each token", ylabel="top-1 (%)", xlim=(-0.8, len(sides) - 0.2), ylim=(0, 105))
+    axes.set_yticks(range(0, 101, 25))
+    light_grid(axes)

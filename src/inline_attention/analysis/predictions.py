@@ -1,4 +1,4 @@
-"""What a classifier makes of a dataset: how many it gets right, and the pictures it finds hardest.
+"""What a classifier takes the pictures of a dataset for, and the pictures it finds hardest.
 
 Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
 """
@@ -6,33 +6,46 @@ Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.pictures import picture_loader
+from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
+from inline_attention.support.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = 8
+CELL = 1.45  # inches
+LONGEST_NAME = 13  # letters that fit above a cell
+SHORT_NAME = 5  # letters that leave room for a probability beside them
+SMALL_SIDE = 64  # pixels; smaller pictures are shown as squares
 
 
 @dataclass(frozen=True)
-class PredictedPicture:
-    """A picture, what it shows, and what the model takes it for.
+class Answer:
+    """What the model takes one picture for.
 
     Attributes:
-        pixels: uint8 `[3, H, W]`, as the model sees them.
-        name: The picture's path, or what else it can be found by.
+        index: Number of the picture in its dataset.
+        name: Path or other name of the picture.
         truth: Name of its class.
-        truth_probability: That the model gives this class, from 0 to 1.
+        truth_probability: Probability of the true class, from 0 to 1.
         guess: Name of the likeliest class.
-        probability: That the model gives to its guess, from 0 to 1.
-        is_right: Whether the guess is the truth; equal names of different classes are not.
+        probability: Probability of the guess, from 0 to 1.
+        is_right: True if the guess is the true class; different classes may have equal names.
     """
 
-    pixels: Tensor
+    index: int
     name: str
     truth: str
     truth_probability: float
@@ -42,14 +55,21 @@ class PredictedPicture:
 
 
 @dataclass(frozen=True)
+class PredictedPicture(Answer):
+    """An answer with the picture itself, uint8 `[3, H, W]`, as the model sees it."""
+
+    pixels: Tensor
+
+
+@dataclass(frozen=True)
 class Predictions:
-    """Of a whole dataset.
+    """Predictions on a whole dataset.
 
     Attributes:
-        images: How many were read.
-        right: How many of them were named correctly.
-        broken: How many could not be read.
-        hardest: Those whose true class got the smallest probability, the smallest first.
+        images: Number of pictures read.
+        right: Number of correct guesses.
+        broken: Number of pictures that could not be read.
+        hardest: Pictures whose true class got the smallest probability, the smallest first.
     """
 
     images: int
@@ -67,14 +87,14 @@ def predict_dataset(
     workers: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> Predictions:
-    """Classify every picture of a dataset, keeping the pixels of the hardest alone.
+    """Classify every picture of a dataset, and keep the pixels of the hardest.
 
     Args:
-        subject: The classifier; its classes must be named.
-        source: Labelled pictures of these classes, in any order.
-        keep: How many of the hardest to keep.
-        batch_size: Pictures at once.
-        workers: Processes that read them.
+        subject: Classifier whose classes are named.
+        source: Labeled pictures of these classes, in any order.
+        keep: Number of hardest pictures to keep.
+        batch_size: Pictures per batch.
+        workers: Processes that read pictures.
         on_progress: Called with the number of pictures of each batch.
 
     Raises:
@@ -82,50 +102,102 @@ def predict_dataset(
         DataError: If the dataset has classes that the subject does not know.
         BrokenImagesError: If too many pictures cannot be read.
     """
-    if subject.class_names is None:
-        raise ValueError(f"expected a trained classifier, got {subject.label} with {subject.note}")
-    names = subject.class_names
-    source = source.with_classes(names)
-    loader, _, broken = picture_loader(source, subject, images=None, seed=0, batch_size=batch_size, workers=workers)
+    source = source.with_classes(_class_names(subject))
+    sample = PictureSample(source, batch_size=batch_size, workers=workers)
     images = right = 0
     hardest: list[PredictedPicture] = []
-    try:
-        for batch in loader.epoch():
-            probabilities = _probabilities(subject, batch)
-            images += len(batch)
-            right += int((probabilities.argmax(-1) == batch.targets).sum())
-            found = _hardest_of(batch, probabilities, keep, names, source)
-            hardest = heapq.nsmallest(keep, [*hardest, *found], key=lambda picture: picture.truth_probability)
-            if on_progress is not None:
-                on_progress(len(batch))
-    finally:
-        loader.close()
+    for batch, answers in answer_batches(subject, sample):
+        images += len(answers)
+        right += sum(answer.is_right for answer in answers)
+        # A copy of the pixels: a view would keep the whole batch.
+        found = sorted(zip(answers, batch.images, strict=True), key=lambda item: item[0].truth_probability)[:keep]
+        new = [PredictedPicture(**vars(answer), pixels=pixels.clone()) for answer, pixels in found]
+        hardest = heapq.nsmallest(keep, [*hardest, *new], key=lambda picture: picture.truth_probability)
+        if on_progress is not None:
+            on_progress(len(batch))
     if not images:
         raise ValueError(f"there is no readable picture in {source.location}; check the dataset and its split")
-    return Predictions(images, right, len(broken), tuple(hardest))
+    return Predictions(images, right, len(sample.skipped), tuple(hardest))
 
 
-@torch.inference_mode()
-def _probabilities(subject: Subject, batch: Batch) -> Tensor:
-    """`[B, K]` on the CPU."""
-    probabilities = subject.model(subject.normalize(batch.images)).float().softmax(-1).cpu()
-    if probabilities.isnan().any():
-        raise ValueError(f"{subject.label} gives NaN; are there NaN in the weights?")
-    return probabilities
+def answer_batches(subject: Subject, sample: PictureSample) -> Iterator[tuple[Batch, list[Answer]]]:
+    """Yield batches of uint8 pictures with the model's answers; a class that the model does not know gets 0.
+
+    Raises:
+        ValueError: If the subject's classes have no names, or the model returns NaN.
+    """
+    names = _class_names(subject)
+    numbers = {name: number for number, name in enumerate(names)}
+    for batch in sample.batches(subject):
+        with torch.inference_mode():
+            probabilities = subject.model(subject.normalize(batch.images)).float().softmax(-1).cpu()
+        if probabilities.isnan().any():
+            raise ValueError(f"{subject.label} gives NaN; are there NaN in the weights?")
+        answers: list[Answer] = []
+        for index, target, row in zip(batch.indices.tolist(), batch.targets.tolist(), probabilities, strict=True):
+            truth, guess = sample.source.class_names[target], int(row.argmax())
+            known = numbers.get(truth)
+            truth_probability = 0.0 if known is None else row[known].item()
+            name = sample.source.name(index)
+            answers.append(
+                Answer(index, name, truth, truth_probability, names[guess], row[guess].item(), guess == known)
+            )
+        yield batch, answers
 
 
-def _hardest_of(
-    batch: Batch, probabilities: Tensor, keep: int, names: tuple[str, ...], source: ImageSource
-) -> Iterator[PredictedPicture]:
-    truth_probabilities = probabilities.gather(1, batch.targets[:, None])[:, 0]
-    for place in truth_probabilities.argsort()[:keep].tolist():
-        target, guess = int(batch.targets[place]), int(probabilities[place].argmax())
-        yield PredictedPicture(
-            pixels=batch.images[place].clone(),  # a view would keep the whole batch alive
-            name=source.name(int(batch.indices[place])),
-            truth=names[target],
-            truth_probability=truth_probabilities[place].item(),
-            guess=names[guess],
-            probability=probabilities[place, guess].item(),
-            is_right=guess == target,
-        )
+def draw_predictions(
+    predictions: Predictions, label: str, dataset: str, folder: Path, *, name: str = "predictions"
+) -> list[Path]:
+    """Write `NAME.png` and `.svg`: the hardest pictures with the model's guess; wrong ones have a frame.
+
+    Args:
+        predictions: Result of `predict_dataset` with at least one picture.
+        label: Name of the model.
+        dataset: Name of the dataset.
+        folder: An existing folder.
+        name: Name of the files without suffix.
+    """
+    from inline_attention.support import figures
+
+    shown = predictions.hardest
+    rows = math.ceil(len(shown) / COLUMNS)
+    names_are_short = all(len(picture.guess) <= SHORT_NAME for picture in shown)
+    wrong, wrong_shown = predictions.images - predictions.right, sum(not picture.is_right for picture in shown)
+    small_print = (
+        f"The {len(shown)} hardest of {predictions.images:,} pictures: those whose true class got the smallest "
+        "probability, the smallest first. Above each, the model's guess and its probability. Framed: the guess is "
+        f"wrong; {wrong_shown} of the {wrong:,} wrong ones are here."
+    )
+    if predictions.broken:
+        small_print += f" {predictions.broken:,} pictures could not be read and are not counted."
+    title = f"{label} on {dataset}: {100 * predictions.right / predictions.images:.1f} % right"
+    height = rows * (CELL + (0.5 if names_are_short else 0.65)) + 1.2
+    with figures.new_figure(COLUMNS * CELL, height, title, small_print) as figure:
+        panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+        for axes, picture in zip(panels, shown, strict=False):
+            _draw_picture(axes, picture, names_are_short=names_are_short)
+        for axes in panels[len(shown) :]:
+            axes.set_axis_off()
+        return figures.save(figure, folder, name)
+
+
+def _draw_picture(axes: Axes, picture: PredictedPicture, *, names_are_short: bool) -> None:
+    from inline_attention.support.figures import ALARM, INK, shortened, without_ticks
+
+    pixels = picture.pixels.permute(1, 2, 0).cpu().numpy()
+    axes.imshow(pixels, interpolation="nearest" if max(pixels.shape) < SMALL_SIDE else "antialiased")
+    without_ticks(axes)
+    guess, truth = (shortened(printable(name), LONGEST_NAME) for name in (picture.guess, picture.truth))
+    lines = f"{guess}{'  ' if names_are_short else chr(10)}{100 * picture.probability:.0f} %"
+    # The last line says what it is: color alone is not enough.
+    text = lines if picture.is_right else f"{lines}\nis {truth}"
+    axes.set_title(text, color=INK if picture.is_right else ALARM, fontsize=9.5)
+    if not picture.is_right:
+        for spine in axes.spines.values():
+            spine.set(visible=True, color=ALARM, linewidth=3)
+
+
+def _class_names(subject: Subject) -> tuple[str, ...]:
+    if subject.class_names is None:
+        raise ValueError(f"expected a classifier with named classes, got {subject.label} with {subject.note}")
+    return subject.class_names

@@ -1,9 +1,10 @@
-"""Looking into the attention layers of a running model, and putting something else in their place.
+"""Look into the attention layers of a running model with hooks, and replace what they compute.
 
-Every attention of this library is understood: over the whole map (softmax, linear, InLine), in shifted windows (Swin)
-and in stripes (CSWin); so are models of others whose attention `convert_attention` has replaced.
+All attention of this library is supported: over the whole map (softmax, linear, InLine), in shifted windows (Swin) and
+in stripes (CSWin), also in models whose attention `convert_attention` has replaced. A hook before the layer computes
+queries, keys and values from the layer's input once more; a hook before its output projection replaces the values.
 
-Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` head dim.
+Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` head dim, `W` windows.
 """
 
 from __future__ import annotations
@@ -16,41 +17,35 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from inline_attention.analysis.explicit import MixingRule
-from inline_attention.analysis.layer_attention import LayerAttention, PositionBias
+from inline_attention.analysis.layer_attention import LayerAttention, MixingRule, PositionBias
 from inline_attention.layers.attention import SoftmaxAttention, TokenAttention
 from inline_attention.layers.grids import Windows
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention, relative_position_index
-from inline_attention.ops.call import AttentionCall
 
 AnyAttention: TypeAlias = TokenAttention | WindowAttention | StripeAttention
 OnLayer: TypeAlias = Callable[[LayerAttention], Tensor | None]
 
 
 def attention_layers(model: nn.Module) -> dict[str, AnyAttention]:
-    """The attention layers of a model by their path in it, in order.
+    """Return the attention layers of a model by their path in it, in order.
 
     Raises:
         ValueError: If there are none.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, TokenAttention | WindowAttention | StripeAttention)
-    }
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, AnyAttention)}
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer of this library; "
-            "inline_attention.layers.conversion.convert_attention puts some into a model of timm's"
+            f"{type(model).__name__} has no attention layer of this library; convert a timm model with "
+            "inline_attention.layers.conversion.convert_attention first"
         )
     return layers
 
 
 def choose_layers(model: nn.Module, wanted: Sequence[int] | None) -> list[int]:
-    """Layer numbers as given, negative ones counted from the end; all where none are given.
+    """Return valid layer numbers in order: negative ones count from the end, all if none are given.
 
     Raises:
-        ValueError: If the model has fewer.
+        ValueError: If the model has fewer layers.
     """
     count = len(attention_layers(model))
     if not wanted:
@@ -62,10 +57,10 @@ def choose_layers(model: nn.Module, wanted: Sequence[int] | None) -> list[int]:
 
 
 def choose_heads(layer: LayerAttention, wanted: Sequence[int] | None) -> list[int]:
-    """Head numbers as given; all where none are given.
+    """Return valid head numbers in order; all if none are given.
 
     Raises:
-        ValueError: If the layer has fewer.
+        ValueError: If the layer has fewer heads.
     """
     for number in wanted or ():
         if not 0 <= number < layer.num_heads:
@@ -81,9 +76,9 @@ def capture_attention(model: nn.Module, images: Tensor, *, layers: Sequence[int]
     """Run a model and return what its attention layers did.
 
     Args:
-        model: In evaluation mode.
-        images: `[B, 3, H, W]`, normalised, all of one size.
-        layers: Numbers of the layers to look at; all by default.
+        model: Model in evaluation mode.
+        images: `[B, 3, H, W]`, normalized, all of one size.
+        layers: Numbers of the layers to return; all by default.
     """
     captured: list[LayerAttention] = []
     with observed(model, captured.append, layers=layers):
@@ -93,84 +88,35 @@ def capture_attention(model: nn.Module, images: Tensor, *, layers: Sequence[int]
 
 @contextmanager
 def observed(model: nn.Module, on_layer: OnLayer, *, layers: Sequence[int] | None = None) -> Iterator[None]:
-    """While inside, call `on_layer` with every attention layer that runs.
+    """Call `on_layer` with every attention layer that runs inside the `with` block.
 
     Args:
         model: The model.
-        on_layer: May return mixed values `[B, N, C]`, as `masking.mixed_values` does, to replace the layer's own.
+        on_layer: Function that may return mixed values `[B, N, C]`, as `masking.mixed_values` does, to replace the
+            layer's own.
         layers: Numbers of the layers to observe; all by default.
     """
     chosen = choose_layers(model, layers)
-    with ExitStack() as undoing:
+    with ExitStack() as hooks:
         for index, (name, attention) in enumerate(attention_layers(model).items()):
             if index in chosen:
-                for undo in _observe(attention, name, index, on_layer):
-                    undoing.callback(undo)
+                for handle in _add_hooks(attention, name, index, on_layer):
+                    hooks.callback(handle.remove)
         yield
 
 
-def _observe(attention: AnyAttention, name: str, index: int, on_layer: OnLayer) -> list[Callable[[], None]]:
-    """Watch one layer; returns what undoes it."""
-    if isinstance(attention, TokenAttention):
-        return _observe_token_attention(attention, name, index, on_layer)
-    return _observe_windows(attention, name, index, on_layer)
-
-
-def _observe_token_attention(
-    attention: TokenAttention, name: str, index: int, on_layer: OnLayer
-) -> list[Callable[[], None]]:
-    """Through `mix`, which gets all there is to know but the grid of layers without a local term."""
-    signature = inspect.signature(attention.forward)
-    original = attention.mix
-    grid_size: tuple[int, int] | None = None
-
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal grid_size
-        arguments = signature.bind(*args, **kwargs).arguments
-        grid_size = attention._resolve_grid(arguments["x"].shape[1], arguments.get("grid_size"))
-
-    def mix(call: AttentionCall) -> Tensor:
-        _refuse_padding(call.key_padding_mask)
-        assert grid_size is not None
-        normalization = None if isinstance(attention, SoftmaxAttention) else attention.normalization
-        rule = MixingRule(normalization, attention.feature_map, attention.scale)
-        layer = LayerAttention(
-            name, index, rule, call.q, call.k, call.v,
-            # Learned kernels are views of parameters; nobody wants gradients of an analysis.
-            local_weight=None if call.local_weight is None else call.local_weight.detach(),
-            local_bias=None, grid_size=grid_size, num_prefix_tokens=attention.num_prefix_tokens,
-        )  # fmt: skip
-        mixed = on_layer(layer)
-        if mixed is None:
-            return original(call._replace(overwrite_q=False))  # the observer may keep the queries
-        return mixed.unflatten(2, call.v.shape[2:]).to(call.v.dtype)
-
-    handle = attention.register_forward_pre_hook(before, with_kwargs=True)
-    vars(attention)["mix"] = mix  # on this one layer, in place of its class's
-
-    def restore() -> None:
-        del vars(attention)["mix"]
-
-    return [handle.remove, restore]
-
-
-def _observe_windows(
-    attention: WindowAttention | StripeAttention, name: str, index: int, on_layer: OnLayer
-) -> list[Callable[[], None]]:
-    """Before the layer runs; what replaces its values waits for its output projection."""
+def _add_hooks(
+    attention: AnyAttention, name: str, index: int, on_layer: OnLayer
+) -> list[torch.utils.hooks.RemovableHandle]:
     signature = inspect.signature(attention.forward)
     replacement: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         replacement.clear()
         arguments = signature.bind(*args, **kwargs).arguments
-        _refuse_padding(arguments.get("key_padding_mask"))
-        x, grid_size = arguments["x"], arguments["grid_size"]
-        if isinstance(attention, WindowAttention):
-            layer = _read_window_attention(attention, name, index, x, grid_size)
-        else:
-            layer = _read_stripe_attention(attention, name, index, x, grid_size)
-        mixed = on_layer(layer)
+        if arguments.get("key_padding_mask") is not None or arguments.get("attn_mask") is not None:
+            raise ValueError("images of unequal size cannot be analyzed in one batch; run them one by one")
+        mixed = on_layer(_read_layer(attention, name, index, arguments))
         if mixed is not None:
             replacement.append(mixed)
 
@@ -178,79 +124,84 @@ def _observe_windows(
         return (replacement.pop().to(args[0].dtype),) if replacement else None
 
     return [
-        attention.register_forward_pre_hook(before, with_kwargs=True).remove,
-        attention.proj.register_forward_pre_hook(before_projection).remove,
+        attention.register_forward_pre_hook(before, with_kwargs=True),
+        attention.proj.register_forward_pre_hook(before_projection),
     ]
 
 
-def _refuse_padding(key_padding_mask: Tensor | None) -> None:
-    if key_padding_mask is not None:
-        raise ValueError("images of unequal size cannot be analysed in one batch; run them one by one")
-
-
-def _read_window_attention(
-    attention: WindowAttention, name: str, index: int, x: Tensor, grid_size: tuple[int, int]
-) -> LayerAttention:
+def _read_layer(attention: AnyAttention, name: str, index: int, arguments: dict[str, Any]) -> LayerAttention:
+    x: Tensor = arguments["x"]
+    if isinstance(attention, TokenAttention):
+        grid, local_input = arguments.get("grid_size"), arguments.get("local_input")
+        return _read_token_attention(attention, name, index, x, grid, local_input)
+    grid_size: tuple[int, int] = arguments["grid_size"]
     q, k, v = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
+    rule = MixingRule(None, "identity", q.shape[-1] ** -0.5)
+    if isinstance(attention, WindowAttention):
+        groups, bias = _windows(attention, grid_size, x.device)
+        return LayerAttention(name, index, rule, q, k, v, None, None, grid_size, 0, groups, bias)
+    heads_and_channels = q.shape[2:]
+    convolutions = [cast(nn.Conv2d, convolution) for convolution in attention.static_local]
+    kernels = torch.cat([convolution.weight.detach() for convolution in convolutions])
+    kernels = kernels.view(1, *heads_and_channels, 3, 3).expand(x.shape[0], -1, -1, -1, -1)
+    biases = [convolution.bias.detach() for convolution in convolutions if convolution.bias is not None]
+    bias = torch.cat(biases).view(heads_and_channels) if biases else None
+    groups = _stripes(attention, grid_size, x.device)
+    return LayerAttention(name, index, rule, q, k, v, kernels, bias, grid_size, 0, groups)
+
+
+def _read_token_attention(
+    attention: TokenAttention,
+    name: str,
+    index: int,
+    x: Tensor,
+    grid_size: tuple[int, int] | None,
+    local_input: Tensor | None,
+) -> LayerAttention:
+    normalization = None if isinstance(attention, SoftmaxAttention) else attention.normalization
+    local_weight = attention._local_weight(x if local_input is None else local_input, None)
+    grid = attention._resolve_grid(x.shape[1], grid_size, x)
+    q, k, v = attention._project(x, None, local_weight, grid)[:3]
+    static = attention.static_local
+    return LayerAttention(
+        name, index, MixingRule(normalization, attention.feature_map, attention.scale), q, k, v,
+        # Kernels may be views of parameters; an analysis needs no gradients.
+        local_weight=None if local_weight is None else local_weight.detach(),
+        local_bias=None if static is None or static.bias is None else static.bias.detach().view(q.shape[2:]),
+        grid_size=grid,
+        num_prefix_tokens=attention.num_prefix_tokens,
+    )  # fmt: skip
+
+
+def _windows(
+    attention: WindowAttention, grid_size: tuple[int, int], device: torch.device
+) -> tuple[Tensor, PositionBias]:
+    """Return the groups `[H, N]` of tokens in one window, and the position bias."""
     side = attention.window_size
     windows = Windows.cover(grid_size, (side, side))
     shift = attention._shift(*grid_size)
-    regions = windows.regions(shift, x.device)  # [W, side, side]
-    window = torch.arange(len(regions), device=x.device)[:, None, None]
-    place = torch.arange(side * side, device=x.device).view(1, side, side).expand_as(regions)
+    regions = windows.regions(shift, device)  # [W, side, side]
+    window = torch.arange(len(regions), device=device)[:, None, None]
+    place = torch.arange(side * side, device=device).view(1, side, side).expand_as(regions)
     groups = _per_token(windows, window * (1 + regions.max()) + regions, shift)
     table = attention.relative_position_bias_table.detach()
-    bias = table[relative_position_index(x.device, side)]  # [L, L, H]
-    return LayerAttention(
-        name,
-        index,
-        MixingRule(None, "identity", q.shape[-1] ** -0.5),
-        q,
-        k,
-        v,
-        local_weight=None,
-        local_bias=None,
-        grid_size=grid_size,
-        num_prefix_tokens=0,
-        groups=groups.expand(attention.num_heads, -1),
-        position_bias=PositionBias(bias.permute(2, 0, 1), _per_token(windows, place, shift)),
-    )
+    bias = table[relative_position_index(device, side)].permute(2, 0, 1)  # [H, L, L]
+    return groups.expand(attention.num_heads, -1), PositionBias(bias, _per_token(windows, place, shift))
 
 
-def _read_stripe_attention(
-    attention: StripeAttention, name: str, index: int, x: Tensor, grid_size: tuple[int, int]
-) -> LayerAttention:
-    q, k, v = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
-    convolutions = [cast(nn.Conv2d, convolution) for convolution in attention.static_local]
-    heads_and_channels = q.shape[2:]
-    kernels = torch.cat([convolution.weight.detach() for convolution in convolutions]).view(
-        1, *heads_and_channels, 3, 3
-    )
-    biases = [convolution.bias.detach() for convolution in convolutions if convolution.bias is not None]
+def _stripes(attention: StripeAttention, grid_size: tuple[int, int], device: torch.device) -> Tensor | None:
+    """Return the groups `[H, N]` of tokens in one stripe; None where the stripe covers the map."""
     stripe = attention.stripe_width
-    groups = None
-    if stripe is not None:
-        per_branch: list[Tensor] = []
-        for shape in ((None, stripe), (stripe, None)):
-            windows = Windows.cover(grid_size, shape)
-            window = torch.arange(windows.counts[0] * windows.counts[1], device=x.device)[:, None, None]
-            per_branch.append(_per_token(windows, window.expand(-1, *windows.window), (0, 0)))
-        groups = torch.stack(per_branch).repeat_interleave(attention.num_heads // 2, dim=0)
-    return LayerAttention(
-        name,
-        index,
-        MixingRule(None, "identity", q.shape[-1] ** -0.5),
-        q,
-        k,
-        v,
-        local_weight=kernels.expand(x.shape[0], -1, -1, -1, -1),
-        local_bias=torch.cat(biases).view(heads_and_channels) if biases else None,
-        grid_size=grid_size,
-        num_prefix_tokens=0,
-        groups=groups,
-    )
+    if stripe is None:
+        return None
+    branches: list[Tensor] = []
+    for shape in ((None, stripe), (stripe, None)):
+        windows = Windows.cover(grid_size, shape)
+        window = torch.arange(windows.counts[0] * windows.counts[1], device=device)[:, None, None]
+        branches.append(_per_token(windows, window.expand(-1, *windows.window), (0, 0)))
+    return torch.stack(branches).repeat_interleave(attention.num_heads // 2, dim=0)
 
 
 def _per_token(windows: Windows, numbers: Tensor, shift: tuple[int, int]) -> Tensor:
-    """Numbers at the places of windows, `[W, height, width]`, by token: `[N]`."""
+    """Return numbers at the places of windows, `[W, height, width]`, by token: `[N]`."""
     return windows.join(numbers[..., None], 1, shift).flatten()

@@ -1,22 +1,28 @@
-"""What a model and its twins cost as images, or windows, grow: time, memory and multiply-adds. No accuracy is involved.
+"""Time, memory and multiply-adds of a model and its twins as images or windows grow.
 
 Memory is that of tensors made in one forward pass, without weights and images. On a GPU it is what PyTorch's allocator
-handed out; on a CPU what operations returned, so that scratch space inside one of them does not count.
+returned; on a CPU it is the outputs of operations, without scratch memory inside an operation.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from inline_attention.analysis.tensor_memory import peak_tensor_bytes
 from inline_attention.benchmark.model_size import measure_model_size
 from inline_attention.benchmark.timing import interleaved_timings, prepare_throughput, release_memory
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import TWINS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Axis: TypeAlias = Literal["resolution", "window"]
 LEAST_ROUNDS = 3
@@ -28,17 +34,17 @@ class ScalingPoint:
     """The cost of one model at one size.
 
     Attributes:
-        model: Its name.
+        model: Model name.
         attention: "inline", "softmax" or "linear".
-        axis: What grows: the image's "resolution", or the "window" of windowed attention.
+        axis: What grows: the "resolution" of images, or the "window" of windowed attention.
         size: Side of the image in pixels.
         window: Side of the window in tokens; None for the model's own.
-        batch: Images.
-        milliseconds: Median time of one forward pass; None where it failed.
-        spread: From the 10th to the 90th percentile, over the median.
-        peak_bytes: Of one forward pass.
+        batch: Images per forward pass.
+        milliseconds: Median time of one forward pass; None if it failed.
+        spread: 90th minus 10th percentile, over the median.
+        peak_bytes: Peak memory of one forward pass.
         macs: Multiply-adds of the batch.
-        note: Why something is missing.
+        note: Reason for missing values.
     """
 
     model: str
@@ -55,7 +61,7 @@ class ScalingPoint:
 
 
 def twins_of(name: str) -> dict[str, str]:
-    """The names of a model and its twins, by their attention.
+    """Return the names of a model and its twins, by their attention.
 
     Raises:
         ValueError: If there is no such model in this library.
@@ -76,15 +82,15 @@ def measure_scaling(
     seconds: float = 1.0,
     on_progress: Callable[[ScalingPoint], None] | None = None,
 ) -> list[ScalingPoint]:
-    """Measure a model and its twins, which take turns, at growing resolutions and then at growing windows.
+    """Measure a model and its twins, in turns, at growing resolutions and then at growing windows.
 
     Args:
-        name: Of the model or one of its twins.
+        name: Name of the model or one of its twins.
         sizes: Sides of square images in pixels.
         windows: Sides of windows in tokens, at the first of `sizes`; for models with a `window_size`.
-        batch: Images at once.
-        device: Where; the CPU by default.
-        seconds: Time to spend on each size, as far as `LEAST_ROUNDS` allow.
+        batch: Images per forward pass.
+        device: Device; the CPU by default.
+        seconds: Seconds to spend on each size, unless `LEAST_ROUNDS` take longer.
         on_progress: Called with each point.
 
     Raises:
@@ -92,7 +98,7 @@ def measure_scaling(
     """
     names = twins_of(name)
     if windows and "_swin_" not in name:
-        raise ValueError(f"{name} has no windows to enlarge; leave --windows out, or take a Swin model")
+        raise ValueError(f"{name} has no windows to enlarge; leave out --windows, or choose a Swin model")
     device = device or torch.device("cpu")
     steps: list[tuple[int, int | None]] = [(size, None) for size in sizes]
     steps += [(sizes[0], window) for window in windows]
@@ -127,7 +133,7 @@ def _measure_step(
             forward()
             peaks[kind] = peak_tensor_bytes(forward, device)
             works[kind] = prepare_throughput(forward, device)
-        except (RuntimeError, MemoryError) as error:  # most of all, out of memory: the others are to be measured
+        except (RuntimeError, MemoryError) as error:  # such as out of memory: measure the others
             notes[kind] = (str(error).strip() or type(error).__name__).splitlines()[0]
             release_memory(device)
     timings = interleaved_timings(works, seconds=seconds, at_least=LEAST_ROUNDS)
@@ -159,3 +165,106 @@ def _forward_pass(model_name: str, images: torch.Tensor, arguments: dict[str, An
             return model(images)
 
     return forward
+
+
+class TensorMemory(TorchDispatchMode):
+    """Record the peak memory of tensors made inside the `with` block, without scratch memory inside operations.
+
+    Attributes:
+        peak_bytes: Most bytes alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._bytes = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and count its new tensors."""
+        del types
+        # Inputs are known storage: views of them and in-place results are not new.
+        self._known.update(_storages((args, kwargs)))
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            self._count(storage)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self._bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self._bytes -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def peak_tensor_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """Return the peak memory of tensors that a call makes, in bytes, beyond what was allocated before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with TensorMemory() as memory:
+        call()
+    return memory.peak_bytes
+
+
+def draw_scaling(points: Sequence[ScalingPoint], machine: str, folder: Path) -> list[Path]:
+    """Write `scaling.png` and `.svg`: a row per axis (resolution, window), a column per quantity.
+
+    Args:
+        points: Points of one model and its twins.
+        machine: Description of the machine, for the small print.
+        folder: An existing folder.
+    """
+    from inline_attention.support.figures import KIND_LABELS, Chart, LegendEntry, Panel, Style
+
+    quantities: tuple[tuple[str, Callable[[ScalingPoint], float | None]], ...] = (
+        ("Time of a forward pass (ms)", lambda point: point.milliseconds),
+        ("Peak memory of tensors (MiB)", lambda point: None if point.peak_bytes is None else point.peak_bytes / 2**20),
+        ("Multiply-adds (billions)", lambda point: point.macs / 1e9),
+    )
+    panels: list[Panel] = []
+    for axis in ("resolution", "window"):
+        chosen = [point for point in points if point.axis == axis]
+        for title, value_of in quantities if chosen else ():
+            panels.append(
+                Panel(title, lambda axes, chosen=chosen, value_of=value_of: _draw_quantity(axes, chosen, value_of))
+            )
+    small_print = (
+        f"{machine}. Batch {points[0].batch}, float32, random weights and images. Memory without weights and images. "
+        "Median times."
+    )
+    title = f"Cost of {points[0].model.partition('_')[2]} with each attention"
+    legend = [LegendEntry(KIND_LABELS[kind], Style(kind)) for kind in KINDS]
+    return Chart(panels, legend).save(folder, "scaling", title=title, small_print=small_print, columns=3)
+
+
+def _draw_quantity(
+    axes: Axes, points: Sequence[ScalingPoint], value_of: Callable[[ScalingPoint], float | None]
+) -> None:
+    from inline_attention.support.figures import Style, draw_line, log_axes
+
+    def step(point: ScalingPoint) -> int:
+        return point.size if point.window is None else point.window
+
+    for kind in KINDS:
+        of_kind = [point for point in points if point.attention == kind]
+        draw_line(axes, Style(kind), [(step(point), value) for point in of_kind if (value := value_of(point))])
+    log_axes(axes, sorted({step(point) for point in points}), "{:.0f}²")
+    by_window = points[0].axis == "window"
+    axes.set_xlabel(f"window (tokens), image of {points[0].size}² pixels" if by_window else "image (pixels)")

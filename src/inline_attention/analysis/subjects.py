@@ -1,4 +1,4 @@
-"""The models under analysis: from a run, a file of weights, or untrained by name, with images prepared as each wants.
+"""The models to analyze: from a run, a weights file, or untrained by name, with images prepared for each.
 
 Shapes: `B` batch, `H`, `W` height and width of images in pixels.
 """
@@ -14,7 +14,6 @@ import torch
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
-from inline_attention.analysis.explicit import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.analysis.probes import attention_layers
 from inline_attention.data.batch import Normalize
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
@@ -23,23 +22,24 @@ from inline_attention.layers.attention import KernelAttention
 from inline_attention.models import create_model
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import open_checkpoint
+from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.support.text import printable
 from inline_attention.tasks.classification.prediction import ImageClassifier
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to look into.
+    """A model to analyze.
 
     Attributes:
-        label: What it is called in tables and pictures.
-        model_name: Its registered name.
-        kind: Its attention, that of the first layer: InLine pyramids end in softmax.
-        model: In evaluation mode, on its device.
-        weights: The file they came from; None for untrained ones.
-        class_names: Of its head, where the file tells.
-        image_size: (H, W) that its images are brought to.
-        data_config: timm's: mean, std, interpolation, crop.
+        label: Name in tables and pictures.
+        model_name: Registered name.
+        kind: Attention of the first layer (InLine pyramids end in softmax).
+        model: Model in evaluation mode, on its device.
+        weights: Weights file; None for untrained weights.
+        class_names: Class names, if the file has them.
+        image_size: (H, W) of its images.
+        data_config: timm's data config: mean, std, interpolation, crop.
     """
 
     label: str
@@ -53,24 +53,24 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def note(self) -> str:
-        """What a reader must know of its weights."""
+        """The origin of the weights, for messages."""
         return "untrained weights" if self.weights is None else f"weights of {printable(self.weights)}"
 
     def transform(self) -> Transform:
-        """Makes a uint8 tensor `[3, H, W]` of a picture."""
+        """Return the transform from a picture to a uint8 tensor `[3, H, W]`."""
         return evaluation_transform(self.image_size, **evaluation_options(self.data_config))
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Model inputs `[B, 3, H, W]` from uint8 pixels, on the model's device."""
+        """Return model inputs `[B, 3, H, W]` from uint8 pixels, on the model's device."""
         return Normalize(self.data_config["mean"], self.data_config["std"])(pixels).to(self.device)
 
     def described(self) -> dict[str, Any]:
-        """For result files; layers by their number."""
+        """Return a description for result files; layers by their number."""
         return {
             "label": self.label,
             "model": self.model_name,
@@ -84,12 +84,12 @@ class Subject:
 def trained_subject(
     path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
 ) -> Subject:
-    """A model with its weights.
+    """Load a model with its weights.
 
     Args:
-        path: A file of weights, a checkpoint, or the folder of a run, of which the best checkpoint is taken.
-        model_name: The model, if the file does not say.
-        size: (H, W) of images; as trained by default.
+        path: Weights file, checkpoint, or run folder, whose best checkpoint is taken.
+        model_name: Model name, if the file does not have it.
+        size: (H, W) of images; as in training by default.
         device: "auto", "cpu", "cuda", ….
 
     Raises:
@@ -103,7 +103,7 @@ def trained_subject(
         classifier.model,
         described.name,
         file,
-        # Only names that the file itself gives can be matched with those of a dataset.
+        # Only names from the file itself can be matched with those of a dataset.
         None if described.class_names is None else tuple(described.class_names),
         size or described.image_size,
         described.crop_pct,
@@ -118,26 +118,26 @@ def untrained_subject(
     device: str = "auto",
     **arguments: Any,
 ) -> Subject:
-    """A model as it is before training.
+    """Build a model with random weights.
 
     Args:
-        model_name: A registered name.
+        model_name: Registered name.
         size: (H, W) of images; the model's own by default.
-        seed: Of its weights.
+        seed: Random seed of the weights.
         device: "auto", "cpu", "cuda", ….
-        **arguments: As for `create_model`.
+        **arguments: Arguments of `create_model`.
     """
     torch.manual_seed(seed)
     model = create_model(model_name, **arguments)
     classifier = ImageClassifier(model, [], device=device)
     native = size or _pair(arguments.get("img_size"))
-    # What a trained model of unusual size would have been evaluated with: its whole picture.
+    # A trained model of unusual size is evaluated on the whole picture.
     crop_pct = 1.0 if "img_size" in arguments else None
     return _subject(classifier.model, model_name, None, None, native, crop_pct)
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
-    """The same subjects; where several are of one model, their runs or numbers go into their labels."""
+    """Return the same subjects; several of one model get their runs or numbers as labels."""
     labels = [subject.model_name for subject in subjects]
     distinct: list[Subject] = []
     for number, subject in enumerate(subjects, start=1):
@@ -149,6 +149,14 @@ def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
         taken = {other.label for other in distinct}
         distinct.append(replace(subject, label=label if label not in taken else f"{subject.model_name} (#{number})"))
     return distinct
+
+
+def weights_note(subjects: Sequence[Subject]) -> str:
+    """Return a sentence for the small print of figures: trained or untrained weights."""
+    untrained = [subject.label for subject in subjects if subject.weights is None]
+    if len(untrained) == len(subjects):
+        return "Untrained weights."
+    return f"Untrained weights: {', '.join(untrained)}." if untrained else "Trained weights."
 
 
 def _subject(
@@ -175,7 +183,7 @@ def _subject(
 
 
 def _run_name(weights: Path) -> str:
-    """The folder that tells runs apart: not `checkpoints`, `best`, or a step."""
+    """Return the name of the run's folder: not `checkpoints`, `best` or `last`."""
     parts = [part for part in weights.parent.parts if part not in ("checkpoints", "best", "last", "/")]
     return parts[-1] if parts else weights.stem
 

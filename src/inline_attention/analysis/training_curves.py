@@ -1,37 +1,45 @@
-"""What runs of `inline train` have written about their epochs, read back for pictures and reports."""
+"""Loss and accuracy of training runs by epoch: read from the run folders, and drawn."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inline_attention.engine.config import ConfigError, TrainConfig, read_config
 from inline_attention.engine.reporting import SUMMARY
 from inline_attention.support.files import read_bounded
 from inline_attention.support.text import printable
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from inline_attention.support.figures import Chart, Style
+
 SETTINGS = "args.yaml"
 MAX_SUMMARY_BYTES = 2**25
+LABEL_HEIGHT = 0.1  # of the axes
+LARGEST_LOSS_RATIO = 20  # beyond it a linear axis hides the end of training
 
 
 class RunFolderError(ValueError):
-    """A folder is not that of a run, or the run has written nothing to draw yet."""
+    """A folder is not a run, or the run has not finished an epoch."""
 
 
 @dataclass(frozen=True)
 class EpochFigures:
-    """One row of a run's summary.csv. What was not measured in that epoch, or was not finite, is None.
+    """One row of a run's summary.csv; None for values that were not measured or not finite.
 
     Attributes:
-        epoch: From 1.
-        train_loss: Mean over the epoch's updates, in training mode and with augmentation.
-        validation_loss: After the epoch.
-        top1: Percent of the validation images, after the epoch.
-        averaged_top1: As `top1`, of the averaged weights.
+        epoch: Number from 1.
+        train_loss: Mean over the epoch's updates, with augmentation.
+        validation_loss: Loss on the validation images after the epoch.
+        top1: Top-1 of the validation images in percent, after the epoch.
+        averaged_top1: The same for the averaged weights.
     """
 
     epoch: int
@@ -40,17 +48,22 @@ class EpochFigures:
     top1: float | None
     averaged_top1: float | None
 
+    @property
+    def best_known_top1(self) -> float | None:
+        """Top-1 of the averaged weights where there are any."""
+        return self.top1 if self.averaged_top1 is None else self.averaged_top1
+
 
 @dataclass(frozen=True)
 class TrainingCurves:
-    """A run, epoch by epoch.
+    """The epochs of a run.
 
     Attributes:
-        label: What it is called in pictures.
-        model_name: The model it trains.
-        dataset: As its settings name it.
-        planned_epochs: Those of its settings; the run may have fewer, being stopped or still under way.
-        epochs: What it has written, in order.
+        label: Name in pictures.
+        model_name: Model name.
+        dataset: Dataset name in its settings.
+        planned_epochs: Epochs in its settings; the run may have fewer so far.
+        epochs: Finished epochs in order.
     """
 
     label: str
@@ -61,13 +74,13 @@ class TrainingCurves:
 
 
 def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
-    """Read runs; each is labelled by its model, or by its folder where several are of one model.
+    """Read runs; the label is the model, or the folder where several runs are of one model.
 
     Args:
-        folders: Of runs, as `inline train` makes them.
+        folders: Run folders of `inline train`.
 
     Raises:
-        RunFolderError: If one of them is no run, or has not finished an epoch.
+        RunFolderError: If a folder is not a run, or has not finished an epoch.
     """
     settings = [_read_settings(folder) for folder in folders]
     names = [config.model.name for config in settings]
@@ -83,14 +96,102 @@ def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
     ]
 
 
+def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> Chart:
+    """Return two panels: top-1 with averaged weights dashed, and loss with the training loss dashed.
+
+    Args:
+        styles: Styles by run.
+        runs: Runs to draw.
+    """
+    from inline_attention.support.figures import Chart, LegendEntry, Panel, draw_line, light_grid, whole_numbers
+
+    def draw(axes: Axes, value_of: Callable[[EpochFigures], float | None], *, secondary: bool = False) -> None:
+        for run in runs:
+            points = [(row.epoch, value) for row in run.epochs if (value := value_of(row)) is not None]
+            if points:
+                draw_line(axes, styles[run.label], points, secondary=secondary)
+        axes.set_xlabel("epoch")
+        whole_numbers(axes)
+        light_grid(axes)
+
+    def draw_accuracy(axes: Axes) -> None:
+        draw(axes, lambda row: row.averaged_top1, secondary=True)
+        draw(axes, lambda row: row.top1)
+        axes.set_ylabel("top-1 (%)")
+        axes.set_ylim(bottom=0)
+        _label_ends(axes, styles, runs)
+
+    def draw_loss(axes: Axes) -> None:
+        draw(axes, lambda row: row.train_loss, secondary=True)
+        draw(axes, lambda row: row.validation_loss)
+        axes.set_ylabel("cross entropy")
+        rows = [row for run in runs for row in run.epochs]
+        losses = [value for row in rows for value in (row.train_loss, row.validation_loss) if value]
+        if losses and max(losses) > LARGEST_LOSS_RATIO * min(losses):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
+        else:
+            axes.set_ylim(bottom=0)
+
+    panels = [
+        Panel("Top-1 of the validation images (%)", draw_accuracy, "Top-1 of the validation images by epoch."),
+        Panel("Loss, dashed in training", draw_loss, "Training and validation loss by epoch."),
+    ]
+    return Chart(panels, [LegendEntry(run.label, styles[run.label]) for run in runs])
+
+
+def draw_training_curves(runs: Sequence[TrainingCurves], folder: Path, *, name: str = "curves") -> list[Path]:
+    """Write `NAME.png` and `.svg`: top-1 and loss by epoch, a color per attention.
+
+    Args:
+        runs: Runs of `read_training_curves`.
+        folder: An existing folder.
+        name: Name of the files without suffix.
+    """
+    from inline_attention.support.figures import numbered_styles
+
+    kinds = [run.model_name.partition("_")[0] for run in runs]
+    styles = dict(zip((run.label for run in runs), numbered_styles(kinds), strict=True))
+    datasets = {run.dataset for run in runs}
+    # The name "folder" says nothing, and a path exists on one machine only.
+    title = "Learning curves" if len(datasets) > 1 or "folder" in datasets else f"Learning curves on {datasets.pop()}"
+    small_print = "Loss: solid on the validation images; dashed the mean over the epoch's updates, on augmented images."
+    if any(row.averaged_top1 is not None for run in runs for row in run.epochs):
+        small_print += " Top-1: solid the weights themselves, dashed their moving average."
+    unfinished = [
+        f"{run.label} after {run.epochs[-1].epoch} of {run.planned_epochs} epochs"
+        for run in runs
+        if run.epochs[-1].epoch < run.planned_epochs
+    ]
+    if unfinished:
+        small_print += f" Not finished: {', '.join(unfinished)}."
+    return curves_chart(styles, runs).save(folder, name, title=title, small_print=small_print, width=6.0)
+
+
+def _label_ends(axes: Axes, styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> None:
+    """Write the last accuracy of each run beside its line, each above the one below."""
+    ends = []
+    for run in runs:
+        measured = [(row.epoch, row.top1) for row in run.epochs if row.top1 is not None]
+        ends += [(measured[-1][1], measured[-1][0], styles[run.label].color)] if measured else []
+    if not ends:
+        axes.text(0.5, 0.5, "not evaluated yet", transform=axes.transAxes, ha="center")
+    lowest, highest = axes.get_ylim()
+    height = -math.inf
+    for top1, epoch, color in sorted(ends):
+        height = max(top1, height + LABEL_HEIGHT * (highest - lowest))
+        axes.annotate(f"{top1:.1f}", (epoch, height), (7, 0), textcoords="offset points", va="center", color=color)
+
+
 def _read_settings(folder: Path) -> TrainConfig:
     try:
         return read_config(folder / SETTINGS)
     except (OSError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunFolderError(
-            f"{folder} is not the folder of a run, or an older version's ({SETTINGS}: {reason}); expected one that "
-            "`inline train` made"
+            f"{folder} is not a run folder of this version ({SETTINGS}: {reason}); expected one that `inline train` "
+            "made"
         ) from error
 
 

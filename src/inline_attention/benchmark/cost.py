@@ -1,8 +1,8 @@
-"""Time and peak memory of one attention call against the number of tokens.
+"""Time and peak memory of one attention call by the number of tokens.
 
-Every point is measured in a process of its own, because the peak of a process never goes down again by itself. The
-processes are forked from a server that has imported torch and run nothing, so that they start quickly and inherit no
-thread pool. A script that measures needs the usual `if __name__ == "__main__":` of multiprocessing.
+Every point is measured in its own process, because the peak memory of a process never decreases. The processes are
+forked from a server that has only imported torch: they start quickly and inherit no thread pool. A script that calls
+this needs the usual `if __name__ == "__main__":` of multiprocessing.
 
 Shapes: `B` batch (one image), `N` tokens, `H` heads, `D` head dim.
 """
@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,27 +29,32 @@ import torch.nn.functional as F
 from inline_attention.ops import inline_attention_qkvpacked
 from inline_attention.support.signals import children_ignore_interrupts
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from inline_attention.support.figures import Chart
+
 DEFAULT_SIZES = (196, 784, 3136, 12544)  # 14² (a 224² image in 16² patches), 28², 56², 112²
 HEADS, HEAD_DIM = 6, 32  # of DeiT-T's InLine blocks
-EXPLICIT_WEIGHTS_LIMIT = 1 << 30  # bytes of the N×N weights of all heads; beyond it the demo might swap
+EXPLICIT_WEIGHTS_LIMIT = 1 << 30  # bytes of the N×N weights of all heads; more might not fit
 WARM_UP_TOKENS = 16
-REPEATS = 20  # timed calls of one point, unless they take longer than
+REPEATS = 20  # timed calls per point, unless they take longer than
 SECONDS_PER_POINT = 2.0
 KILLED = -9  # exit code of a process ended by SIGKILL, as by the out-of-memory killer
 
 
 class CostPoint(NamedTuple):
-    """What one attention call of one size costs.
+    """The cost of one attention call of one size.
 
     Attributes:
-        kind: A key of `ATTENTIONS`.
+        kind: Key of `ATTENTIONS`.
         tokens: N.
-        milliseconds: Median wall-clock time of one forward call; None where it was not run.
-        runs: How many calls the median is taken over.
-        peak_bytes: Peak resident memory of the process during one call, less that before it: the output and
-            everything in between, not the input. Linux counts in steps of 128 KiB or so, hence 0 for a very small call.
-            None where it was not run or the platform cannot tell.
-        note: Why something is missing; empty otherwise.
+        milliseconds: Median wall-clock time of one forward call; None if it was not run.
+        runs: Number of timed calls.
+        peak_bytes: Peak resident memory of the process during one call, minus that before it: the output and
+            intermediate results, not the input. Linux counts in steps of about 128 KiB, so a very small call has 0.
+            None if it was not run, or the platform cannot measure it.
+        note: Reason for missing values.
     """
 
     kind: str
@@ -61,7 +66,7 @@ class CostPoint(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """One attention to measure: `run` takes qkv `[B, N, 3, H, D]` and local weights `[B, H, D, 3, 3]`."""
+    """An attention to measure: `run` takes qkv `[B, N, 3, H, D]` and local weights `[B, H, D, 3, 3]`."""
 
     label: str
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -76,15 +81,15 @@ def measure_attention_cost(
     """Measure each kind of attention at each size: one image, `HEADS` heads, float32, forward only, on the CPU.
 
     Args:
-        kinds: Keys of `ATTENTIONS`; all of them by default.
+        kinds: Keys of `ATTENTIONS`; all by default.
         sizes: Numbers of tokens.
-        on_progress: Called with each point as soon as it is measured.
+        on_progress: Called with each point.
 
     Returns:
         One point per size and kind, sizes in the outer loop.
 
     Raises:
-        ValueError: An unknown kind, or a size below one.
+        ValueError: If a kind is unknown, or a size is below one.
     """
     kinds = list(ATTENTIONS) if kinds is None else kinds
     unknown = [kind for kind in kinds if kind not in ATTENTIONS]
@@ -111,7 +116,7 @@ def measure_attention_cost(
 
 
 def describe_machine() -> str:
-    """CPU, thread count and torch version: what a timing means nothing without."""
+    """Return CPU, number of threads and torch version."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -161,7 +166,7 @@ def _process_context() -> ForkServerContext | SpawnContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The default would be __main__: the server must not run the caller's script.
+    # The default is __main__, but the server must not run the caller's script.
     context.set_forkserver_preload([__name__])
     return context
 
@@ -172,25 +177,25 @@ def _measure_in_child(context: ForkServerContext | SpawnContext, kind: str, toke
     process = context.Process(target=_measure_and_send, args=arguments, daemon=True)
     with children_ignore_interrupts():
         process.start()
-    sender.close()  # ours; once the child's is closed too, recv() raises instead of waiting forever
+    sender.close()  # so that recv() raises when the child ends without an answer
     try:
         return receiver.recv()
     except EOFError:
         process.join()
         if process.exitcode == KILLED:
-            return CostPoint(kind, tokens, None, 0, None, "its process was killed, most likely for want of memory")
+            return CostPoint(kind, tokens, None, 0, None, "its process was killed, probably because memory ran out")
         raise RuntimeError(
             f"measuring {kind!r} at {tokens} tokens failed, the reason is printed above; "
             'if this is a script, call it under `if __name__ == "__main__":`'
         ) from None
     finally:
-        process.kill()  # has finished already, unless the user interrupted us
+        process.kill()  # needed only after an interrupt
         process.join()
         receiver.close()
 
 
 def _measure_and_send(sender: Connection, kind: str, tokens: int, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process quietly
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     torch.set_num_threads(threads)
     sender.send(_measure_here(kind, tokens))
 
@@ -201,7 +206,7 @@ def _measure_here(kind: str, tokens: int) -> CostPoint:
     local_weight = torch.randn(1, HEADS, HEAD_DIM, 3, 3, generator=generator)
     qkv = torch.randn(1, tokens, 3, HEADS, HEAD_DIM, generator=generator)
     with torch.inference_mode():
-        # Libraries set themselves up in the first call; that is no cost of the attention.
+        # The first call initializes libraries.
         run(qkv[:, :WARM_UP_TOKENS].contiguous(), local_weight)
         _reset_peak()
         before = _peak_resident_bytes()
@@ -214,12 +219,12 @@ def _measure_here(kind: str, tokens: int) -> CostPoint:
             run(qkv, local_weight)
             milliseconds.append(1e3 * (time.perf_counter() - start))
     peak = None if before is None or after is None else after - before
-    note = "" if peak is not None else "this platform does not tell a process's peak memory"
+    note = "" if peak is not None else "this platform cannot measure the peak memory of a process"
     return CostPoint(kind, tokens, statistics.median(milliseconds), len(milliseconds), peak, note)
 
 
 def _reset_peak() -> None:
-    """Set the recorded peak to the current size where Linux allows it; elsewhere the warm-up has left it close."""
+    """Reset the recorded peak to the current size on Linux; elsewhere the warm-up leaves it close."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -231,3 +236,57 @@ def _peak_resident_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def cost_chart(points: Sequence[CostPoint]) -> Chart:
+    """Return time and peak memory by the number of tokens, on logarithmic axes.
+
+    Args:
+        points: Points of `measure_attention_cost`.
+    """
+    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, log_axes
+
+    kinds = list(dict.fromkeys(point.kind for point in points))
+    styles = {kind: Style("softmax", 1) if kind == "softmax_explicit" else Style(kind) for kind in kinds}
+    sizes = sorted({point.tokens for point in points})
+
+    def draw(axes: Axes, value_of: Callable[[CostPoint], float | None], unit: str) -> None:
+        measured = [(point, value) for point in points if (value := value_of(point))]
+        if not measured:
+            axes.text(0.5, 0.5, "not available on this platform", transform=axes.transAxes, ha="center")
+            return
+        for kind in kinds:
+            draw_line(axes, styles[kind], [(point.tokens, value) for point, value in measured if point.kind == kind])
+        axes.set(xlabel="tokens N", ylabel=unit)
+        log_axes(axes, sizes)
+
+    def mebibytes(point: CostPoint) -> float | None:
+        return None if point.peak_bytes is None else point.peak_bytes / 2**20
+
+    panels = [
+        Panel("Time of one forward call (ms)", lambda axes: draw(axes, lambda point: point.milliseconds, "ms"),
+              "Time of one forward call in ms by tokens, both logarithmic."),
+        Panel("Peak memory beyond the input (MiB)", lambda axes: draw(axes, mebibytes, "MiB"),
+              "Peak memory beyond the input in MiB by tokens, both logarithmic."),
+    ]  # fmt: skip
+    return Chart(panels, [LegendEntry(ATTENTIONS[kind].label, styles[kind]) for kind in kinds])
+
+
+def draw_cost(points: Sequence[CostPoint], machine: str, folder: Path, *, name: str = "cost") -> list[Path]:
+    """Write `NAME.png` and `.svg`.
+
+    Args:
+        points: Points of `measure_attention_cost`.
+        machine: Description of the machine, for the small print.
+        folder: An existing folder.
+        name: Name of the files without suffix.
+    """
+    small_print = (
+        f"One image, {HEADS} heads of dim {HEAD_DIM}, float32, median of up to {REPEATS} calls. {machine}. PyTorch's "
+        "SDPA on a CPU never stores the N × N weights (a flash algorithm): its memory grows like N too. “Explicit "
+        "weights” stores them."
+    )
+    for point in points:
+        small_print += f" {ATTENTIONS[point.kind].label}, N = {point.tokens:,}: {point.note}." if point.note else ""
+    title = "Cost of attention over one image"
+    return cost_chart(points).save(folder, name, title=title, small_print=small_print, width=6.0)

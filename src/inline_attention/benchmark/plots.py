@@ -1,4 +1,4 @@
-"""Pictures of benchmark results. Needs matplotlib."""
+"""Figures of benchmark results. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,181 +6,128 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from inline_attention.benchmark.attention import AttentionReport, CaseResult
 from inline_attention.benchmark.models import ModelReport, ModelResult
 from inline_attention.benchmark.tables import label_of
-from inline_attention.support.figures import DOTS_PER_INCH, FAINT, INK, MUTED, STYLE
+from inline_attention.support.figures import INK, Chart, LegendEntry, Panel, Style, draw_line, light_grid, log_axes
 
-# Okabe and Ito's palette, told apart with every common form of colour blindness; markers repeat the distinction.
-SOFTMAX_STYLES = {"sdpa": ("#0072B2", "s"), "sdpa-flash": ("#56B4E9", "D"), "sdpa-cudnn": ("#0072B2", "s")}
-INLINE_STYLES = {"eager": ("#999999", "v"), "eager-compiled": ("#E69F00", "^"), "auto": ("#D55E00", "o")}
-FUSED_STYLES = (("#009E73", "P"), ("#CC79A7", "X"), ("#F0E442", "*"))
+CONTESTANT_STYLES = {
+    "sdpa": Style("softmax"),
+    "sdpa-cudnn": Style("softmax"),
+    "sdpa-flash": Style("softmax", 1, 0.35, "D"),
+    "auto": Style("inline"),
+    "eager": Style("inline", 2, 0.6, "v"),
+    "eager-compiled": Style("inline", 1, 0.45, "^"),
+}
+BACKEND_STYLES = (Style("inline", 3, 0.3, "P"), Style("inline", 1, 0.3, "X"), Style("inline", 2, 0.3, "*"))
 MODEL_STYLES = {
-    "inline": ("#D55E00", "o"),
-    "timm": ("#0072B2", "s"),
-    "softmax": ("#56B4E9", "D"),
-    "plain": ("#E69F00", "^"),
+    "inline": (Style("inline"), "InLine"),
+    "timm": (Style("softmax"), "softmax, timm"),
+    "softmax": (Style("softmax", 1, 0.35, "D"), "softmax, this library"),
+    "plain": (Style("inline", 1, 0.45, "^"), "InLine, plain PyTorch"),
 }
-MODEL_LABELS = {
-    "inline": "InLine",
-    "timm": "softmax, timm",
-    "softmax": "softmax, this library",
-    "plain": "InLine, plain PyTorch",
-}
-PANEL_WIDTH, PANEL_HEIGHT = 4.3, 3.7  # inches
+FLOOR = LegendEntry("floor: copying q, k, v, out", Style("uniform"))
 MOST_COLUMNS = 4
 
 
 def draw_attention(report: AttentionReport, path: Path) -> None:
-    """Draw time against the number of tokens, both logarithmic: a row per pass, a column per C and D.
+    """Write a PNG of time by the number of tokens, both logarithmic: a row per pass, a column per C and D.
 
     Args:
-        report: With at least one case.
-        path: The PNG to write.
+        report: Report with at least one case.
+        path: File to write.
     """
     passes = [name for name in report.settings.passes if any(name in result.measurements for result in report.results)]
     widths = list(dict.fromkeys((result.case.channels, result.case.head_dim) for result in report.results))
-    tokens = sorted({result.case.tokens for result in report.results})
-    with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(PANEL_WIDTH * len(widths) + 0.6, PANEL_HEIGHT * len(passes) + 1.5), layout="constrained"
-        )
-        panels = figure.subplots(len(passes), len(widths), squeeze=False, sharex=True, sharey="row")
-        for pass_, row in zip(passes, panels, strict=True):
-            for (channels, head_dim), axes in zip(widths, row, strict=True):
-                _logarithmic(axes, tokens)  # panels share their axis, and the last one's ticks would be everyone's
-                results = [
-                    result
-                    for result in report.results
-                    if (result.case.channels, result.case.head_dim) == (channels, head_dim)
-                ]
-                _draw_times(axes, pass_, results, report.contestants)
-                axes.set_title(f"{pass_}, C = {channels}, head dim {head_dim}", fontweight="bold")
-            row[0].set_ylabel("time of one call (ms)")
-        for axes in panels[-1]:
-            axes.set_xlabel("tokens N")
-        _finish(figure, panels[0][0], "Attention from packed qkv", _attention_small_print(report), path)
+    backends = iter(BACKEND_STYLES * len(report.contestants))
+    styles = {name: CONTESTANT_STYLES.get(name) or next(backends) for name in report.contestants}
+    panels: list[Panel] = []
+    for pass_ in passes:
+        for width in widths:
+            chosen = [result for result in report.results if (result.case.channels, result.case.head_dim) == width]
+            chosen.sort(key=lambda result: result.case.tokens)
+            panels.append(
+                Panel(
+                    f"{pass_}, C = {width[0]}, head dim {width[1]}",
+                    lambda axes, pass_=pass_, chosen=chosen: _draw_times(axes, pass_, chosen, styles),
+                )
+            )
+    elements = [result.case.elements / 1e6 for result in report.results]
+    small_print = (
+        f"{_place(report.environment)}, {_dtype(report)}, B·N·C = {min(elements):.3g}–{max(elements):.3g} million. "
+        f"InLine with its 3×3 residual, softmax without. Floor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
+    )
+    legend = [LegendEntry(label_of(name), style) for name, style in styles.items()]
+    _save(Chart(panels, [*legend, FLOOR]), path, "Attention from packed qkv", small_print, len(widths))
 
 
 def draw_models(report: ModelReport, path: Path) -> None:
-    """Draw images per second against the size of images, both logarithmic: a panel per model, mode and execution.
+    """Write a PNG of images per second by image size, both logarithmic: a panel per model, mode and execution.
 
     Args:
-        report: With at least one case.
-        path: The PNG to write.
+        report: Report with at least one case.
+        path: File to write.
     """
-    groups: dict[tuple[str, str], list[ModelResult]] = {}
+    groups: dict[str, list[ModelResult]] = {}
     for result in report.results:
-        groups.setdefault((result.case.model, f"{result.case.mode}, {result.case.execution}"), []).append(result)
-    rows = math.ceil(len(groups) / MOST_COLUMNS)
-    columns = math.ceil(len(groups) / rows)
-    with mpl.rc_context(STYLE):
-        size = (max(7.0, PANEL_WIDTH * columns + 0.6), PANEL_HEIGHT * rows + 1.5)
-        figure = Figure(figsize=size, layout="constrained")
-        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, ((model, how), results) in zip(panels, groups.items(), strict=False):
-            _draw_speeds(axes, results)
-            axes.set_title(f"{model}\n{how}", fontweight="bold")
-        for axes in panels[len(groups) :]:
-            axes.set_axis_off()
-        _finish(figure, panels, "Images per second of whole models", _model_small_print(report), path)
+        case = result.case
+        groups.setdefault(f"{case.model}\n{case.mode}, {case.execution}", []).append(result)
+    panels = [
+        Panel(title, lambda axes, results=results: _draw_speeds(axes, results)) for title, results in groups.items()
+    ]
+    columns = math.ceil(len(groups) / math.ceil(len(groups) / MOST_COLUMNS))
+    measured = {item.contestant for result in report.results for item in result.measurements}
+    legend = [LegendEntry(label, style) for name, (style, label) in MODEL_STYLES.items() if name in measured]
+    small_print = f"{_place(report.environment)}, {_dtype(report)}, random weights and images."
+    _save(Chart(panels, legend), path, "Images per second of whole models", small_print, columns)
 
 
-def _draw_times(axes: Axes, pass_: str, results: Sequence[CaseResult], contestants: Sequence[str]) -> None:
-    results = sorted(results, key=lambda result: result.case.tokens)
-    fused = iter(FUSED_STYLES * len(contestants))
-    for name in contestants:
-        colour, marker = {**SOFTMAX_STYLES, **INLINE_STYLES}.get(name) or next(fused)
-        is_ours = name == "auto"  # a band beneath the others, one of which it is
+def _draw_times(axes: Axes, pass_: str, results: Sequence[CaseResult], styles: dict[str, Style]) -> None:
+    for name, style in styles.items():
         times = [(result.case.tokens, result.milliseconds(pass_, name)) for result in results]
-        measured = [(tokens, time) for tokens, time in times if time is not None]
-        # Drawn also where it is empty: the legend is taken from one panel and holds for all.
-        axes.plot(
-            [tokens for tokens, _ in measured], [time for _, time in measured],
-            color=colour, marker=marker, label=label_of(name), linewidth=4 if is_ours else 1.5,
-            markersize=9 if is_ours else 5.5, zorder=3 if is_ours else 4,
-        )  # fmt: skip
+        draw_line(axes, style, [(tokens, time) for tokens, time in times if time is not None])
+        if name == "auto":  # a wide line under the backend that it selects
+            axes.lines[-1].set(linewidth=5, markersize=10, zorder=1.9)
     if pass_ == "forward":
-        axes.plot(
-            [result.case.tokens for result in results], [result.floor for result in results],
-            color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label="floor: copying q, k, v, out", zorder=2,
-        )  # fmt: skip
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+        draw_line(axes, FLOOR.style, [(result.case.tokens, result.floor) for result in results])
+    axes.set(xlabel="tokens N", ylabel="time of one call (ms)")
+    log_axes(axes, [result.case.tokens for result in results])
 
 
 def _draw_speeds(axes: Axes, results: Sequence[ModelResult]) -> None:
-    """Lines over several sizes, bars at one."""
-    results = sorted(results, key=lambda result: result.case.size)
+    """Draw lines for several sizes, bars for one."""
     sizes = sorted({result.case.size for result in results})
-    speeds = {
-        name: [
+    position = 0
+    for name, (style, _) in MODEL_STYLES.items():
+        points = sorted(
             (result.case.size, speed)
             for result in results
             for item in result.measurements
             if item.contestant == name and (speed := result.images_per_second(item)) is not None
-        ]
-        for name in MODEL_STYLES
-    }
-    speeds = {name: points for name, points in speeds.items() if points}
-    axes.set_ylabel("images per second")
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    if len(sizes) == 1:
-        for position, (name, points) in enumerate(speeds.items()):
-            bar = axes.bar(position, points[0][1], width=0.7, color=MODEL_STYLES[name][0], label=MODEL_LABELS[name])
-            axes.bar_label(bar, fmt="{:,.0f}", padding=2, color=INK)
-        axes.set(xticks=[], xlabel=f"images of {sizes[0]}² pixels", xlim=(-0.9, len(speeds) - 0.1))
-        axes.margins(y=0.12)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        return
-    for name, points in speeds.items():
-        colour, marker = MODEL_STYLES[name]
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=MODEL_LABELS[name], linewidth=2)
-    _logarithmic(axes, sizes)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:.0f}²"))
-    axes.set_xlabel("image (pixels)")
+        )
+        if len(sizes) > 1:
+            draw_line(axes, style, points)
+        elif points:
+            axes.bar_label(axes.bar(position, points[0][1], width=0.7, color=style.color), fmt="{:,.0f}", color=INK)
+            position += 1
+    if len(sizes) > 1:
+        log_axes(axes, sizes, "{:.0f}²")
+        axes.set(xlabel="image (pixels)", ylabel="images per second")
+    else:
+        axes.set(xticks=[], xlabel=f"images of {sizes[0]}² pixels", ylabel="images per second")
+        axes.margins(x=0.15, y=0.12)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        light_grid(axes)
 
 
-def _logarithmic(axes: Axes, ticks: Sequence[int]) -> None:
-    axes.set(xscale="log", yscale="log")
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.margins(x=0.08)
+def _save(chart: Chart, path: Path, title: str, small_print: str, columns: int) -> None:
+    chart.save(path.parent, path.stem, title=title, small_print=small_print, columns=columns, formats=("png",))
 
 
-def _finish(figure: Figure, labelled: Axes | Sequence[Axes], title: str, small_print: str, path: Path) -> None:
-    handles = {}
-    for axes in [labelled] if isinstance(labelled, Axes) else labelled:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower left", ncols=4, title=small_print, alignment="left"
-    )
-    figure.legends[0].get_title().set(fontsize=8.5, color=MUTED)
-    figure.savefig(path, dpi=DOTS_PER_INCH, facecolor="white")
-
-
-def _attention_small_print(report: AttentionReport) -> str:
-    elements = [result.case.elements for result in report.results]
-    dtype = str(report.settings.dtype).removeprefix("torch.")
-    return (
-        f"{_place(report.environment)}, {dtype}, B·N·C = {min(elements) / 1e6:.3g}–{max(elements) / 1e6:.3g} million. "
-        f"InLine with its 3×3 residual, softmax without.\nFloor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
-    )
-
-
-def _model_small_print(report: ModelReport) -> str:
-    dtype = str(report.settings.dtype).removeprefix("torch.")
-    return f"{_place(report.environment)}, {dtype}, random weights and images."
+def _dtype(report: AttentionReport | ModelReport) -> str:
+    return str(report.settings.dtype).removeprefix("torch.")
 
 
 def _place(environment: dict[str, str]) -> str:

@@ -1,15 +1,20 @@
-"""What a contestant's measurement gives, and how results are written: JSON and Markdown, whole or not at all."""
+"""Measurements of contestants, and result files: JSON, CSV and Markdown, written atomically."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.timing import Timing
 from inline_attention.support.files import write_atomically
 
@@ -17,20 +22,20 @@ Status = Literal["timed", "WRONG", "out of memory", "not available"]
 
 
 class WrongResultError(Exception):
-    """A contestant whose result is not what it should be: it must not be timed."""
+    """A contestant returns wrong results and must not be timed."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came of one contestant in one case.
+    """The measurement of one contestant in one case.
 
     Attributes:
-        contestant: Its name.
-        status: Whether it was timed, and if not, why in a word.
-        timing: Of one call, where it was timed.
-        error: Largest relative error found before timing; None where there is nothing to compare with.
+        contestant: Name.
+        status: "timed", or the reason why not.
+        timing: Time of one call.
+        error: Largest relative error found before timing; None if there is nothing to compare with.
         note: Why it was not timed, in a sentence.
-        peak_bytes: Peak memory of one call, where it was measured.
+        peak_bytes: Peak memory of one call.
     """
 
     contestant: str
@@ -42,12 +47,12 @@ class Measurement:
 
     @property
     def milliseconds(self) -> float | None:
-        """Median, or None."""
+        """Median time, or None."""
         return None if self.timing is None else self.timing.milliseconds
 
     @classmethod
     def failure(cls, contestant: str, error: Exception) -> Measurement:
-        """The measurement of a contestant that raised `error`."""
+        """Return the measurement of a contestant that raised `error`."""
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if isinstance(error, WrongResultError):
             return cls(contestant, "WRONG", note=reason)
@@ -58,18 +63,18 @@ class Measurement:
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """‖actual - exact‖ / ‖exact‖ in float64."""
+    """Return ‖actual - exact‖ / ‖exact‖ in float64."""
     exact = exact.double()
     return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """Their quotient where both are known."""
+    """Return the quotient, or None if one is unknown."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
 def notes_of(measurements: Sequence[Measurement]) -> list[str]:
-    """Why contestants were not timed, or not as they should be, each reason once."""
+    """Return why contestants were not timed, or not in a CUDA graph; each reason once."""
     notes = [f"{item.contestant}: {item.status}: {item.note}" for item in measurements if item.note]
     if any(item.timing is not None and item.timing.method == "events" for item in measurements):
         notes.append(
@@ -84,13 +89,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_markdown(path: Path, title: str, environment: Mapping[str, str], body: str) -> None:
-    """Write a Markdown page: title, where it was measured, body."""
+    """Write a Markdown page: title, environment, body."""
     facts = "\n".join(f"- {key}: {value}" for key, value in environment.items())
     write_text(path, f"# {title}\n\n{facts}\n\n{body}\n")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -99,3 +104,65 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically; file names that are not UTF-8 are escaped, in JSON in its own notation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode("utf-8", "backslashreplace"))
+
+
+def flat_row(row: Any) -> dict[str, Any]:
+    """Return a dataclass as a flat dict: its fields, those of nested dataclasses, and its properties; NaN is None."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(row):
+        value = getattr(row, field.name)
+        flat |= flat_row(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    flat |= {name: getattr(row, name) for name, entry in vars(type(row)).items() if isinstance(entry, property)}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in flat.items()
+    }
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows with equal columns atomically; columns of sequences are left out, they are in the JSON file."""
+    rows = [{key: value for key, value in row.items() if not isinstance(value, (list, tuple))} for row in rows]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, file.getvalue())
+
+
+def result_file(folder: Path, name: str) -> Path:
+    """Return the path of the JSON file of an analysis."""
+    return folder / f"{name}.json"
+
+
+def write_results(
+    folder: Path,
+    name: str,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    subjects: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> list[Path]:
+    """Write `NAME.json` with all tables, and each table as CSV: the first as `NAME.csv`, others as `NAME-TABLE.csv`.
+
+    Args:
+        folder: An existing folder.
+        name: Name of the analysis.
+        tables: Rows by table.
+        subjects: Descriptions of the models.
+        settings: Options of the analysis.
+
+    Returns:
+        The files.
+    """
+    content = {
+        "analysis": name,
+        "environment": describe_environment(),
+        "settings": settings,
+        "subjects": list(subjects),
+        "tables": {table: list(rows) for table, rows in tables.items()},
+    }
+    files = [result_file(folder, name)]
+    write_json(files[0], content)
+    for number, (table, rows) in enumerate(tables.items()):
+        files.append(folder / (f"{name}.csv" if number == 0 else f"{name}-{table}.csv"))
+        write_csv(files[-1], rows)
+    return files

@@ -12,10 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from inline_attention.ablation.files import write_ablation
 from inline_attention.ablation.grid import Cell, grid, parse_axis
-from inline_attention.ablation.tables import CellResult, text_table
-from inline_attention.ablation.training import collect, train_cells, train_side_by_side
+from inline_attention.ablation.runs import collect, train_cells, train_side_by_side
+from inline_attention.ablation.tables import CellResult, draw_ablation, plain_results, text_table, write_ablation
 from inline_attention.benchmark.side_by_side import InterruptedRunsError
 from inline_attention.cli.flags import overrides_of, read_settings
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn
@@ -122,15 +121,15 @@ def _write_tables(results: Sequence[CellResult], seeds: Sequence[int], output: P
 
 def _write(results: Sequence[CellResult], seeds: Sequence[int], output: Path, recipe: str) -> list[Path]:
     files = _write_tables(results, seeds, output, recipe)
+    title, small_print = f"Ablation of {recipe}", _described(results, recipe)
+    trained = plain_results([result for result in results if result.cell.problem is None])
     try:
-        from inline_attention.ablation.plots import draw_ablation
+        return files + draw_ablation(trained, output, NAME, title=title, small_print=small_print)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         warn("no picture without matplotlib: pip install 'inline-attention[plots]'")
         return files
-    title = f"Ablation of {recipe}"
-    return files + draw_ablation(results, output, NAME, title=title, small_print=_described(results, recipe))
 
 
 def _described(results: Sequence[CellResult], recipe: str) -> str:

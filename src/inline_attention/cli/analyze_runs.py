@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import TaskID
 
-from inline_attention.analysis.attention_maps import (
+from inline_attention.analysis.attention_map import (
     AttentionMaps,
+    draw_attention_maps,
     kernel_rows,
     measure_attention_maps,
     weight_rows,
 )
+from inline_attention.analysis.confusion import draw_confusion, draw_worst_images, survey_confusion
+from inline_attention.analysis.injectivity import draw_injectivity, survey_injectivity
+from inline_attention.analysis.locality import draw_locality, survey_locality
+from inline_attention.analysis.masking import draw_masking, survey_masking
 from inline_attention.analysis.pictures import PictureSample, open_pictures
-from inline_attention.analysis.result_files import flat_row, result_file, write_results
-from inline_attention.analysis.scaling import KINDS, measure_scaling
-from inline_attention.analysis.subjects import Subject, trained_subject, untrained_subject, with_distinct_labels
-from inline_attention.analysis.surveys import survey_confusion, survey_injectivity, survey_locality, survey_masking
+from inline_attention.analysis.scaling import KINDS, draw_scaling, measure_scaling
+from inline_attention.analysis.subjects import (
+    Subject,
+    trained_subject,
+    untrained_subject,
+    weights_note,
+    with_distinct_labels,
+)
 from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import flat_row, result_file, write_results
 from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
@@ -34,6 +41,9 @@ from inline_attention.data.images import load_image, without_far_ends
 from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
+
+if TYPE_CHECKING:
+    from inline_attention.support.figures import Style
 
 FAMILY_FOR_PHOTOGRAPHS = "deit_tiny"
 SHOWN_BROKEN = 3
@@ -59,7 +69,7 @@ def run_injectivity(
     settings = {"images": images, "layers": layers, "heads": heads, "queries": queries, "skipped": sample.skipped}
     _finish(
         console, options, "injectivity", subjects, rows, settings,
-        lambda: _drawing("injectivity").draw_injectivity(subjects, rates, conditions, options.output),
+        lambda: draw_injectivity(rates, conditions, weights_note(subjects), options.output),
     )  # fmt: skip
 
 
@@ -86,9 +96,9 @@ def run_confusion(
     console.print(tables.confusion_table(subjects, counts, tolerance))
 
     def draw() -> list[Path]:
-        drawing = _drawing("confusion")
-        files = drawing.draw_confusion(subjects, counts, tolerance, options.output)
-        return files + drawing.draw_worst_images(subjects, worst_images, tolerance, options.output)
+        note = weights_note(subjects)
+        files = draw_confusion(_styles(subjects), counts, tolerance, note, options.output)
+        return files + draw_worst_images(worst_images, tolerance, note, options.output)
 
     settings = {"images": images, "layers": layers, "heads": heads, "tolerance": tolerance, "skipped": sample.skipped}
     _finish(console, options, "confusion", subjects, {"confusion": _rows(counts)}, settings, draw)
@@ -113,7 +123,7 @@ def run_locality(
     settings = {"images": images, "layers": layers, "heads": heads, "sides": sides, "skipped": sample.skipped}
     _finish(
         console, options, "locality", subjects, {"locality": _rows(measured)}, settings,
-        lambda: _drawing("locality").draw_locality(subjects, measured, options.output),
+        lambda: draw_locality(_styles(subjects), measured, weights_note(subjects), options.output),
     )  # fmt: skip
 
 
@@ -127,7 +137,7 @@ def run_masking(options: CommonOptions, *, images: int, sides: list[int], batch_
     settings = {"images": images, "sides": sides, "skipped": sample.skipped}
     _finish(
         console, options, "masking", subjects, {"masking": _rows(results)}, settings,
-        lambda: _drawing("masking").draw_masking(subjects, results, options.output),
+        lambda: draw_masking(results, weights_note(subjects), options.output),
     )  # fmt: skip
 
 
@@ -158,7 +168,7 @@ def run_attention_map(
     settings = {"image": name, "seed": options.seed}
     _finish(
         console, options, "attention-map", subjects, rows, settings,
-        lambda: _drawing("attention_maps").draw_attention_maps(subjects, maps, name, options.output),
+        lambda: draw_attention_maps(maps, name, weights_note(subjects), options.output),
     )  # fmt: skip
 
 
@@ -190,7 +200,7 @@ def run_scaling(
         files = write_results(
             output, "scaling", {"scaling": rows}, subjects=[], settings={"device": str(place), "seconds": seconds}
         )
-        files += _draw_if_possible(lambda: _drawing("scaling").draw_scaling(points, machine, output))
+        files += _draw_if_possible(lambda: draw_scaling(points, machine, output))
     _say_where(console, files)
 
 
@@ -263,7 +273,7 @@ def _survey(
     results: dict[str, Result] = {}
     with progress_bar(console) as progress:
         for subject in subjects:
-            task = progress.add_task(escape(subject.label), total=len(sample))
+            task = progress.add_task(subject.label, total=len(sample))
 
             def advance(share: float, task: TaskID = task) -> None:
                 progress.advance(task, share * len(sample))
@@ -318,6 +328,9 @@ def _draw_if_possible(draw: Callable[[], list[Path]]) -> list[Path]:
         return []
 
 
-def _drawing(module: str) -> ModuleType:
-    """A module of pictures, imported when it is needed: it needs matplotlib, which is optional."""
-    return importlib.import_module(f"inline_attention.analysis.drawing.{module}")
+def _styles(subjects: Sequence[Subject]) -> dict[str, Style]:
+    """Return line styles by label."""
+    from inline_attention.support.figures import numbered_styles
+
+    styles = numbered_styles(subject.kind for subject in subjects)
+    return {subject.label: style for subject, style in zip(subjects, styles, strict=True)}

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
-from inline_attention.analysis.attention_maps import AttentionMaps
-from inline_attention.analysis.collisions import EQUAL_ROWS, EQUAL_ROWS_OF_CALLABLES, CollisionRate
-from inline_attention.analysis.confusion import ConfusionCount, pairs_per_image
-from inline_attention.analysis.key_conditions import KeyCondition
+from inline_attention.analysis.attention_map import AttentionMaps
+from inline_attention.analysis.confusion import ConfusionCount, by_image
+from inline_attention.analysis.injectivity import EQUAL_ROWS, EQUAL_ROWS_OF_CALLABLES, CollisionRate, KeyCondition
 from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.masking import MaskingResult
 from inline_attention.analysis.scaling import ScalingPoint
@@ -39,7 +37,7 @@ def collision_table(subjects: Sequence[Subject], rates: Mapping[str, Sequence[Co
             total = sum(item.queries for item in items)
             own = " *" if any(item.is_own for item in items) else ""
             table.add_row(
-                escape(subject.label) if number == 1 else "",
+                subject.label if number == 1 else "",
                 f"{attention}{own}",
                 feature_map,
                 str(total),
@@ -67,7 +65,7 @@ def condition_table(subjects: Sequence[Subject], conditions: Mapping[str, Sequen
             ranks = sorted({item.rank for item in items})
             ratio = median(item.condition for item in items)
             table.add_row(
-                escape(subject.label) if layer == layers[0] else "",
+                subject.label if layer == layers[0] else "",
                 str(layer),
                 items[0].attention,
                 items[0].feature_map,
@@ -105,18 +103,18 @@ def confusion_table(
         layers = sorted({item.layer for item in items})
         for layer in [*layers, None]:
             chosen = [item for item in items if layer is None or item.layer == layer]
-            per_image = pairs_per_image(chosen)
+            per_image = [item.confused_pairs for item in by_image(chosen)]
             distinct = sum(item.distinct_pairs for item in chosen)
             confused = sum(item.confused_pairs for item in chosen)
             table.add_row(
-                escape(subject.label) if layer == layers[0] else "",
+                subject.label if layer == layers[0] else "",
                 "all" if layer is None else str(layer),
                 str(len(chosen) // max(1, len(per_image))),
                 f"{distinct / max(1, len(per_image)):,.0f}",
                 f"{confused / max(1, len(per_image)):,.2f}",
                 _percent(confused / max(1, distinct)),
-                _percent(sum(pairs > 0 for pairs in per_image.values()) / max(1, len(per_image))),
-                f"{max(per_image.values(), default=0):,}",
+                _percent(sum(pairs > 0 for pairs in per_image) / max(1, len(per_image))),
+                f"{max(per_image, default=0):,}",
                 end_section=layer is None,
             )
     return table
@@ -145,7 +143,7 @@ def locality_table(
                 cells.append(f"{_percent(share)}  {share / uniform:.2f}×")
             starts = number == 1
             table.add_row(
-                escape(subject.label) if starts else "",
+                subject.label if starts else "",
                 str(layer),
                 chosen[0].attention,
                 local_term,
@@ -169,7 +167,7 @@ def masking_table(subjects: Sequence[Subject], results: Mapping[str, Sequence[Ma
             hiding = item.hiding
             what = f"{hiding.side}×{hiding.side} {hiding.where}" if hiding.side else hiding.where
             table.add_row(
-                escape(subject.label) if number == 1 else "",
+                subject.label if number == 1 else "",
                 what,
                 NOTHING if hiding.local_term == "none" else hiding.local_term,
                 f"{item.top1:.2f}",
@@ -194,7 +192,7 @@ def map_table(maps: Sequence[AttentionMaps]) -> Table:
             times = token_map.times_uniform
             prefix = token_map.prefix_weights / token_map.uniform
             table.add_row(
-                escape(item.label) if number == 1 else "",
+                item.label if number == 1 else "",
                 item.attention,
                 str(item.layer),
                 f"{token_map.token[0]},{token_map.token[1]} of {item.grid_size[0]}×{item.grid_size[1]}",

@@ -14,15 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inline_attention.analysis.injectivity import COLLISION_TOLERANCE, InjectivityResult, measure_injectivity
-from inline_attention.analysis.predictions import predict_dataset
+from inline_attention.analysis.collision_cases import (
+    COLLISION_TOLERANCE,
+    InjectivityResult,
+    draw_collision_cases,
+    measure_injectivity,
+)
+from inline_attention.analysis.predictions import draw_predictions, predict_dataset
 from inline_attention.analysis.subjects import trained_subject
-from inline_attention.analysis.training_curves import read_training_curves
+from inline_attention.analysis.training_curves import draw_training_curves, read_training_curves
 from inline_attention.benchmark.cost import (
     ATTENTIONS,
     DEFAULT_SIZES,
     CostPoint,
     describe_machine,
+    draw_cost,
     measure_attention_cost,
 )
 from inline_attention.cli.demo_training import RUNS, TrainedModel, accuracy_table, explain_lead, train_all
@@ -79,16 +85,14 @@ def _show_injectivity_and_cost(
     output: Path, console: Console, sizes: Sequence[int]
 ) -> tuple[list[str], list[CostPoint]]:
     """Measure, print, write; the files' names, and what attention costs."""
-    from inline_attention.analysis import plots
-
     results = measure_injectivity()
     points = _measure_cost_with_progress(console, sizes)
     console.print(_injectivity_table(results))
     console.print(_cost_table(points))
     machine = describe_machine()
     with writing_to(output):
-        plots.draw_injectivity(results, output / "injectivity.png")
-        plots.draw_cost(points, machine, output / "cost.png")
+        draw_collision_cases(results, output / "injectivity.png")
+        draw_cost(points, machine, output)
         _write_csv(
             output / "injectivity.csv",
             ("queries", "feature_map", "attention", "largest_difference", "smallest_difference", "verdict"),
@@ -103,9 +107,6 @@ def _show_injectivity_and_cost(
 
 def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[list[str], list[Path]]:
     """Train the three, print, write; the files' names, and the folders of the runs."""
-    from inline_attention.analysis.drawing.predictions import draw_predictions
-    from inline_attention.analysis.drawing.training_curves import draw_training_curves
-
     with writing_to(output):
         trained = _train_or_fail(output, console, epochs)
         console.print(accuracy_table(trained))

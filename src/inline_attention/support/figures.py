@@ -1,33 +1,51 @@
-"""Figures in one style: colors and markers by attention, captions, PNG and SVG files. Needs matplotlib."""
+"""Charts in one style, for files and for web pages. Needs matplotlib.
+
+A chart is a list of panels with one legend. `Chart.save` writes the panels side by side as PNG and SVG. `Chart.svgs`
+returns each panel as SVG for a page: text stays text, and colors are CSS variables, which follow the page's theme.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-# Okabe and Ito's palette: told apart with every common form of colour blindness.
-KIND_COLORS = {"softmax": "#0072B2", "softmax_explicit": "#56B4E9", "linear": "#E69F00", "inline": "#D55E00"}
-KIND_MARKERS = {"softmax": "s", "softmax_explicit": "D", "linear": "^", "inline": "o"}
-INK, MUTED, LINE, FAINT, ALARM = "#222222", "#666666", "#CFCFCF", "#E4E4E4", "#B83A00"
+# One color for each attention everywhere: distinct with every common form of color blindness, and readable as text.
+LIGHT = {
+    "paper": "#ffffff", "raised": "#f6f6f4", "ink": "#1d1d1f", "muted": "#5c5c63", "faint": "#e2e2e0",
+    "inline": "#c85000", "softmax": "#0072b2", "linear": "#b07a00", "magnitude": "#008060", "other": "#a0447e",
+    "uniform": "#6e6e75", "random": "#56b4e9", "link": "#0b5cad", "good": "#0a6b3d", "bad": "#b3261e",
+}  # fmt: skip
+DARK = {
+    "paper": "#141416", "raised": "#1e1e22", "ink": "#ececf0", "muted": "#a6a6b0", "faint": "#35353b",
+    "inline": "#ff8a4c", "softmax": "#5db8ee", "linear": "#f0b429", "magnitude": "#3fc99a", "other": "#e08cc0",
+    "uniform": "#9a9aa4", "random": "#7cc4f2", "link": "#7cb8f5", "good": "#58d68d", "bad": "#ff8a80",
+}  # fmt: skip
+PAPER, INK, MUTED, FAINT, ALARM = (LIGHT[name] for name in ("paper", "ink", "muted", "faint", "bad"))
+MARKERS = {"inline": "o", "softmax": "s", "linear": "^", "magnitude": "D", "other": "P", "uniform": ""}
+KIND_LABELS = {"softmax": "softmax", "linear": "linear", "inline": "InLine", "magnitude": "MALA"}
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 2, 1, 2)))
 STYLE: dict[Any, Any] = {  # matplotlib types the keys as a list of literals of its own
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the picture looks the same everywhere
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the picture looks the same everywhere
     "font.size": 10,
     "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
+    "axes.labelcolor": MUTED,
     "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.spines.left": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "legend.frameon": False,
@@ -36,92 +54,320 @@ STYLE: dict[Any, Any] = {  # matplotlib types the keys as a list of literals of 
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
+    "svg.hashsalt": "inline-attention",  # with no date either, equal pictures are equal files
+    "text.parse_math": False,  # names come from files, and a dollar sign in one starts no formula
 }
 DOTS_PER_INCH = 160
-
-COLORS = {**KIND_COLORS, "magnitude": "#009E73"}
-MARKERS = {**KIND_MARKERS, "magnitude": "D"}
-KIND_LABELS = {"softmax": "softmax", "linear": "linear", "inline": "InLine", "magnitude": "MALA"}
-LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 2, 1, 2)))
-# Of DejaVu Sans at the sizes below: what fits beside or below something else is estimated, not laid out twice.
-CHARACTERS_PER_INCH, LEGEND_CHARACTERS_PER_INCH, TITLE_CHARACTERS_PER_INCH = 14.0, 11.0, 7.0
-# The same picture is the same file: no random element names, and no date.
-# Names come from files: a dollar sign in one is no formula.
-SVG_STYLE: dict[Any, Any] = {"svg.hashsalt": "inline-attention", "text.parse_math": False}
+PANEL = (4.4, 2.9)  # inches
+# Average characters of DejaVu Sans per inch, to estimate what fits.
+SMALL_PRINT_CHARACTERS, LEGEND_CHARACTERS, TITLE_CHARACTERS = 14.0, 11.0, 7.0
+ROW_HEIGHT = 0.53  # inches of one row of dots
+LONGEST_ROW_LABEL = 52  # characters of a row's label and text together
+MOST_MARKERS = 24  # points of a line beyond which markers would hide it
 
 
 @dataclass(frozen=True)
-class LineStyle:
-    """How one model is drawn: colour and marker by its attention, dashes by its number among those of one attention."""
+class Style:
+    """How a series is drawn: color and marker by its kind, dashes by its number among those of one kind.
 
-    color: str
-    marker: str
-    dashes: Any
+    Attributes:
+        kind: Key of `LIGHT`.
+        number: Number among the series of this kind.
+        tint: Share of white in the color, for variants of one attention.
+        own_marker: matplotlib's marker, if it is not that of the kind.
+    """
+
+    kind: str
+    number: int = 0
+    tint: float = 0.0
+    own_marker: str = ""
+
+    @property
+    def color(self) -> str:
+        """Color for files; pages replace it by a CSS variable."""
+        parts = [int(LIGHT[self.kind][place : place + 2], 16) for place in (1, 3, 5)]
+        return "#" + "".join(f"{round(part + self.tint * (255 - part)):02x}" for part in parts)
+
+    @property
+    def marker(self) -> str:
+        """matplotlib's marker."""
+        return self.own_marker or MARKERS[self.kind]
+
+    @property
+    def dashes(self) -> Any:
+        """matplotlib's line style."""
+        return DASHES[1 if self.kind == "uniform" else self.number % len(DASHES)]
 
 
-def line_styles(subjects: Sequence[Any]) -> dict[str, LineStyle]:
-    """Styles by label."""
+@dataclass(frozen=True)
+class LegendEntry:
+    """One line of a legend; bars have patches instead of lines."""
+
+    label: str
+    style: Style
+    hollow: bool = False
+    is_patch: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: Heading of the panel.
+        draw: Fills the axes.
+        description: The panel in words, for readers who cannot see it.
+        height: Inches.
+    """
+
+    title: str
+    draw: Callable[[Axes], None]
+    description: str = ""
+    height: float = PANEL[1]
+
+
+class InlineSvg(NamedTuple):
+    """View box and content of an SVG element, to be written into a page."""
+
+    view_box: str
+    content: str
+
+
+@dataclass(frozen=True)
+class DotRow:
+    """A row of dots, one per observation, with a mark at `mark` and `text` at the right end."""
+
+    label: str
+    style: Style
+    dots: Sequence[float]
+    mark: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels with one legend."""
+
+    panels: Sequence[Panel]
+    legend: Sequence[LegendEntry] = ()
+
+    def save(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        title: str,
+        small_print: str,
+        columns: int = 4,
+        width: float = PANEL[0],
+        formats: Sequence[str] = ("png", "svg"),
+    ) -> list[Path]:
+        """Write `NAME.png` and `NAME.svg` with all panels.
+
+        Args:
+            folder: An existing folder.
+            name: Name of the files without suffix.
+            title: Headline.
+            small_print: Text below the panels.
+            columns: Most panels side by side.
+            width: Inches of a panel.
+            formats: Suffixes of the files.
+        """
+        columns = min(columns, len(self.panels))
+        rows = -(-len(self.panels) // columns)
+        height = rows * (0.6 + max(panel.height for panel in self.panels)) + 1.3
+        with new_figure(max(8.0, width * columns), height, title, small_print) as figure:
+            places = list(figure.subplots(rows, columns, squeeze=False).flat)
+            for axes, panel in zip(places, self.panels, strict=False):
+                panel.draw(axes)
+                if panel.title:
+                    axes.set_title(panel.title, fontsize=11, fontweight="bold")
+            for axes in places[len(self.panels) :]:
+                axes.set_axis_off()
+            if self.legend:
+                add_legend(figure, self.legend)
+            return save(figure, folder, name, formats)
+
+    def svgs(self, prefix: str) -> list[InlineSvg]:
+        """Return one SVG per panel.
+
+        Args:
+            prefix: Start of the ids inside, different for every chart of a page.
+        """
+        drawn = []
+        for number, panel in enumerate(self.panels):
+            with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
+                figure = Figure(figsize=(PANEL[0], panel.height), layout="constrained")
+                axes = figure.subplots()
+                panel.draw(axes)
+                figure.draw_without_rendering()
+                figure.set_layout_engine("none")
+                # Without clipping there are no clip paths, which would have to be referred to by address.
+                for artist in axes.findobj():
+                    artist.set_clip_on(False)
+                drawn.append(_page_svg(figure, f"{prefix}-{number}-"))
+        return drawn
+
+
+def numbered_styles(kinds: Iterable[str]) -> list[Style]:
+    """Return a style per series, by the kinds of their attention; a kind without a color is "other"."""
     seen: Counter[str] = Counter()
-    styles: dict[str, LineStyle] = {}
-    for subject in subjects:
-        dashes = LINE_STYLES[seen[subject.kind] % len(LINE_STYLES)]
-        styles[subject.label] = LineStyle(COLORS[subject.kind], MARKERS[subject.kind], dashes)
-        seen[subject.kind] += 1
+    styles = []
+    for kind in kinds:
+        kind = kind if kind in KIND_LABELS else "other"
+        styles.append(Style(kind, seen[kind]))
+        seen[kind] += 1
     return styles
 
 
 @contextmanager
 def new_figure(width: float, height: float, title: str, small_print: str) -> Iterator[Figure]:
-    """A figure of so many inches in the house style, to be filled and saved inside."""
-    with mpl.rc_context({**STYLE, **SVG_STYLE}):
+    """Yield a figure of so many inches, to be filled and saved inside."""
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
-        lines = textwrap.fill(small_print, int(CHARACTERS_PER_INCH * width))
+        lines = textwrap.fill(small_print, int(SMALL_PRINT_CHARACTERS * width))
         figure.supxlabel(lines, x=0.01, ha="left", fontsize=8.5, color=MUTED, linespacing=1.5)
         yield figure
 
 
-def shared_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """One legend for all panels: beside the title where there is room, else to the right of the panels."""
-    title = figure.get_suptitle()
-    needed = len(title) / TITLE_CHARACTERS_PER_INCH + sum(
-        0.6 + len(label) / LEGEND_CHARACTERS_PER_INCH for label in labels
-    )
+def add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
+    """Add one legend for all panels: beside the title where it fits, else right of the panels."""
+    handles = [
+        Line2D(
+            [], [], color=entry.style.color, linestyle="" if entry.is_patch else entry.style.dashes, linewidth=2,
+            marker="s" if entry.is_patch else entry.style.marker, markersize=9 if entry.is_patch else 6.5,
+            markerfacecolor=PAPER if entry.hollow else entry.style.color,
+        )
+        for entry in entries
+    ]  # fmt: skip
+    labels = [entry.label for entry in entries]
+    needed = len(figure.get_suptitle()) / TITLE_CHARACTERS + sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels)
     if needed < figure.get_figwidth():
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=10)
     else:
         figure.legend(handles, labels, loc="outside right upper", fontsize=10)
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `NAME.png` and `NAME.svg`."""
-    files = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(files[0], dpi=DOTS_PER_INCH, facecolor="white")
-    figure.savefig(files[1], facecolor="white", metadata={"Date": None})
+def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write a figure to files `NAME.FORMAT`."""
+    files = [folder / f"{name}.{suffix}" for suffix in formats]
+    for file in files:
+        options: dict[str, Any] = {"dpi": DOTS_PER_INCH} if file.suffix == ".png" else {"metadata": {"Date": None}}
+        figure.savefig(file, facecolor=PAPER, **options)
     return files
 
 
-def weights_note(subjects: Sequence[Any]) -> str:
-    """For the small print: whose weights these are, above all if nobody's."""
-    untrained = [subject.label for subject in subjects if subject.weights is None]
-    if len(untrained) == len(subjects):
-        return "Untrained weights."
-    return f"Untrained weights: {', '.join(untrained)}." if untrained else "Trained weights."
+def draw_line(
+    axes: Axes, style: Style, points: Iterable[tuple[float, float]], *, hollow: bool = False, secondary: bool = False
+) -> None:
+    """Draw a series, with markers unless it has too many points.
+
+    Args:
+        axes: Where to draw.
+        style: Color, marker and dashes.
+        points: (x, y) in order.
+        hollow: Leave the markers empty and the line thin.
+        secondary: Draw a thin dashed line without markers.
+    """
+    places = list(points)
+    marker = "" if secondary or len(places) > MOST_MARKERS else style.marker
+    axes.plot(
+        [x for x, _ in places], [y for _, y in places], color=style.color, marker=marker, markersize=6.5,
+        linestyle=DASHES[1] if secondary else style.dashes, linewidth=1.3 if secondary or hollow else 2.2,
+        markerfacecolor=PAPER if hollow else style.color, alpha=0.8 if secondary else 1,
+    )  # fmt: skip
 
 
-def as_picture(pixels: Any) -> np.ndarray:
-    """uint8 `[3, H, W]` as matplotlib wants pictures, `[H, W, 3]`."""
-    return pixels.permute(1, 2, 0).cpu().numpy()
+def draw_dot_rows(axes: Axes, rows: Sequence[DotRow], label: str, *, from_zero: bool = False) -> None:
+    """Draw a row per item on a common axis: its label above, every observation a dot, a bar at the mark."""
+    for number, row in enumerate(rows):
+        # Spread by their number, so that equal dots are seen to be several.
+        heights = [number + 0.55 + 0.16 * ((index * 0.618) % 1 - 0.5) for index in range(len(row.dots))]
+        axes.plot(row.dots, heights, "o", color=row.style.color, alpha=0.5, markersize=6, markeredgewidth=0)
+        if row.mark is not None:
+            axes.plot([row.mark] * 2, [number + 0.33, number + 0.77], color=INK, linewidth=2.2)
+        name = shortened(row.label, LONGEST_ROW_LABEL - len(row.text))
+        place = {"transform": axes.get_yaxis_transform(), "va": "center"}
+        axes.text(0, number + 0.12, name, fontweight="bold", **place)
+        axes.text(1, number + 0.12, row.text, ha="right", color=MUTED, **place)
+    axes.set(ylim=(len(rows), -0.15), yticks=[], xlabel=label)
+    axes.spines["left"].set_visible(False)
+    axes.margins(x=0.03)
+    if from_zero:
+        # A limit below zero keeps the dots at zero whole.
+        highest = max([value for row in rows for value in row.dots] or [1.0]) or 1.0
+        axes.set_xlim(-0.02 * highest, 1.03 * highest)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    light_grid(axes, "x")
+
+
+def dot_panel(rows: Sequence[DotRow], label: str, description: str, *, from_zero: bool = False) -> Panel:
+    """Return a panel of `draw_dot_rows` that is high enough."""
+    height = ROW_HEIGHT * len(rows) + 0.65
+    return Panel("", lambda axes: draw_dot_rows(axes, rows, label, from_zero=from_zero), description, height)
+
+
+def log_axes(axes: Axes, ticks: Sequence[float], tick_format: str = "{:,.0f}") -> None:
+    """Make both axes logarithmic, with these ticks on the x axis and plain numbers on the y axis."""
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_format.format(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter("")
+    axes.margins(x=0.08)
+    light_grid(axes)
+
+
+def whole_numbers(axes: Axes) -> None:
+    """Put ticks of the x axis at whole numbers only."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def percent_axis(axes: Axes, axis: str = "y") -> None:
+    """Show shares from 0 to 1 as percentages."""
+    getattr(axes, f"{axis}axis").set_major_formatter(PercentFormatter(1))
 
 
 def light_grid(axes: Axes, axis: Any = "y") -> None:
-    """Faint lines behind the data."""
+    """Draw faint lines behind the data."""
     axes.grid(axis=axis, color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0)
 
 
 def without_ticks(axes: Axes) -> None:
-    """Neither ticks nor a frame, as for a picture."""
+    """Remove ticks and frame, as for a picture."""
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return at most `length` characters, the last of which is … if some are missing."""
+    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
+
+
+def _page_svg(figure: Figure, prefix: str) -> InlineSvg:
+    """Return a figure's SVG in the page's colors and font, with ids that no other figure of the page has."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = file.getvalue()
+    (view_box,) = re.findall(r'<svg[^>]* viewBox="([^"]*)"', svg)
+    body = re.search(r"<svg[^>]*>(.*)</svg>", svg, flags=re.DOTALL)
+    assert body is not None
+    content = re.sub(r"<style[^>]*>.*?</style>", "", body[1], flags=re.DOTALL)
+    used = set(re.findall(r'xlink:href="#(\w+)"', content))
+
+    def adapt(tag: re.Match[str]) -> str:
+        text = re.sub(r' id="([\w.]+)"', lambda found: f' id="{prefix}{found[1]}"' if found[1] in used else "", tag[0])
+        text = text.replace('xlink:href="#', f'href="#{prefix}')
+        text = re.sub(r"font: (?:(\w+) )?([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2", text)
+        text = re.sub(r"font-weight: ; |font-family: [^;\"]*(; )?| transform=\"rotate\(-0 [^\"]*\"", "", text)
+        for name, color in LIGHT.items():
+            text = text.replace(color, f"var(--{name})")
+        return re.sub(r"(\.\d\d)\d+", r"\1", text)  # hundredths of a point are enough
+
+    content = re.sub(r"<[^>]*>", adapt, content)  # tags only: the text of labels stays as it is
+    return InlineSvg(view_box, re.sub(r">\s+<", "><", content).strip())

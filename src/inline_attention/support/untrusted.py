@@ -104,12 +104,12 @@ def _too_deep(max_depth: int) -> UntrustedDataError:
 
 
 def build_dataclass(kind: type[Built], content: object, where: str = "it") -> Built:
-    """Build a dataclass from parsed JSON, with every value checked against the type of its field.
+    """Build a dataclass or named tuple from parsed JSON, with every value checked against the type of its field.
 
     Keys without a field are ignored, so that newer files stay readable.
 
     Args:
-        kind: Dataclass whose fields are plain values, lists, dicts, tuples, unions and dataclasses of these.
+        kind: Class whose fields are plain values, lists, dicts, tuples, unions and such classes.
         content: Parsed JSON.
         where: Name of the content in messages.
 
@@ -118,14 +118,25 @@ def build_dataclass(kind: type[Built], content: object, where: str = "it") -> Bu
     """
     if not isinstance(content, Mapping):
         raise UntrustedDataError(f"{where} must be an object, got {_short(content)}")
-    hints = typing.get_type_hints(kind)
+    described: Any = kind
+    optional = getattr(kind, "_field_defaults", None)  # of a named tuple
+    if optional is None:
+        missing = dataclasses.MISSING
+        optional = [
+            f.name for f in dataclasses.fields(described) if (f.default, f.default_factory) != (missing, missing)
+        ]
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(typing.cast(Any, kind)):
-        if field.name in content:
-            values[field.name] = _checked(hints[field.name], content[field.name], f"{where}.{field.name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise UntrustedDataError(f"{where} lacks {field.name!r}")
+    for name, hint in typing.get_type_hints(kind).items():
+        if name in content:
+            values[name] = _checked(hint, content[name], f"{where}.{name}")
+        elif name not in optional:
+            raise UntrustedDataError(f"{where} lacks {name!r}")
     return kind(**values)
+
+
+def build_value(hint: Any, content: object) -> Any:
+    """Return parsed JSON as a value of a type such as `list[SomeDataclass]`; see `build_dataclass`."""
+    return _checked(hint, content, "it")
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
@@ -140,7 +151,7 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     elif origin is typing.Literal:
         if value in arguments and isinstance(value, str):
             return value
-    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    elif isinstance(hint, type) and (dataclasses.is_dataclass(hint) or hasattr(hint, "_fields")):
         return build_dataclass(hint, value, where)
     elif origin in (list, tuple) and isinstance(value, list | tuple):
         any_length = origin is list or arguments[-1] is ...

@@ -5,10 +5,21 @@ import json
 import pytest
 
 from analysis.written_runs import write_run
+from inline_attention.analysis.predictions import Answer
 from inline_attention.benchmark.cost import CostPoint
-from inline_attention.report import evidence as report_evidence
-from inline_attention.report.evidence import ForeignFileError, KeptMeasurements, NoRunError, find_runs, gather
-from inline_attention.report.measured_run import SampleSizes, shown_pictures
+from inline_attention.report import measurement as report_measurement
+from inline_attention.report.measurement import (
+    AblationFile,
+    ForeignFileError,
+    KeptMeasurements,
+    NoRunError,
+    SampleSizes,
+    ShownPicture,
+    find_runs,
+    gather,
+    shown_pictures,
+)
+from inline_attention.support.untrusted import build_dataclass
 
 COST = [CostPoint("inline", tokens, 1.0, 1, 1) for tokens in (4, 16)]
 
@@ -44,19 +55,21 @@ def test_everything_is_measured_once(runs, tmp_path, monkeypatch):
     first = gather(runs, KeptMeasurements(path), cost=COST, device="cpu")
     assert first.missing == {}
     for run in first.runs:
-        assert set(run.found) == {"confusion", "locality", "masking", "answers"}
-        assert len(run.found["confusion"]["images"]) == 2
-        assert len(run.found["answers"]) == 12
-        assert [picture["index"] for picture in run.pictures] == [p["index"] for p in first.runs[0].pictures]
-    assert [run.style.kind for run in first.runs] == ["linear", "inline"]
+        assert len(run.confusion) == 2
+        assert len(run.answers) == 12
+        assert run.locality
+        assert run.masking
+        assert [picture.index for picture in run.pictures] == [p.index for p in first.runs[0].pictures]
+    assert [run.kind for run in first.runs] == ["linear", "inline"]
 
     def work(*_):
         pytest.fail("measured again")
 
-    monkeypatch.setattr(report_evidence, "MEASUREMENTS", dict.fromkeys(report_evidence.MEASUREMENTS, work))
-    monkeypatch.setattr(report_evidence, "picture_and_map", work)
+    again = {name: (kind, work) for name, (kind, _) in report_measurement.MEASUREMENTS.items()}
+    monkeypatch.setattr(report_measurement, "MEASUREMENTS", again)
+    monkeypatch.setattr(report_measurement, "_pictures_and_maps", work)
     second = gather(runs, KeptMeasurements(path), cost=COST, device="cpu")
-    assert [run.found for run in second.runs] == [run.found for run in first.runs]
+    assert second.runs == first.runs
 
 
 def test_other_weights_are_measured_anew_and_old_figures_go(runs, tmp_path):
@@ -75,9 +88,31 @@ def test_other_weights_are_measured_anew_and_old_figures_go(runs, tmp_path):
 
 def test_measurements_of_another_version_are_made_anew(tmp_path):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps({"format": report_evidence.KEPT_FORMAT, "version": 0, "measurements": {"a": 1}}))
-    assert KeptMeasurements(path).get("a", lambda: 2) == 2
-    assert KeptMeasurements(path).get("a", lambda: 3) == 2
+    path.write_text(json.dumps({"format": report_measurement.KEPT_FORMAT, "version": 0, "measurements": {"a": 1}}))
+    assert KeptMeasurements(path).get("a", CostPoint, lambda: COST) == COST
+    assert KeptMeasurements(path).get("a", CostPoint, lambda: []) == COST
+
+
+@pytest.mark.parametrize("damage", [{"tokens": "many"}, {"milliseconds": [1]}, {"kind": None}])
+def test_damaged_measurements_are_made_anew(tmp_path, damage):
+    path = tmp_path / "report.json"
+    KeptMeasurements(path).get("a", CostPoint, lambda: COST)
+    content = json.loads(path.read_text())
+    content["measurements"]["a"][0] |= damage
+    path.write_text(json.dumps(content))
+    assert KeptMeasurements(path).get("a", CostPoint, lambda: COST[:1]) == COST[:1]
+
+
+@pytest.mark.parametrize("address", ["javascript:alert(1)", "data:text/html,<script>alert(1)</script>", "x.png"])
+def test_a_kept_picture_that_is_no_png_is_measured_anew(tmp_path, address):
+    picture = ShownPicture(1, "a", "data:image/png;base64,AAAA", 0, (0, 0), [[1.0]])
+    path = tmp_path / "report.json"
+    assert KeptMeasurements(path).get("a", ShownPicture, lambda: [picture]) == [picture]
+    content = json.loads(path.read_text())
+    content["measurements"]["a"][0]["picture"] = address
+    path.write_text(json.dumps(content))
+    assert KeptMeasurements(path).get("a", ShownPicture, lambda: [picture]) == [picture]
+    assert address not in path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +121,7 @@ def test_measurements_of_another_version_are_made_anew(tmp_path):
 def test_a_file_that_no_report_has_written_is_left_alone(tmp_path, content):
     path = tmp_path / "report.json"
     path.write_text(content)
-    with pytest.raises(ForeignFileError, match=r"report\.json, .* stays as it is; choose another --output"):
+    with pytest.raises(ForeignFileError, match=r"is not a file of `inline report` .*; choose another --output"):
         KeptMeasurements(path)
     assert path.read_text() == content
 
@@ -96,8 +131,8 @@ def test_a_run_without_weights_or_epochs_is_left_out_of_what_needs_them(runs, tm
     (bare / "summary.csv").unlink()
     found = gather([*runs, bare], KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
     assert found.runs[2].curves is None
-    assert found.runs[2].found == {}
-    assert set(found.missing) == {"curves", "confusion", "locality", "masking", "answers", "maps"}
+    assert found.runs[2].confusion is None
+    assert set(found.missing) == {"curves", "confusion", "locality", "masking", "answers", "pictures"}
     assert all(reason.startswith("softmax_deit_tiny: ") for reasons in found.missing.values() for reason in reasons)
 
 
@@ -107,14 +142,14 @@ def test_data_that_is_gone_leaves_the_curves(runs, tmp_path):
     found = gather(runs, KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
     assert found.runs[0].curves is not None
     assert "gone" in found.missing["confusion"][0]
-    assert "confusion" in found.runs[1].found
+    assert found.runs[1].confusion
 
 
 def test_damaged_weights_are_named_and_the_rest_goes_on(runs, tmp_path):
     (runs[0] / "checkpoints" / "last" / "model.safetensors").write_bytes(b"no weights")
     found = gather(runs, KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
     assert "model.safetensors" in found.missing["masking"][0]
-    assert "masking" in found.runs[1].found
+    assert found.runs[1].masking
 
 
 def test_runs_of_one_model_are_told_apart(tmp_path):
@@ -122,7 +157,7 @@ def test_runs_of_one_model_are_told_apart(tmp_path):
     runs.append(write_run(tmp_path / "other", "inline_deit_tiny", weights=False))
     found = gather(runs, KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
     assert [run.label for run in found.runs] == ["same", "same (#2)", "other"]
-    assert len({run.style for run in found.runs}) == 3
+    assert len({run.label for run in found.runs}) == 3
 
 
 def test_an_ablation_is_read_from_its_folder_and_anything_else_refused(runs, tmp_path):
@@ -132,7 +167,7 @@ def test_an_ablation_is_read_from_its_folder_and_anything_else_refused(runs, tmp
     (tmp_path / "ablation.json").write_text(json.dumps(content | {"analysis": "ablation", "settings": {}}))
     kept = KeptMeasurements(tmp_path / "report.json")
     bare = [write_run(tmp_path / "bare", weights=False)]
-    assert gather(bare, kept, ablations=[tmp_path], cost=COST).ablations == [content]
+    assert gather(bare, kept, ablations=[tmp_path], cost=COST).ablations == [build_dataclass(AblationFile, content)]
     with pytest.raises(NoRunError, match="no result of `inline ablate`"):
         gather(bare, kept, ablations=[runs[0] / "args.yaml"], cost=COST)
     del content["results"][0]["label"]
@@ -143,7 +178,7 @@ def test_an_ablation_is_read_from_its_folder_and_anything_else_refused(runs, tmp
 
 def test_the_hardest_pictures_of_all_models_together_are_shown():
     def answers(*probabilities):
-        return [{"index": i, "truth": "ab"[i % 2], "truth_probability": p} for i, p in enumerate(probabilities)]
+        return [Answer(i, str(i), "ab"[i % 2], p, "a", 0.5, False) for i, p in enumerate(probabilities)]
 
     both = [answers(0.1, 0.9, 0.2, 0.8), answers(0.5, 0.9, 0.1, 0.9)]
     assert shown_pictures(both, 2) == [2, 3]  # hardest of a, then of b, before a second of a

@@ -9,10 +9,10 @@ import shutil
 import pytest
 import torch
 
-from inline_attention.analysis.injectivity import KEYS
+from inline_attention.analysis.collision_cases import KEYS
 from inline_attention.ops import attention_weights
 from inline_attention.report.page import render
-from report.test_report_page import evidence, run
+from report.written_evidence import evidence, run
 
 pytestmark = pytest.mark.slow
 KINDS = ("softmax", "linear", "inline")

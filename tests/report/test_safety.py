@@ -14,8 +14,8 @@ from analysis.written_runs import write_run
 from inline_attention.ablation.runs import OUTCOME, TIMING, UnusableRunError, finish_run, read_outcome
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.cli.main import app
-from inline_attention.report import evidence as measurement
-from inline_attention.report.measured_run import SampleSizes
+from inline_attention.report import measurement
+from inline_attention.report.measurement import SampleSizes
 
 SCRIPT = "</script><script>alert(1)</script>"
 IMAGE = "\"'><img src=x onerror=alert(2)>"

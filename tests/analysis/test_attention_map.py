@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from analysis.small_models import CSWIN, DEIT, SWIN
-from inline_attention.analysis.attention_maps import (
+from inline_attention.analysis.attention_map import (
     corresponding_tokens,
     interesting_tokens,
     kernel_rows,

@@ -1,0 +1,318 @@
+"""Where single tokens of one picture look: their weights as maps, and the 3×3 kernels of the local term.
+
+Shapes: `h`×`w` token grid, `H` heads, `P` prefix tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inline_attention.analysis.layer_attention import LayerAttention
+from inline_attention.analysis.probes import capture_attention, choose_heads, choose_layers
+from inline_attention.analysis.subjects import Subject
+from inline_attention.ops.reference import AttentionKind
+from inline_attention.support.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.gridspec import SubplotSpec
+
+Place = tuple[int, int]  # row and column on a token grid
+LEAST_WITH_BORDER = 6  # tokens along a side, from which on the outermost are not chosen
+QUERY_COLOR = "#00E5A8"  # visible on photographs and on both color maps
+MOST_KERNELS = 12
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """The weights of one token, averaged over the chosen heads.
+
+    Attributes:
+        token: Row and column of the query.
+        weights: `[h, w]` float64 weights of the grid tokens, without the local term.
+        prefix_weights: `[P]` weights of the class or register tokens.
+        uniform: Weight of every visible key under uniform attention.
+    """
+
+    token: Place
+    weights: Tensor
+    prefix_weights: Tensor
+    uniform: float
+
+    @property
+    def times_uniform(self) -> Tensor:
+        """Weights `[h, w]` in multiples of the uniform weight."""
+        return self.weights / self.uniform
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The maps of one model.
+
+    Attributes:
+        label: Label of the model.
+        attention: Attention of the layer.
+        layer: Number of the layer.
+        layer_name: Path of the layer in the model.
+        heads: Numbers of the heads that are averaged.
+        grid_size: (h, w).
+        pixels: `[3, height, width]` uint8, the picture as the model sees it.
+        maps: One map per token.
+        kernels: `[heads, 3, 3]` float64 kernels of the local term, means over channels; None without one.
+    """
+
+    label: str
+    attention: AttentionKind
+    layer: int
+    layer_name: str
+    heads: tuple[int, ...]
+    grid_size: tuple[int, int]
+    pixels: Tensor
+    maps: tuple[TokenMap, ...]
+    kernels: Tensor | None
+
+
+def measure_attention_maps(
+    subject: Subject,
+    pixels: Tensor,
+    *,
+    layer: int | None = None,
+    heads: Sequence[int] | None = None,
+    tokens: Sequence[Place] | None = None,
+    token_grid: tuple[int, int] | None = None,
+) -> AttentionMaps:
+    """Run a model on one picture and take the weights of some tokens.
+
+    Args:
+        subject: The model.
+        pixels: `[3, height, width]` uint8, as `subject.transform` makes them.
+        layer: Number of the layer; the middle one by default.
+        heads: Numbers of the heads to average; all by default.
+        tokens: Rows and columns on the layer's grid; by default three where the picture has detail.
+        token_grid: (h, w) of the grid that `tokens` refer to, if it is another model's.
+
+    Raises:
+        ValueError: If there is no such layer, head or token.
+        MatrixTooLargeError: If the weights of these tokens do not fit.
+    """
+    everything = choose_layers(subject.model, None)
+    chosen = [everything[len(everything) // 2] if layer is None else layer]
+    (attention,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=chosen)
+    picked = choose_heads(attention, heads)
+    places = list(tokens) if tokens else interesting_tokens(pixels, attention.grid_size)
+    if token_grid is not None:
+        places = corresponding_tokens(places, token_grid, attention.grid_size)
+    kernels = None
+    if attention.local_weight is not None:
+        kernels = attention.local_weight[0, picked].double().mean(1).cpu()
+    return AttentionMaps(
+        subject.label,
+        attention.rule.kind,
+        attention.index,
+        attention.name,
+        tuple(picked),
+        attention.grid_size,
+        pixels,
+        tuple(_token_map(attention, picked, place) for place in places),
+        kernels,
+    )
+
+
+def interesting_tokens(pixels: Tensor, grid_size: tuple[int, int], count: int = 3) -> list[Place]:
+    """Return places with high contrast, far from each other and, on larger grids, from the border.
+
+    Args:
+        pixels: `[3, height, width]` uint8.
+        grid_size: (h, w).
+        count: Number of places; fewer on a smaller grid.
+    """
+    height, width = grid_size
+    gray = pixels.float().mean(0)[None, None]
+    brightness = F.adaptive_avg_pool2d(gray, (height, width))
+    variance = F.adaptive_avg_pool2d(gray**2, (height, width)) - brightness**2
+    contrast = variance.clamp(min=0).sqrt().flatten() + 1  # a blank picture has tokens too
+    place = torch.arange(height * width)
+    places = torch.stack([place // width, place % width], dim=1)
+    if min(height, width) >= LEAST_WITH_BORDER:
+        inner = ((places > 0) & (places < torch.tensor([height - 1, width - 1]))).all(1)
+        places, contrast = places[inner], contrast[inner]
+    chosen = [int(contrast.argmax())]
+    while len(chosen) < min(count, len(places)):
+        distance = torch.cdist(places.float(), places[chosen].float()).min(1).values
+        chosen.append(int((distance * contrast).argmax()))
+    return sorted((row, column) for row, column in places[chosen].tolist())
+
+
+def corresponding_tokens(tokens: Sequence[Place], grid_size: tuple[int, int], other: tuple[int, int]) -> list[Place]:
+    """Return the tokens of another grid over the same picture at the same places."""
+    return [
+        (
+            min(other[0] - 1, int((row + 0.5) / grid_size[0] * other[0])),
+            min(other[1] - 1, int((column + 0.5) / grid_size[1] * other[1])),
+        )
+        for row, column in tokens
+    ]
+
+
+def weight_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
+    """Yield a row per model, token and key of the grid, for result files."""
+    for item in maps:
+        for token_map in item.maps:
+            for row, weights in enumerate(token_map.weights.tolist()):
+                for column, weight in enumerate(weights):
+                    yield {
+                        "model": item.label,
+                        "layer": item.layer,
+                        "token_row": token_map.token[0],
+                        "token_column": token_map.token[1],
+                        "key_row": row,
+                        "key_column": column,
+                        "weight": weight,
+                    }
+
+
+def kernel_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
+    """Yield a row per model, head and place of its 3×3 kernel, for result files."""
+    for item in maps:
+        if item.kernels is None:
+            continue
+        for head, kernel in zip(item.heads, item.kernels.flatten(1).tolist(), strict=True):
+            for place, weight in enumerate(kernel):
+                places = {"kernel_row": place // 3, "kernel_column": place % 3}
+                yield {"model": item.label, "layer": item.layer, "head": head, **places, "weight": weight}
+
+
+def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: str, folder: Path) -> list[Path]:
+    """Write `attention-map.png` and `.svg`: a row per token, a column per model, kernels below.
+
+    Args:
+        maps: Maps of each model, of corresponding tokens.
+        picture_name: Name of the picture, for the title.
+        note: Start of the small print.
+        folder: An existing folder.
+    """
+    from inline_attention.support.figures import KIND_LABELS, new_figure, save
+
+    tokens = len(maps[0].maps)
+    small_print = (
+        f"{note} Weights in multiples of the uniform weight. Red is positive, blue negative; one scale per model, "
+        "cut at its 99.5th percentile. The green square is the query. Maps do not include the local term, whose "
+        "kernels (means over channels, per head) are shown below."
+    )
+    first = maps[0].pixels
+    panel_height = 2.5 * min(1.6, max(0.55, first.shape[1] / first.shape[2]))
+    with_kernels = any(item.kernels is not None for item in maps)
+    height = tokens * panel_height + (1.7 if with_kernels else 0) + 1.7
+    title = f"Where tokens of {printable(picture_name)} look"
+    with new_figure(max(8.5, 3.1 * (1 + len(maps))), height, title, small_print) as figure:
+        ratios = [panel_height] * tokens + ([1.5] if with_kernels else [])
+        grid = figure.add_gridspec(len(ratios), 1 + len(maps), height_ratios=ratios)
+        for row in range(tokens):
+            _draw_query(figure.add_subplot(grid[row, 0]), maps[0], maps[0].maps[row])
+        for column, item in enumerate(maps, start=1):
+            norm, colormap = _scale(item)
+            panels = [figure.add_subplot(grid[row, column]) for row in range(tokens)]
+            for axes, token_map in zip(panels, item.maps, strict=True):
+                _draw_map(axes, item, token_map, norm, colormap)
+            figure.colorbar(panels[0].images[0], ax=panels, shrink=0.7, pad=0.02, aspect=24, label="× uniform")
+            heads = f"head {item.heads[0]}" if len(item.heads) == 1 else f"mean of {len(item.heads)} heads"
+            panels[0].set_title(
+                f"{KIND_LABELS[item.attention]}\n{item.label}, layer {item.layer}, {heads}", fontsize=9.5
+            )
+            if item.kernels is not None:
+                _draw_kernels(figure, grid[tokens, column], item)
+        if with_kernels:
+            axes = figure.add_subplot(grid[tokens, 0])
+            axes.set_axis_off()
+            axes.text(1, 0.5, "3×3 kernels\nof the local term", ha="right", va="center", transform=axes.transAxes)
+        return save(figure, folder, "attention-map")
+
+
+def _draw_query(axes: Axes, item: AttentionMaps, token_map: TokenMap) -> None:
+    from inline_attention.support.figures import without_ticks
+
+    rows, columns = item.grid_size
+    axes.imshow(item.pixels.permute(1, 2, 0).cpu().numpy(), extent=(0, columns, rows, 0), aspect=_cell_aspect(item))
+    _mark(axes, token_map)
+    without_ticks(axes)
+    row, column = token_map.token
+    axes.set_ylabel(f"row {row}, column {column}")
+
+
+def _draw_map(axes: Axes, item: AttentionMaps, token_map: TokenMap, norm: Normalize, colormap: str) -> None:
+    from inline_attention.support.figures import without_ticks
+
+    rows, columns = item.grid_size
+    axes.imshow(
+        token_map.times_uniform.numpy(),
+        norm=norm, cmap=colormap, extent=(0, columns, rows, 0), aspect=_cell_aspect(item), interpolation="nearest",
+    )  # fmt: skip
+    _mark(axes, token_map)
+    without_ticks(axes)
+    if len(token_map.prefix_weights):
+        names = ", ".join(f"{weight / token_map.uniform:.2f}" for weight in token_map.prefix_weights.tolist())
+        axes.set_xlabel(f"class token: {names} × uniform", fontsize=8, labelpad=2)
+
+
+def _scale(item: AttentionMaps) -> tuple[Normalize, str]:
+    """Return one scale for all tokens of a model, diverging around zero if any weight is negative."""
+    from matplotlib.colors import Normalize, TwoSlopeNorm
+
+    values = torch.cat([token_map.times_uniform.flatten() for token_map in item.maps])
+    limit = max(values.abs().quantile(0.995).item(), 1e-9)
+    if values.min().item() < 0:
+        return TwoSlopeNorm(0, -limit, limit), "RdBu_r"
+    return Normalize(0, limit), "Reds"
+
+
+def _draw_kernels(figure: Figure, place: SubplotSpec, item: AttentionMaps) -> None:
+    from inline_attention.support.figures import MUTED, without_ticks
+
+    assert item.kernels is not None
+    kernels = item.kernels[:MOST_KERNELS]
+    columns = min(6, len(kernels))
+    tiles = place.subgridspec(-(-len(kernels) // columns), columns)
+    limit = max(item.kernels.abs().max().item(), 1e-9)
+    for number, kernel in enumerate(kernels):
+        axes = figure.add_subplot(tiles[number // columns, number % columns])
+        axes.imshow(kernel.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
+        without_ticks(axes)
+        axes.set_title(f"head {item.heads[number]}", fontsize=7, color=MUTED, pad=2, loc="center")
+        if number == len(kernels) - 1:
+            axes.annotate(f"±{limit:.2g}", (1, 0), (2, 0), "axes fraction", "offset points", fontsize=7, color=MUTED)
+
+
+def _mark(axes: Axes, token_map: TokenMap) -> None:
+    from matplotlib.patches import Rectangle
+
+    from inline_attention.support.figures import INK
+
+    row, column = token_map.token
+    axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=INK, linewidth=3.2))
+    axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=QUERY_COLOR, linewidth=1.7))
+
+
+def _cell_aspect(item: AttentionMaps) -> float:
+    """Return height over width of a token in pixels: grids are drawn in the shape of the picture."""
+    rows, columns = item.grid_size
+    return (item.pixels.shape[1] / rows) / (item.pixels.shape[2] / columns)
+
+
+def _token_map(attention: LayerAttention, heads: Sequence[int], place: Place) -> TokenMap:
+    token = torch.tensor([attention.token(*place)], device=attention.q.device)
+    row = torch.stack([attention.rows(0, head, token)[0] for head in heads]).mean(0).cpu()
+    # Heads may see different keys, as in CSWin's two branches.
+    reaches = [attention.reach(head, token) for head in heads]
+    uniform = mean(1 / (attention.num_tokens if reach is None else int(reach.sum())) for reach in reaches)
+    prefix = attention.num_prefix_tokens
+    return TokenMap(place, row[prefix:].view(attention.grid_size), row[:prefix], uniform)

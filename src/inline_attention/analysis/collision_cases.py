@@ -1,0 +1,247 @@
+"""Queries constructed to collide in linear attention, and their weights under each attention.
+
+Linear attention divides the scores of a query by their sum, so its weights depend only on the direction of phi(q). For
+phi(x) = relu(x), all queries on a ray from the origin share one direction. A bias does not help: for phi(x) =
+relu(Ax + b) the colliding queries are on a ray from -A⁻¹b instead.
+
+Shapes: `N` queries, `M` keys, all in the plane (head dim 2).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from inline_attention.ops import attention_weights
+from inline_attention.ops.reference import AttentionKind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Verdict: TypeAlias = Literal["collide", "distinct"]
+
+KINDS: tuple[AttentionKind, ...] = ("softmax", "linear", "inline")
+# Weights are float64 and of order one: rounding stays below 1e-14, and what these cases tell apart differs by 1e-2.
+COLLISION_TOLERANCE = 1e-9
+
+QUERY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito's palette
+QUERY_MARKERS = ("o", "s", "^", "D")
+
+CAPTION = (
+    "Linear attention divides the scores of a query by their sum, so only the direction of φ(q) matters, "
+    "and that is the same all along the grey line.\n"
+    "A bias does not help: the line starts at −A⁻¹b instead of the origin. InLine subtracts the mean score "
+    "instead; its weights may be negative\n"
+    "and sum to one as well. Linear and InLine use the φ named on the left; softmax has none."
+)
+KEYS = ((2.6, 0.4), (2.3, 1.7), (1.4, 2.0), (0.8, 2.5), (0.1, 2.2), (0.4, 0.9))
+
+
+@dataclass(frozen=True)
+class CollisionCase:
+    """Queries with parallel features, and the keys they attend to.
+
+    Attributes:
+        name: Short name for tables.
+        feature_map_name: Formula of phi.
+        matrix: A of phi(x) = relu(Ax + b), `[2, 2]`, invertible.
+        bias: b, `[2]`.
+        keys: `[M, 2]`, float64.
+        queries: `[N, 2]`, float64, pairwise different, with phi(q) > 0 and parallel.
+    """
+
+    name: str
+    feature_map_name: str
+    matrix: torch.Tensor
+    bias: torch.Tensor
+    keys: torch.Tensor
+    queries: torch.Tensor
+
+    @property
+    def apex(self) -> torch.Tensor:
+        """The point `[2]` with Ax + b = 0, where the rays of colliding queries start."""
+        return -torch.linalg.solve(self.matrix, self.bias)
+
+    def feature_map(self, x: torch.Tensor) -> torch.Tensor:
+        """Return phi(x) = relu(Ax + b) of `[..., 2]`."""
+        return torch.relu(x @ self.matrix.T + self.bias)
+
+
+class InjectivityResult(NamedTuple):
+    """The weights that one attention gives to the queries of one case.
+
+    Attributes:
+        case: Queries and keys.
+        kind: Attention. "linear" and "inline" use the phi of the case; softmax has none.
+        weights: `[N, M]`, float64; rows sum to one.
+        largest_difference: max |Δw| of the pair of queries that differs most.
+        smallest_difference: max |Δw| of the pair of queries that differs least.
+    """
+
+    case: CollisionCase
+    kind: AttentionKind
+    weights: torch.Tensor
+    largest_difference: float
+    smallest_difference: float
+
+    @property
+    def feature_map_name(self) -> str:
+        """Formula of the phi of these weights."""
+        return "none" if self.kind == "softmax" else self.case.feature_map_name
+
+    @property
+    def verdict(self) -> Verdict:
+        """ "distinct" when every two queries differ by more than `COLLISION_TOLERANCE`, "collide" otherwise."""
+        return "distinct" if self.smallest_difference > COLLISION_TOLERANCE else "collide"
+
+
+def measure_injectivity() -> list[InjectivityResult]:
+    """Return the weights of softmax, linear and InLine attention in both cases; deterministic.
+
+    Returns:
+        One result per case and attention, cases in the outer loop.
+    """
+    return [_measure(case, kind) for case in collision_cases() for kind in KINDS]
+
+
+def collision_cases() -> list[CollisionCase]:
+    """Return queries on a ray from the origin for relu(x), and queries on different rays for relu(Ax + b)."""
+    keys = torch.tensor(KEYS, dtype=torch.float64)
+    identity, zero = torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    matrix = torch.tensor([[1.0, 0.2], [0.6, 1.0]], dtype=torch.float64)
+    bias = torch.tensor([0.84, -1.08], dtype=torch.float64)
+    ray = _parallel_queries(identity, zero, first_query=(0.5, 0.25), factors=(1.0, 2.4, 4.0, 6.0))
+    shifted = _parallel_queries(matrix, bias, first_query=(-0.4, 1.6), factors=(1.0, 1.8, 2.8, 4.0))
+    return [
+        CollisionCase("one ray", "relu(x)", identity, zero, keys, ray),
+        CollisionCase("different rays", "relu(Ax + b)", matrix, bias, keys, shifted),
+    ]
+
+
+def _parallel_queries(
+    matrix: torch.Tensor, bias: torch.Tensor, first_query: tuple[float, float], factors: tuple[float, ...]
+) -> torch.Tensor:
+    """Return queries `[len(factors), 2]` that solve `A q + b = factor · (A first_query + b)`."""
+    first_feature = matrix @ torch.tensor(first_query, dtype=torch.float64) + bias
+    assert (first_feature > 0).all()  # where relu clips, it would bend the line of solutions
+    features = torch.tensor(factors, dtype=torch.float64)[:, None] * first_feature
+    return torch.linalg.solve(matrix, (features - bias).T).T
+
+
+def _measure(case: CollisionCase, kind: AttentionKind) -> InjectivityResult:
+    feature_map = "identity" if kind == "softmax" else case.feature_map
+    q, k = case.queries[None, :, None], case.keys[None, :, None]  # [1, N, 1, 2], [1, M, 1, 2]
+    weights = attention_weights(q, k, kind=kind, feature_map=feature_map)[0, 0]
+    differences = torch.pdist(weights, p=torch.inf)  # one per pair of queries
+    return InjectivityResult(case, kind, weights, differences.max().item(), differences.min().item())
+
+
+def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> None:
+    """Write a PNG with one row per case: the plane with keys and queries, then the weights under each attention.
+
+    Args:
+        results: Results of `measure_injectivity`.
+        path: File to write.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from inline_attention.support.figures import DOTS_PER_INCH, MUTED, STYLE
+
+    rows = [list(group) for _, group in itertools.groupby(results, key=lambda result: result.case.name)]
+    with mpl.rc_context({**STYLE, "text.parse_math": True}):
+        figure = Figure(figsize=(12.5, 3.3 * len(rows) + 1.2))
+        vertical = {"top": 0.85, "bottom": 0.145, "hspace": 0.55}
+        planes = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"left": 0.045, "right": 0.28, **vertical})
+        # One scale, so that bars can be compared across panels.
+        panels = figure.subplots(
+            len(rows), len(rows[0]), squeeze=False, sharey=True,
+            gridspec_kw={"left": 0.345, "right": 0.99, "wspace": 0.1, **vertical},
+        )  # fmt: skip
+        for row, plane, row_panels in zip(rows, planes[:, 0], panels, strict=True):
+            _draw_plane(plane, row[0].case)
+            for axes, result in zip(row_panels, row, strict=True):
+                _draw_weights(axes, result)
+            row_panels[0].set_ylabel("attention weight")
+        figure.legend(
+            handles=_query_and_key_handles(len(rows[0][0].weights)), loc="upper right", bbox_to_anchor=(0.995, 0.997),
+            ncols=8, fontsize=10.5, handletextpad=0.3, columnspacing=1.3,
+        )  # fmt: skip
+        title = "Linear attention cannot tell these queries apart; softmax and InLine can"
+        figure.text(0.012, 0.985, title, va="top", fontsize=15, fontweight="bold")
+        figure.text(0.012, 0.012, CAPTION, fontsize=9, color=MUTED, linespacing=1.5)
+        figure.savefig(path, dpi=DOTS_PER_INCH, facecolor="white")
+
+
+def _draw_plane(axes: Axes, case: CollisionCase) -> None:
+    from inline_attention.support.figures import FAINT, INK, MUTED
+
+    keys, queries, (apex_x, apex_y) = case.keys.tolist(), case.queries.tolist(), case.apex.tolist()
+    starts_at_origin = apex_x == apex_y == 0
+    axes.spines["left"].set_visible(True)
+    axes.axhline(0, color=FAINT, linewidth=0.8, zorder=0)
+    axes.axvline(0, color=FAINT, linewidth=0.8, zorder=0)
+    end = [start + 1.1 * (query - start) for start, query in zip(case.apex.tolist(), queries[-1], strict=True)]
+    axes.plot((apex_x, end[0]), (apex_y, end[1]), color="#CFCFCF", linewidth=5, solid_capstyle="round", zorder=1)
+    if not starts_at_origin:
+        for x, y in queries:
+            axes.plot((0, x), (0, y), color=MUTED, linewidth=0.9, linestyle=(0, (2, 2.5)), zorder=1)
+    axes.scatter(*zip(*keys, strict=True), s=150, facecolor="white", edgecolor=MUTED, zorder=2)
+    for number, (x, y) in enumerate(keys, start=1):
+        axes.text(x, y, str(number), ha="center", va="center_baseline", fontsize=8.5, zorder=3)
+    for number, (x, y) in enumerate(queries):
+        axes.scatter(x, y, s=58, marker=QUERY_MARKERS[number], color=QUERY_COLORS[number], zorder=4)
+        axes.annotate(f"$q_{number + 1}$", (x, y), (-5, 9), textcoords="offset points", fontsize=12)
+    axes.scatter(apex_x, apex_y, s=60, marker="x", linewidth=2, color=INK, zorder=3)
+    start = "origin" if starts_at_origin else "$-A^{-1}b$"
+    axes.annotate(start, (apex_x, apex_y), (0, -16), textcoords="offset points", ha="center", fontsize=10)
+    axes.margins(0.12, 0.18)
+    axes.set(xlabel="channel 1", ylabel="channel 2")
+    where = "on one ray from the origin" if starts_at_origin else "on different rays from the origin"
+    _title(axes, f"φ(x) = {case.feature_map_name}", f"{len(queries)} queries {where}", INK)
+
+
+def _draw_weights(axes: Axes, result: InjectivityResult) -> None:
+    from inline_attention.support.figures import ALARM, INK, KIND_LABELS, light_grid
+
+    queries, keys = result.weights.shape
+    width = 0.8 / queries
+    for number, weights in enumerate(result.weights.tolist()):
+        positions = [key + (number - (queries - 1) / 2) * width for key in range(1, keys + 1)]
+        axes.bar(positions, weights, width, color=QUERY_COLORS[number])
+    axes.axhline(0, color=INK, linewidth=0.9)
+    light_grid(axes)
+    axes.spines["bottom"].set_visible(False)
+    axes.set_xticks(range(1, keys + 1))
+    axes.set_xlabel("key")
+    if result.verdict == "distinct":
+        statement, color = "every query gets its own weights", INK
+    elif result.largest_difference <= COLLISION_TOLERANCE:
+        statement, color = f"all {queries} queries get the same weights", ALARM
+    else:
+        statement, color = "some queries get the same weights", ALARM
+    name = KIND_LABELS[result.kind]
+    _title(axes, name[0].upper() + name[1:], statement, color)
+
+
+def _query_and_key_handles(queries: int) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    from inline_attention.support.figures import MUTED
+
+    handles = [
+        Line2D([], [], linestyle="", markersize=8, marker=QUERY_MARKERS[i], color=QUERY_COLORS[i], label=f"$q_{i + 1}$")
+        for i in range(queries)
+    ]
+    key = Line2D([], [], linestyle="", markersize=11, marker="o", color=MUTED, markerfacecolor="white", label="keys")
+    return [*handles, key]
+
+
+def _title(axes: Axes, name: str, statement: str, color: str) -> None:
+    axes.set_title(statement, fontsize=10, color=color)
+    axes.annotate(name, (0, 1), (0, 24), "axes fraction", "offset points", fontsize=12.5, fontweight="bold")

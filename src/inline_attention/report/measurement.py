@@ -1,0 +1,514 @@
+"""Everything a report shows: read from runs, and measured where no earlier report has measured it.
+
+Measurements are plain dataclasses. They are kept in a JSON file, and are checked when they are read back.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from inline_attention.analysis.attention_map import interesting_tokens, measure_attention_maps
+from inline_attention.analysis.confusion import ImageConfusion, by_image, survey_confusion
+from inline_attention.analysis.locality import SIDES, Locality, average, survey_locality
+from inline_attention.analysis.masking import MaskingResult, survey_masking
+from inline_attention.analysis.pictures import PictureSample
+from inline_attention.analysis.predictions import Answer, answer_batches
+from inline_attention.analysis.probes import capture_attention
+from inline_attention.analysis.subjects import Subject, trained_subject
+from inline_attention.analysis.training_curves import SETTINGS, RunFolderError, TrainingCurves, read_training_curves
+from inline_attention.benchmark.cost import CostPoint, describe_machine, measure_attention_cost
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import write_json
+from inline_attention.data.broken import BrokenImagesError
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.loading import DataWorkerError
+from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
+from inline_attention.engine.checkpoints import LAST
+from inline_attention.engine.config import DataSection, TrainConfig, read_config
+from inline_attention.engine.trainer import CHECKPOINTS
+from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.models.registry import TWINS
+from inline_attention.support.files import read_bounded
+from inline_attention.support.text import printable
+from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, build_value, parse_json
+
+COST_SIZES = (196, 784, 3136)
+KEPT_FORMAT = "measurements of inline report"
+KEPT_VERSION = 2  # of the measurements: increase it when one changes its meaning
+MAX_KEPT_BYTES = 2**28
+MAX_ABLATION_BYTES = 2**24
+KINDS = ("inline", *TWINS)
+SHOWN_PICTURES = 6
+SMALL = 100  # tokens up to which one thread is as fast as several
+MASKED_SIDES = 2  # neighborhoods to hide; each takes four passes over the pictures of a model with a local term
+LARGEST_SIDE = 256  # pixels; larger pictures are reduced, so that a page stays small
+PNG_ADDRESS = "data:image/png;base64,"
+TROUBLE = (ValueError, BrokenImagesError, DataWorkerError, OSError)
+
+OnStep = Callable[[str], None]
+
+
+class NoRunError(ValueError):
+    """A path is neither a run nor a folder of runs, or an ablation cannot be read."""
+
+
+class ForeignFileError(ValueError):
+    """A file that no report has written is in the way."""
+
+
+@dataclass(frozen=True)
+class ShownPicture:
+    """A picture with an attention map.
+
+    Attributes:
+        index: Number of the picture in its dataset.
+        name: Path or other name.
+        picture: The picture as the model sees it, a PNG as data address.
+        layer: Number of the layer of the map.
+        token: Row and column of the query.
+        weights: `[h][w]` weights of the query in multiples of the uniform weight.
+    """
+
+    index: int
+    name: str
+    picture: str
+    layer: int
+    token: tuple[int, int]
+    weights: list[list[float]]
+
+    def __post_init__(self) -> None:
+        if len({len(row) for row in self.weights}) != 1 or not self.weights[0]:
+            raise UntrustedDataError("weights must be a rectangle of numbers")
+        try:
+            base64.b64decode(self.picture.removeprefix(PNG_ADDRESS), validate=True)
+        except (binascii.Error, ValueError):
+            raise UntrustedDataError("a picture must be a PNG in base64") from None
+
+
+@dataclass(frozen=True)
+class AblationRun:
+    """One training run of an ablation; `top1` in percent."""
+
+    top1: float | None
+
+
+@dataclass(frozen=True)
+class AblationResult:
+    """One row of an ablation's table, as `inline ablate` writes it."""
+
+    label: str
+    values: dict[str, bool | int | float | str]
+    top1_mean: float | None
+    top1_std: float | None
+    seeds: int
+    parameters: float | None
+    macs: float | None
+    images_per_second: float | None
+    note: str
+    runs: dict[str, AblationRun]
+
+
+@dataclass(frozen=True)
+class AblationFile:
+    """The part of an `ablation.json` that the report shows."""
+
+    title: str
+    environment: dict[str, str]
+    results: list[AblationResult]
+
+    def __post_init__(self) -> None:
+        if not self.results or any(result.values.keys() != self.results[0].values.keys() for result in self.results):
+            raise UntrustedDataError("results must have at least one row, all with the same axes")
+
+
+@dataclass
+class Run:
+    """One run and its measurements; a list is None until it is measured.
+
+    Attributes:
+        label: Model, or folder where several runs are of one model.
+        kind: Attention, the first part of the model's name.
+        model_name: Registered name.
+        dataset: Dataset name in its settings.
+        curves: Finished epochs; None before the first.
+        confusion: Confused pairs of sampled pictures.
+        locality: Share of attention in neighborhoods, mean over heads.
+        masking: Accuracy with tokens hidden.
+        answers: Answers to sampled pictures.
+        pictures: Pictures to show, with attention maps.
+    """
+
+    label: str
+    kind: str
+    model_name: str
+    dataset: str
+    curves: TrainingCurves | None = None
+    confusion: list[ImageConfusion] | None = None
+    locality: list[Locality] | None = None
+    masking: list[MaskingResult] | None = None
+    answers: list[Answer] | None = None
+    pictures: list[ShownPicture] | None = None
+
+
+@dataclass
+class Evidence:
+    """The content of a page.
+
+    Attributes:
+        runs: Runs in the given order.
+        cost: Time and memory of attention by number of tokens.
+        cost_machine: Machine of the cost measurements.
+        ablations: Ablation results.
+        environment: Machine, versions, commit and date of the report.
+        missing: Reasons why something is left out, by section.
+    """
+
+    runs: list[Run]
+    cost: list[CostPoint] = field(default_factory=list)
+    cost_machine: str = ""
+    ablations: list[AblationFile] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, list[str]] = field(default_factory=dict)
+
+    def miss(self, section: str, reason: object) -> None:
+        """Record why something is left out of a section."""
+        reasons = self.missing.setdefault(section, [])
+        if printable(reason) not in reasons:
+            reasons.append(printable(reason))
+
+
+class KeptMeasurements:
+    """A JSON file of measurements by key. Measurements of another version, or damaged ones, are made anew."""
+
+    def __init__(self, path: Path):
+        """Read the file, if it exists.
+
+        Raises:
+            ForeignFileError: If no report has written the file: it must not be overwritten.
+            OSError: If it cannot be read.
+        """
+        self._path = path
+        self._used: set[str] = set()
+        self._entries: dict[str, Any] = {}
+        if not path.exists():
+            return
+        content: Any = None
+        with suppress(ValueError):
+            content = parse_json(read_bounded(path, MAX_KEPT_BYTES), max_bytes=MAX_KEPT_BYTES)
+        if not isinstance(content, dict) or content.get("format") != KEPT_FORMAT:
+            raise ForeignFileError(
+                f"{path} is not a file of `inline report` and will not be overwritten; choose another --output, or "
+                "move the file away"
+            )
+        entries = content.get("measurements")
+        if content.get("version") == KEPT_VERSION and isinstance(entries, dict):
+            self._entries = entries
+
+    def get(self, key: str, kind: type, work: Callable[[], Sequence[Any]]) -> list[Any]:
+        """Return the kept list of dataclasses or, if there is none, measure and keep it.
+
+        Args:
+            key: Everything that the measurement depends on.
+            kind: Dataclass or named tuple of the items.
+            work: Function that measures.
+        """
+        self._used.add(key)
+        if key in self._entries:
+            with suppress(UntrustedDataError):
+                return build_value(list[kind], self._entries[key])
+        found: list[Any] = list(work())
+        is_tuple = hasattr(kind, "_fields")
+        self._entries[key] = [item._asdict() if is_tuple else dataclasses.asdict(item) for item in found]
+        self._write()
+        return found
+
+    def drop_unused(self) -> None:
+        """Remove measurements that were not asked for, such as those of weights that are gone."""
+        if self._entries.keys() - self._used:
+            self._entries = {key: value for key, value in self._entries.items() if key in self._used}
+            self._write()
+
+    def _write(self) -> None:
+        write_json(self._path, {"format": KEPT_FORMAT, "version": KEPT_VERSION, "measurements": self._entries})
+
+
+class SampleSizes:
+    """Number of pictures of each measurement: about a minute for three models."""
+
+    def __init__(self, tokens: int, device: torch.device):
+        """Choose the numbers.
+
+        Args:
+            tokens: Tokens of the largest layer; large attention matrices get fewer pictures.
+            device: Device of the model; a GPU gets more pictures.
+        """
+        small, medium = tokens <= SMALL, tokens <= 400
+        factor = 1 if device.type == "cpu" else 8
+        self.attention = factor * (120 if small else 12 if medium else 2)
+        self.masking = factor * (360 if small else 48 if medium else 8)
+        self.answers = factor * (360 if small else 128 if medium else 32)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return run folders: each path is a run, or a folder with runs in it.
+
+    Raises:
+        NoRunError: If a path has no run.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if (path / SETTINGS).is_file() else sorted(file.parent for file in path.glob(f"*/{SETTINGS}"))
+        if not inside:
+            what = "holds no run" if path.is_dir() else "does not exist"
+            raise NoRunError(f"{printable(path)} {what}; expected a run folder of `inline train`, or a folder of runs")
+        found += [folder for folder in inside if folder not in found]
+    # InLine first, then its twins, whatever their folders are called.
+    return sorted(found, key=_rank) if len(paths) == 1 else found
+
+
+def gather(
+    folders: Sequence[Path],
+    kept: KeptMeasurements,
+    *,
+    ablations: Sequence[Path] = (),
+    cost: Sequence[CostPoint] | None = None,
+    device: str = "auto",
+    on_step: OnStep | None = None,
+) -> Evidence:
+    """Read the runs, and measure what is not kept.
+
+    Args:
+        folders: Run folders of `find_runs`.
+        kept: File of measurements.
+        ablations: JSON files of `inline ablate`, or their folders.
+        cost: Cost of attention, if already measured.
+        device: Device to measure models on.
+        on_step: Called with the name of each step.
+
+    Raises:
+        NoRunError: If an ablation cannot be read.
+    """
+    say = on_step or (lambda _: None)
+    configs = [read_config(folder / SETTINGS) for folder in folders]
+    evidence = Evidence(
+        list(_described_runs(folders, configs)),
+        environment=describe_environment(),
+        ablations=[_read_ablation(path) for path in ablations],
+    )
+    for run, folder in zip(evidence.runs, folders, strict=True):
+        say(f"{run.label}: epochs")
+        try:
+            (curves,) = read_training_curves([folder])
+            run.curves = dataclasses.replace(curves, label=run.label)
+        except RunFolderError as error:
+            evidence.miss("curves", f"{run.label}: {error}")
+    _measure_runs(evidence, folders, configs, kept, device, say)
+    say("cost of attention")
+    machine = describe_machine()
+    if cost is None:
+        cost = kept.get(f"cost {machine} {COST_SIZES}", CostPoint, lambda: measure_attention_cost(sizes=COST_SIZES))
+    evidence.cost, evidence.cost_machine = list(cost), machine
+    kept.drop_unused()
+    return evidence
+
+
+def shown_pictures(answers: Sequence[Sequence[Answer]], count: int = SHOWN_PICTURES) -> list[int]:
+    """Return the numbers of the hardest pictures, each class once before any comes twice.
+
+    Args:
+        answers: Answers of several models, so that no model has its own hardest pictures shown.
+        count: Number of pictures.
+    """
+    truths: dict[int, str] = {}
+    probabilities: dict[int, list[float]] = {}
+    for answer in itertools.chain(*answers):
+        truths[answer.index] = answer.truth
+        probabilities.setdefault(answer.index, []).append(answer.truth_probability)
+    hardest = sorted(probabilities, key=lambda index: fmean(probabilities[index]))
+    firsts = list({truths[index]: index for index in reversed(hardest)}.values())
+    return sorted(hardest, key=lambda index: (index not in firsts, hardest.index(index)))[:count]
+
+
+def png_address(picture: Image.Image) -> str:
+    """Return a picture as a data address."""
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return PNG_ADDRESS + base64.b64encode(file.getvalue()).decode()
+
+
+def _described_runs(folders: Sequence[Path], configs: Sequence[TrainConfig]) -> Iterator[Run]:
+    names = Counter(config.model.name for config in configs)
+    labels: Counter[str] = Counter()
+    for folder, config in zip(folders, configs, strict=True):
+        name = config.model.name
+        label = printable(name if names[name] == 1 else folder.resolve().name)
+        labels[label] += 1
+        label = label if labels[label] == 1 else f"{label} (#{labels[label]})"
+        yield Run(label, name.partition("_")[0], name, config.data.dataset)
+
+
+def _measure_runs(
+    evidence: Evidence,
+    folders: Sequence[Path],
+    configs: Sequence[TrainConfig],
+    kept: KeptMeasurements,
+    device: str,
+    say: OnStep,
+) -> None:
+    loaded: list[tuple[Run, Subject, ImageSource, str]] = []
+    for run, folder, config in zip(evidence.runs, folders, configs, strict=True):
+        try:
+            source = _validation_pictures(config.data)
+            file = _last_weights(folder)
+            subject = dataclasses.replace(trained_subject(file, device=device), label=run.label)
+        except (CheckpointError, *TROUBLE) as error:
+            for section in (*MEASUREMENTS, "pictures"):
+                evidence.miss(section, f"{run.label}: {error}")
+            continue
+        tokens, _ = _tokens_and_grid(subject)
+        sizes = SampleSizes(tokens, subject.device)
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+        key = f"{digest} {source.location} {len(source)} {json.dumps(vars(sizes))}"
+        loaded.append((run, subject, source, key))
+        for name, (kind, measure) in MEASUREMENTS.items():
+            say(f"{run.label}: {name}")
+            try:
+                with _suitable_threads(tokens):
+                    found = kept.get(f"{name} {key}", kind, partial(measure, subject, source, sizes))
+                setattr(run, name, found)
+            except TROUBLE as error:
+                evidence.miss(name, f"{run.label}: {error}")
+    answered = [entry for entry in loaded if entry[0].answers]
+    for run, subject, source, key in answered:
+        peers = [other.answers or [] for other, _, data, _ in answered if data.location == source.location]
+        shown = shown_pictures(peers)
+        say(f"{run.label}: attention maps")
+        work = partial(_pictures_and_maps, subject, source, shown)
+        try:
+            run.pictures = kept.get(f"pictures {shown} {key}", ShownPicture, work)
+        except TROUBLE as error:
+            evidence.miss("pictures", f"{run.label}: {error}")
+
+
+@contextmanager
+def _suitable_threads(tokens: int) -> Iterator[None]:
+    """Use one thread for a small model.
+
+    A second core gains little, and makes it ten times as slow when another program uses that core too.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if tokens <= SMALL else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _tokens_and_grid(subject: Subject) -> tuple[int, tuple[int, int]]:
+    """Return the most tokens of any layer, and the smallest height and width of any layer's grid."""
+    blank = torch.zeros(1, 3, *subject.image_size, dtype=torch.uint8)
+    layers = capture_attention(subject.model, subject.normalize(blank))
+    heights, widths = zip(*(layer.grid_size for layer in layers), strict=True)
+    return max(layer.num_tokens for layer in layers), (min(heights), min(widths))
+
+
+def _measure_confusion(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[ImageConfusion]:
+    counts, _ = survey_confusion(subject, PictureSample(source, images=sizes.attention), worst=0)
+    return by_image(counts)
+
+
+def _measure_locality(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[Locality]:
+    sample = PictureSample(source, images=sizes.attention)
+    return average(survey_locality(subject, sample, sides=_sides(subject)), over_heads=True)
+
+
+def _measure_masking(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[MaskingResult]:
+    sample = PictureSample(source, images=sizes.masking, batch_size=32)
+    return survey_masking(subject, sample, sides=_sides(subject)[:MASKED_SIDES])
+
+
+def _measure_answers(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[Answer]:
+    sample = PictureSample(source, images=sizes.answers, batch_size=32)
+    return [answer for _, answers in answer_batches(subject, sample) for answer in answers]
+
+
+Measure = Callable[[Subject, ImageSource, SampleSizes], Sequence[Any]]
+MEASUREMENTS: Mapping[str, tuple[type, Measure]] = {
+    "confusion": (ImageConfusion, _measure_confusion),
+    "locality": (Locality, _measure_locality),
+    "masking": (MaskingResult, _measure_masking),
+    "answers": (Answer, _measure_answers),
+}
+
+
+def _pictures_and_maps(subject: Subject, source: ImageSource, shown: Sequence[int]) -> list[ShownPicture]:
+    """Return pictures as the model sees them, with a map of their most detailed token in the middle layer."""
+    pictures: list[ShownPicture] = []
+    for index in shown:
+        pixels: Tensor = subject.transform()(source.load(index))
+        grid_size = measure_attention_maps(subject, pixels).grid_size
+        (place,) = interesting_tokens(pixels, grid_size, count=1)
+        found = measure_attention_maps(subject, pixels, tokens=[place])
+        picture = Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+        weights = found.maps[0].times_uniform.tolist()
+        pictures.append(ShownPicture(index, source.name(index), png_address(picture), found.layer, place, weights))
+    return pictures
+
+
+def _sides(subject: Subject) -> list[int]:
+    """Return the neighborhoods that are smaller than the smallest grid."""
+    _, grid = _tokens_and_grid(subject)
+    return [side for side in SIDES if side < min(grid)] or [SIDES[0]]
+
+
+def _validation_pictures(settings: DataSection) -> ImageSource:
+    if settings.dataset.startswith("hfds/"):  # a run's file may describe data, not fetch it
+        raise DataError(f"the run was trained on {settings.dataset}, which a report does not download")
+    return open_dataset(settings.dataset, settings.dir, settings.val_split)
+
+
+def _last_weights(folder: Path) -> Path:
+    """Return the weights after the last epoch: the best would be chosen by the pictures they are measured on."""
+    checkpoint = folder / CHECKPOINTS / LAST
+    averaged = checkpoint / EMA_WEIGHTS
+    file = averaged if averaged.is_file() else checkpoint / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
+    return file
+
+
+def _rank(folder: Path) -> tuple[int, str]:
+    kind = read_config(folder / SETTINGS).model.name.partition("_")[0]
+    return (KINDS.index(kind) if kind in KINDS else len(KINDS), folder.name)
+
+
+def _read_ablation(path: Path) -> AblationFile:
+    file = path / "ablation.json" if path.is_dir() else path
+    try:
+        content = parse_json(read_bounded(file, MAX_ABLATION_BYTES), max_bytes=MAX_ABLATION_BYTES)
+        return build_dataclass(AblationFile, content)
+    except (OSError, ValueError) as error:
+        raise NoRunError(
+            f"{printable(file)} is no result of `inline ablate` ({error}); expected its ablation.json or its folder"
+        ) from error
