@@ -12,10 +12,10 @@ Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim, `C` = H·D.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -150,31 +150,38 @@ def time_case(case: Case) -> dict[str, dict[str, float]]:
     return {"forward": medians(forward), "forward_backward": medians(forward_backward)}
 
 
-def draw_plot(rows: list[Row], memory: list[CostPoint]) -> None:
-    import matplotlib
+def draw_plot(rows: Sequence[Row], memory: Sequence[CostPoint]) -> None:
+    """Write cpu_attention.png."""
+    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, log_axes
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    styles = {
+        "softmax": (Style("softmax"), "softmax (SDPA)"),
+        "plain": (Style("inline", 1, 0.45, "^"), "InLine, plain PyTorch"),
+        "inline": (Style("inline"), "InLine"),
+        "linear": (Style("linear"), "linear"),
+    }
 
-    colours = {"softmax": "#D55E00", "plain": "#999999", "inline": "#0072B2", "linear": "#009E73"}
-    labels = {"softmax": "softmax (SDPA)", "plain": "InLine, plain PyTorch", "inline": "InLine", "linear": "linear"}
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    tokens = [row.tokens for row in rows]
-    for name in CONTESTANTS:
-        style = {"color": colours[name], "label": labels[name], "marker": "o"}
-        panels[0].plot(tokens, [row.forward[name] / row.batch for row in rows], **style)
-        panels[1].plot(tokens, [row.forward_backward[name] / row.batch for row in rows], **style)
-    for name in MEMORY_KINDS:
-        peaks = [mebibytes(point) for point in memory if point.kind == name]
-        panels[2].plot(MEMORY_SIZES, peaks, color=colours[name], label=labels[name], marker="o")
-    panels[0].set(title="forward", ylabel="milliseconds per image")
-    panels[1].set(title="forward + backward", ylabel="milliseconds per image")
-    panels[2].set(title="forward, peak memory", ylabel="MiB beyond the input")
-    for panel in panels:
-        panel.set(xscale="log", yscale="log", xlabel="tokens N")
-        panel.grid(alpha=0.3)
-        panel.legend(frameon=False)
-    figure.savefig(RESULTS / "cpu_attention.png", dpi=150)
+    def draw(axes: Any, lines: dict[str, list[tuple[int, float]]], label: str) -> None:
+        for name, points in lines.items():
+            draw_line(axes, styles[name][0], points)
+        axes.set(xlabel="tokens N", ylabel=label)
+        log_axes(axes, sorted({tokens for points in lines.values() for tokens, _ in points}))
+
+    forward = {name: [(row.tokens, row.forward[name] / row.batch) for row in rows] for name in CONTESTANTS}
+    both = {name: [(row.tokens, row.forward_backward[name] / row.batch) for row in rows] for name in CONTESTANTS}
+    peaks = {name: [(p.tokens, mebibytes(p)) for p in memory if p.kind == name] for name in MEMORY_KINDS}
+    panels = [
+        Panel("forward", lambda axes: draw(axes, forward, "milliseconds per image")),
+        Panel("forward + backward", lambda axes: draw(axes, both, "milliseconds per image")),
+        Panel("forward, peak memory", lambda axes: draw(axes, peaks, "MiB beyond the input")),
+    ]
+    Chart(panels, [LegendEntry(label, style) for style, label in styles.values()]).save(
+        RESULTS,
+        "cpu_attention",
+        title="Attention on a CPU",
+        small_print=f"float32, {THREADS} threads, C = {HEADS * HEAD_DIM} in {HEADS} heads. Medians.",
+        formats=("png",),
+    )
 
 
 def report(rows: list[Row], memory: list[CostPoint]) -> str:

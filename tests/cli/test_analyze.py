@@ -165,7 +165,7 @@ def test_masking_needs_the_classes_the_model_was_trained_for(invoke, tmp_path):
     arguments = ARGUMENTS | {"num_classes": 7}
     notes = {"model_arguments": json.dumps(arguments)}
     save_weights(create_model("inline_deit_tiny", **arguments), path, metadata=notes)
-    assert "has 7 classes and does not name them, digits has 10" in only_error(invoke("masking", "-c", path))
+    assert "has 7 classes without names, digits has 10" in only_error(invoke("masking", "-c", path))
 
 
 def test_attention_map_of_a_photograph(trained, tmp_path):

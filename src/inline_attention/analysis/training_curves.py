@@ -141,13 +141,16 @@ def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) ->
     return Chart(panels, [LegendEntry(run.label, styles[run.label]) for run in runs])
 
 
-def draw_training_curves(runs: Sequence[TrainingCurves], folder: Path, *, name: str = "curves") -> list[Path]:
+def draw_training_curves(
+    runs: Sequence[TrainingCurves], folder: Path, *, name: str = "curves", formats: Sequence[str] = ("png", "svg")
+) -> list[Path]:
     """Write `NAME.png` and `.svg`: top-1 and loss by epoch, a color per attention.
 
     Args:
         runs: Runs of `read_training_curves`.
         folder: An existing folder.
         name: Name of the files without suffix.
+        formats: Suffixes of the files.
     """
     from inline_attention.support.figures import numbered_styles
 
@@ -166,7 +169,8 @@ def draw_training_curves(runs: Sequence[TrainingCurves], folder: Path, *, name: 
     ]
     if unfinished:
         small_print += f" Not finished: {', '.join(unfinished)}."
-    return curves_chart(styles, runs).save(folder, name, title=title, small_print=small_print, width=6.0)
+    chart = curves_chart(styles, runs)
+    return chart.save(folder, name, title=title, small_print=small_print, width=6.0, formats=formats)
 
 
 def _label_ends(axes: Axes, styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -32,6 +32,7 @@ from inline_attention.benchmark.timing import (
 )
 from inline_attention.ops import dispatch, inline_attention_qkvpacked
 from inline_attention.ops.call import Normalization
+from inline_attention.support.untrusted import build_dataclass
 
 Pass = Literal["forward", "forward+backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -192,6 +193,24 @@ class AttentionReport:
             "latency": None if self.latency is None else _case_as_json(self.latency),
             "host_overhead_microseconds": self.host_overhead,
         }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> AttentionReport:
+        """Return the report that `as_json` has written, without latency and host overhead."""
+        results = [
+            CaseResult(
+                build_dataclass(AttentionCase, case),
+                case["floor_ms"],
+                {
+                    pass_: [build_dataclass(Measurement, item) for item in items]
+                    for pass_, items in case["passes"].items()
+                },
+            )
+            for case in content["cases"]
+        ]
+        cases = tuple(result.case for result in results)
+        settings = AttentionSettings(torch.device(content["device"]), getattr(torch, content["dtype"]), cases)
+        return cls(content["environment"], settings, content["copy_bytes_per_second"], results)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,7 @@ from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.conversion import convert_attention
 from inline_attention.models import create_model, list_models
+from inline_attention.support.untrusted import build_dataclass
 
 Mode = Literal["inference", "training"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -164,6 +165,20 @@ class ModelReport:
                 for result in self.results
             ],
         }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ModelReport:
+        """Return the report that `as_json` has written."""
+        results = [
+            ModelResult(
+                build_dataclass(ModelCase, case),
+                [build_dataclass(Measurement, item) for item in case["contestants"]],
+            )
+            for case in content["cases"]
+        ]
+        cases = tuple(result.case for result in results)
+        device, dtype = torch.device(content["device"]), getattr(torch, content["dtype"])
+        return cls(content["environment"], ModelSettings(device, dtype, cases, content["compile_mode"]), results)
 
 
 def default_cases(
