@@ -32,7 +32,7 @@ def annotation(number, image_id=1, category_id=7, box=(10, 10, 20, 20), segmenta
 
 
 def write_coco(root, annotations, images=3, split="train", **others):
-    """Pictures 1.jpg, … of 48×40 pixels, with categories 3, 7 and 90."""
+    """Images 1.jpg, … of 48×40 pixels, with categories 3, 7 and 90."""
     folder = root / f"{split}2017"
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, images + 1):

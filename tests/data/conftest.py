@@ -1,4 +1,4 @@
-"""Folders of small pictures, whole and broken."""
+"""Folders of small images, whole and broken."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def noise(seed, size=(48, 40)):
-    """A picture that no other seed gives; `size` is (width, height)."""
+    """An image that no other seed gives; `size` is (width, height)."""
     values = np.random.default_rng(seed).integers(0, 255, (size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
     return Image.fromarray(values).resize(size, Image.Resampling.BICUBIC)
 
@@ -49,5 +49,5 @@ def add_to_tar(archive, name, content):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Eight pictures each of two classes."""
+    """Eight images each of two classes."""
     return write_pictures(tmp_path / "pictures")

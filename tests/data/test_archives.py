@@ -82,7 +82,7 @@ def test_members_of_a_shard_name_no_files(tmp_path):
         link = tarfile.TarInfo("0.jpg")
         link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret.jpg")
         archive.addfile(link)
-    with pytest.raises(DataError, match="no picture in 1 archives"):
+    with pytest.raises(DataError, match="no image in 1 archives"):
         open_dataset("wds/train.tar", tmp_path)
 
 

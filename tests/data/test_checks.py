@@ -24,11 +24,11 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     for file in (tmp_path / "train").rglob("*.jpg"):
         file.write_bytes(b"")
     problems = "\n".join(open_and_check("folder", tmp_path, num_classes=5).problems)
-    assert "train: 1 empty class ('gnu'); add pictures or remove the folder" in problems
+    assert "train: 1 empty class ('gnu'); add images or remove the folder" in problems
     assert "has 3 classes, the model 5; use num_classes=3" in problems
     assert "2 classes ('dog', 'fox') of" in problems
     assert "1 class ('eel') of" in problems
-    assert "none of 9 pictures tried can be read" in problems
+    assert "none of 9 images tried can be read" in problems
     assert "is empty; expected JPEG" in problems
     assert len(problems.splitlines()) == 5
 
@@ -55,7 +55,7 @@ def test_classes_out_of_range():
     assert problem == ("here: 2 samples have a class out of 0 to 1, such as here[1] with 2; correct or remove them")
     assert check_readable(source) == []
     assert check_readable(ArraySource("nowhere", ["a"], images[:0], np.array([], int))) == [
-        "nowhere is empty; add pictures"
+        "nowhere is empty; add images"
     ]
 
 

@@ -12,7 +12,7 @@ TRAINING_FILES = [f"data_batch_{number}.bin" for number in range(1, 6)]
 
 @pytest.fixture
 def root(tmp_path):
-    """One picture per file of the binary version."""
+    """One image per file of the binary version."""
     for name in (*TRAINING_FILES, "test_batch.bin"):
         (tmp_path / name).write_bytes(bytes(1 + PIXELS))
     return tmp_path

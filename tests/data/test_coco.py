@@ -357,7 +357,7 @@ def test_names_that_no_file_can_have_are_not_found(tmp_path, name):
     if "\0" in name:  # a check says what is wrong
         assert find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name]), "train").is_dir()
         return
-    with pytest.raises(DataError, match="none of the pictures"):
+    with pytest.raises(DataError, match="none of the images"):
         find_image_folder(tmp_path, annotations_of_pictures(tmp_path, [name]), "train")
 
 

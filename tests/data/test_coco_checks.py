@@ -233,7 +233,7 @@ def test_images(tmp_path):
     file = write_coco(tmp_path, GOOD, images=7)
     folder = tmp_path / "train2017"
     (folder / "4.jpg").unlink()
-    (folder / "5.jpg").write_bytes(b"no picture")
+    (folder / "5.jpg").write_bytes(b"no image")
     noise(6, (40, 48)).save(folder / "6.jpg")
     turned = Image.Exif()
     turned[0x0112] = 6

@@ -101,16 +101,16 @@ def test_links_are_followed_but_not_in_circles(tmp_path, link, target):
 
 
 def test_folders_that_cannot_be_used(tmp_path):
-    with pytest.raises(DataError, match=r"absent does not exist; give one that holds a folder of pictures per class"):
+    with pytest.raises(DataError, match=r"absent does not exist; give one that holds a folder of images per class"):
         open_dataset("folder", tmp_path / "absent")
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file is not a folder"):
         open_dataset("folder", tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no picture; expected ROOT/CLASS/NAME"):
+    with pytest.raises(DataError, match="holds no image; expected ROOT/CLASS/NAME"):
         open_dataset("folder", tmp_path / "empty")
     noise(0).save(tmp_path / "empty" / "stray.png")
-    with pytest.raises(DataError, match=r"1 pictures outside of class folders, such as stray\.png; move them"):
+    with pytest.raises(DataError, match=r"1 images outside of class folders, such as stray\.png; move them"):
         open_dataset("folder", tmp_path / "empty")
     with pytest.raises(DataError, match="needs a folder; give one with --data-dir"):
         open_dataset("folder")
@@ -328,15 +328,15 @@ def test_shards_cannot_write_outside_and_name_what_is_broken(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"0.jpg": b"x"}, r"1 pictures without a class, such as 0\.jpg; expected a number ≥ 0 in a \.cls"),
-        ({"0.jpg": b"x", "0.cls": b"-1"}, "pictures without a class"),
+        ({"0.jpg": b"x"}, r"1 images without a class, such as 0\.jpg; expected a number ≥ 0 in a \.cls"),
+        ({"0.jpg": b"x", "0.cls": b"-1"}, "images without a class"),
         ({"0.jpg": b"x", "0.cls": b"cat"}, "invalid literal"),
         (
             {"0.jpg": b"x", "0.cls": b"20230101"},
             r"train\.tar has the class 20230101 for 0\.jpg; expected .* below 1,000,000, in its \.cls file",
         ),
         ({"0.jpg": b"x", "0.cls": b"9" * 60}, "has the class 9{60} for"),
-        ({"0.txt": b"x"}, "no picture in 1 archives"),
+        ({"0.txt": b"x"}, "no image in 1 archives"),
     ],
 )
 def test_shards_that_cannot_be_used(tmp_path, files, message):

@@ -50,7 +50,7 @@ def target_of(size, box=None):
 
 
 def drawn(target):
-    """A picture that is white where the mask is."""
+    """An image that is white where the mask is."""
     return Image.fromarray(target["masks"][0].numpy() * 255).convert("RGB")
 
 
@@ -117,7 +117,7 @@ def test_segmentation_crops_are_no_larger_than_asked_and_stay_together():
     assert np.mean(agreeing) > 0.93
     assert (32, 32) in sizes
     assert max(max(size) for size in sizes) == 32
-    assert len(sizes) > 1, "some pictures are made smaller than a crop"
+    assert len(sizes) > 1, "some images are made smaller than a crop"
 
 
 def test_no_class_fills_a_crop_where_it_can_be_avoided():
@@ -146,7 +146,7 @@ def test_photometric_distortion_changes_colours_and_no_labels():
 
 
 def test_photometric_distortion_keeps_red_red():
-    """Colours shift, but do not change places: they are a part of what is to be learnt."""
+    """Colors shift, but do not change places: they are a part of what is to be learned."""
     labels = np.zeros((8, 8), dtype=np.uint8)
     transform = segmentation_training_transform(8, scale=(1.0, 1.0), flip=0, largest_class_share=1.0)
     torch.manual_seed(0)

@@ -14,6 +14,6 @@ def test_a_split_has_all_the_names_that_folders_know(kind):
 
 @pytest.mark.parametrize("split", ["trainn", "Train", "", "all"])
 def test_any_other_split_is_refused_and_those_there_are_named(split):
-    """`train_split=trainn` would otherwise train on the pictures held out."""
+    """`train_split=trainn` would otherwise train on the images held out."""
     with pytest.raises(DataError, match=rf"digits has no split '{split}'; .*train or training .*validation.* or test"):
         open_dataset("digits", split=split)

@@ -1,4 +1,4 @@
-"""Sizes from headers: those that the decoded picture has."""
+"""Sizes from headers: those that the decoded image has."""
 
 import struct
 import threading
@@ -20,7 +20,7 @@ def turned(orientation):
 
 
 def upright_size(path):
-    """As the picture itself has it, once it is decoded."""
+    """As the image itself has it, once it is decoded."""
     width, height = load_image(path).size
     return height, width
 
@@ -108,5 +108,5 @@ def test_errors_come_among_the_sizes(tmp_path):
     )
     assert str(empty).startswith(f"{tmp_path}/empty.png: is empty; expected JPEG")
     assert str(absent) == f"{tmp_path}/absent.png: cannot be opened: No such file or directory"
-    assert "is damaged or no picture; expected JPEG" in str(foreign)
+    assert "is damaged or no image; expected JPEG" in str(foreign)
     assert good == (40, 48)

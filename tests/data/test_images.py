@@ -1,4 +1,4 @@
-"""Pictures in every mode and state that files come in."""
+"""Images in every mode and state that files come in."""
 
 import pickle
 import struct
@@ -26,7 +26,7 @@ def quarters():
 
 
 def corners(image):
-    """The colours in the middle of the four quarters, row by row."""
+    """The colors in the middle of the four quarters, row by row."""
     width, height = image.size
     return [image.getpixel((width * x // 4, height * y // 4)) for y in (1, 3) for x in (1, 3)]
 
@@ -67,13 +67,13 @@ def test_modes_without_transparency(tmp_path, mode):
         assert_close(corners(image), [RED, GREEN, BLUE, WHITE], tolerance=12)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "RGB with a transparent colour", "P with a transparent colour"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "RGB with a transparent color", "P with a transparent color"])
 def test_transparency_is_white(tmp_path, mode):
     path = tmp_path / "x.png"
-    if mode == "RGB with a transparent colour":
+    if mode == "RGB with a transparent color":
         saved(quarters(), path, transparency=RED)
         expected = [WHITE, GREEN, BLUE, WHITE]
-    elif mode == "P with a transparent colour":
+    elif mode == "P with a transparent color":
         image = quarters().quantize(4)
         saved(image, path, transparency=image.getpixel((1, 1)))
         expected = [WHITE, GREEN, BLUE, WHITE]
@@ -230,8 +230,8 @@ def test_truncated(tmp_path, suffix, kept):
     ("content", "reason"),
     [
         (b"", "is empty"),
-        (b"this is a letter, not a picture\n" * 20, "damaged or no picture"),
-        (bytes(range(256)) * 20, "damaged or no picture"),
+        (b"this is a letter, not an image\n" * 20, "damaged or no image"),
+        (bytes(range(256)) * 20, "damaged or no image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", "expected JPEG, PNG"),
     ],
     ids=["empty", "text", "bytes", "EPS, which would start a program"],
@@ -310,7 +310,7 @@ def test_content_in_memory_is_read_as_a_file_is_without_writing_one(tmp_path, mo
     assert load_image_bytes(content, "archive/1.png") == load_image(tmp_path / "x.png")
     for bad, reason in (
         (b"", "is empty; expected JPEG"),
-        (b"no picture", "no picture; expected"),
+        (b"no image", "no image; expected"),
         (content[:99], "is "),
     ):
         with pytest.raises(ImageError, match=rf"archive/1\.png: .*{reason}") as caught:

@@ -80,7 +80,7 @@ def in_epochs(loader, epochs=(0, 1)):
 
 def break_some(folder):
     (folder / "cat" / "2.jpg").write_bytes(b"")
-    (folder / "cat" / "3.jpg").write_bytes(b"no picture at all " * 50)
+    (folder / "cat" / "3.jpg").write_bytes(b"no image at all " * 50)
     whole = (folder / "dog" / "7.jpg").read_bytes()
     (folder / "dog" / "7.jpg").write_bytes(whole[: len(whole) // 2])
     return {"2.jpg", "3.jpg", "7.jpg"}
@@ -198,7 +198,7 @@ def test_the_limit(folder):
 
 
 def write_oddities(folder):
-    """Every kind of picture that must be read, in the order in which they are read."""
+    """Every kind of image that must be read, in the order in which they are read."""
     folder.mkdir(parents=True)
     picture = noise(1)
     exif = Image.Exif()

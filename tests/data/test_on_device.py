@@ -29,7 +29,7 @@ def as_tensor(pictures):
 
 @pytest.fixture(scope="module")
 def pictures():
-    """Of all colours, of few, of one, and of a narrow range."""
+    """Of all colors, of few, of one, and of a narrow range."""
     dull = noise(3).point(lambda value: 100 + value // 8)
     return [*(noise(seed) for seed in range(8)), Image.new("RGB", SIZE[::-1], (7, 200, 90)), dull]
 

@@ -13,7 +13,7 @@ from PIL import Image
 from inline_attention.data.coco import check_annotations, decode_mask, read_annotations
 from inline_attention.data.images import load_image
 from inline_attention.data.scenes import OBJECT_KINDS, SEMANTIC_CLASSES, ScenesPlan, render_scene, write_scenes
-from inline_attention.data.scenes.appearance import GROUND_COLOURS, MATERIALS, OBJECT_LOOKS, REACH, outline_distance
+from inline_attention.data.scenes.appearance import GROUND_COLORS, MATERIALS, OBJECT_LOOKS, REACH, outline_distance
 from inline_attention.data.scenes.rendering import LEAST_VISIBLE_PIXELS, category_number
 from inline_attention.data.scenes.writing import MANIFEST, leftovers
 from inline_attention.data.segmentation import open_and_check_pairs
@@ -58,13 +58,13 @@ def crowd():
 
 def test_everything_that_is_drawn_has_a_look():
     assert set(OBJECT_LOOKS) == set(OBJECT_KINDS)
-    assert set(GROUND_COLOURS) == set(MATERIALS)
+    assert set(GROUND_COLORS) == set(MATERIALS)
     assert {name for look in OBJECT_LOOKS.values() for name in (look.material, look.ground)} <= set(MATERIALS)
 
 
 def test_colours_hint_at_kinds_without_telling_them(crowd):
     """Of photographed objects: the kind whose usual hue is nearest is the right one more often than not, not always."""
-    hues = np.array([OBJECT_LOOKS[kind].colouring.hue for kind in OBJECT_KINDS])
+    hues = np.array([OBJECT_LOOKS[kind].color_range.hue for kind in OBJECT_KINDS])
     guessed, kinds = [], []
     for scene in crowd:
         for number, kind in enumerate(scene.kinds, start=1):
@@ -134,7 +134,7 @@ def test_shapes_lie_within_reach_and_differ(kind):
 def test_sizes_out_of_range():
     with pytest.raises(ValueError, match="64 to 4096 pixels, got 63"):
         render_scene(0, "training", 0, 63)
-    with pytest.raises(ValueError, match="at least one picture"):
+    with pytest.raises(ValueError, match="at least one image"):
         ScenesPlan(images=0)
 
 

@@ -103,13 +103,13 @@ def faulty(root):
 
 
 EXPECTED = {
-    "pictures without a map of labels": ("3.jpg", "left out"),
-    "maps of labels without a picture": ("4.png", "left out"),
+    "images without a label map": ("3.jpg", "left out"),
+    "label maps without an image": ("4.png", "left out"),
     "files that differ from another in their suffix alone": ("11.png", "left out"),
-    "maps of another size than their picture": ("5.png: 96×80 for a picture of 48×40", "brought to the picture's size"),
-    "maps of another shape than their picture": ("6.png: 96×40 for a picture of 48×40", "left out"),
+    "maps of another size than their image": ("5.png: 96×80 for an image of 48×40", "brought to the image's size"),
+    "maps of another shape than their image": ("6.png: 96×40 for an image of 48×40", "left out"),
     "maps with labels outside of the list of classes": ("7.png: 9, 200", "those pixels ignored"),
-    "maps of colours instead of labels": ("8.png: holds colours (RGB)", "left out"),
+    "maps of colors instead of labels": ("8.png: holds colors (RGB)", "left out"),
     "files that cannot be read": ("9.png: is damaged: ", "left out"),
 }
 
@@ -142,7 +142,7 @@ def test_each_fault_is_counted_named_and_repaired(root):
 
 def test_faults_met_in_spite_of_the_check_are_named(root):
     source = open_and_check_pairs(root).train
-    with pytest.raises(ImageError, match=r"0\.png: is 48×40 pixels, its picture 40×48"):
+    with pytest.raises(ImageError, match=r"0\.png: is 48×40 pixels, its image 40×48"):
         source.target(0, (48, 40))
     Image.fromarray(np.full((40, 48), 7, np.uint8)).save(root / "annotations" / "training" / "0.png")
     with pytest.raises(ImageError, match="has the label 7, which is not in the list of classes"):
@@ -164,7 +164,7 @@ def test_a_split_without_a_labelled_pixel_cannot_be_repaired(root, repair):
         Image.new("L", (48, 40), 255).save(root / "annotations" / "validation" / f"{number}.png")
     opened = open_and_check_pairs(root, repair=repair)
     (problem,) = opened.problems
-    assert "(validation): 3 maps without a labelled pixel, and there are no others (" in problem
+    assert "(validation): 3 maps without a labeled pixel, and there are no others (" in problem
     assert "repairing: not possible; label them" in problem
     assert opened.validation is None
 
@@ -176,19 +176,19 @@ def test_kinds_of_maps(tmp_path):
     palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     palette.putdata(values.ravel().tolist())
     palette.save(tmp_path / "palette.png")
-    Image.fromarray(values).save(tmp_path / "grey.png")
+    Image.fromarray(values).save(tmp_path / "gray.png")
     Image.fromarray(values.astype(np.uint16) * 100).save(tmp_path / "sixteen.png")
     Image.fromarray(values > 0).save(tmp_path / "two.png")
     assert (read_label_map(tmp_path / "palette.png") == values).all()
-    assert (read_label_map(tmp_path / "grey.png") == values).all()
+    assert (read_label_map(tmp_path / "gray.png") == values).all()
     assert (read_label_map(tmp_path / "sixteen.png") == values.astype(int) * 100).all()
     assert (read_label_map(tmp_path / "two.png") == (values > 0)).all()
     for mode in ("RGB", "RGBA", "LA"):
-        Image.fromarray(values).convert(mode).save(tmp_path / "colours.png")
-        with pytest.raises(ImageError, match=rf"holds colours \({mode}\).*convert it to a grey picture"):
-            read_label_map(tmp_path / "colours.png")
+        Image.fromarray(values).convert(mode).save(tmp_path / "colors.png")
+        with pytest.raises(ImageError, match=rf"holds colors \({mode}\).*convert it to a gray image"):
+            read_label_map(tmp_path / "colors.png")
     Image.fromarray(values).save(tmp_path / "lossy.jpg")
-    with pytest.raises(ImageError, match="no map of labels; expected PNG"):
+    with pytest.raises(ImageError, match="no label map; expected PNG"):
         read_label_map(tmp_path / "lossy.jpg")
     with pytest.raises(ImageError, match="cannot be opened: No such file"):
         read_label_map(tmp_path / "absent.png")
@@ -309,14 +309,14 @@ def test_folders_of_any_name(tmp_path):
     assert opened.problems == []
     assert (len(opened.train), len(opened.validation)) == (3, 3)
     (problem,) = open_and_check_pairs(root, train_split="other", **named).problems
-    assert "has no folder pictures/{split}, where pictures of the split 'other' are said to be" in problem
+    assert "has no folder pictures/{split}, where images of the split 'other' are said to be" in problem
     assert problem.endswith("{split} being one of other; correct image_folder")
 
 
 def test_one_folder_for_both_splits_is_refused(root):
     flat = {"image_folder": "images/training", "map_folder": "annotations/training"}
     (problem,) = open_and_check_pairs(root, **flat).problems
-    assert "has the pictures of 'train' and of 'validation'" in problem
+    assert "has the images of 'train' and of 'validation'" in problem
     opened = open_and_check_pairs(root, validation_split="train", **flat)  # asked for
     assert len(opened.train) == len(opened.validation) == 3
 
@@ -331,11 +331,11 @@ def test_folders(tmp_path):
     for folder in ("val/images", "val/masks"):
         (tmp_path / folder).mkdir(parents=True)
     assert find_pair_folders(tmp_path, "validation") == (tmp_path / "val" / "images", tmp_path / "val" / "masks")
-    with pytest.raises(DataError, match=r"no folder with pictures of the split 'train'; expected images/training"):
+    with pytest.raises(DataError, match=r"no folder with images of the split 'train'; expected images/training"):
         find_pair_folders(tmp_path, "train")
     with pytest.raises(DataError, match=r"split 'val'; expected images/validation"):
         find_pair_folders(tmp_path / "absent", "val")
-    with pytest.raises(DataError, match=r"no picture in .* \(0 found\) has the name of a map"):
+    with pytest.raises(DataError, match=r"no image in .* \(0 found\) has the name of a label map"):
         find_pairs(tmp_path / "val" / "images", tmp_path / "val" / "masks")
     (problem,) = open_and_check_pairs(tmp_path).problems
     assert "has no list of classes" in problem

@@ -146,7 +146,7 @@ def test_broken_pictures_met_before_a_stop_are_still_known_after_it(tmp_path, pi
 def test_all_pictures_broken_is_said_before_the_first_update(tmp_path, pictures):
     for path in pictures.rglob("*.png"):
         path.write_bytes(b"no picture")
-    with pytest.raises(ConfigError, match="none of 16 pictures tried can be read"):
+    with pytest.raises(ConfigError, match="none of 16 images tried can be read"):
         train.train(from_files(tmp_path / "runs", pictures, "run"))
     assert not (tmp_path / "runs").exists()
 

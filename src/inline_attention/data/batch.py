@@ -22,7 +22,7 @@ class Batch:
     Attributes:
         epoch: Epoch, from 0.
         number: Batch in the epoch, from 0.
-        images: `[B, C, H, W]`: uint8 as read, or floating-point numbers, normalised.
+        images: `[B, C, H, W]`: uint8 as read, or floating-point numbers, normalized.
         targets: `[B]` class numbers.
         indices: `[B]` numbers of the samples in the dataset.
         broken: Images that were left out of this batch, or replaced in it.
@@ -57,7 +57,7 @@ class Batch:
         )
 
     def normalized(self, normalize: Normalize) -> Self:
-        """A copy with normalised images."""
+        """A copy with normalized images."""
         return replace(self, images=normalize(self.images))
 
 
@@ -77,7 +77,7 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalise `[B, C, H, W]` bytes; floating-point numbers are taken to be normalised already."""
+        """Normalize `[B, C, H, W]` bytes; floating-point numbers are taken to be normalized already."""
         if images.is_floating_point():
             return images
         # Rearranged first, while they are small: sums over planes are faster than over three interleaved channels.
@@ -89,13 +89,13 @@ Target = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class UnequalBatch:
-    """Some samples, with a report on those that could not be read; a `Batch` of pictures as they are.
+    """Some samples, with a report on those that could not be read; a `Batch` of images as they are.
 
     Attributes:
         epoch: Epoch, from 0.
         number: Batch in the epoch, from 0.
-        images: `[C, H, W]` each: uint8 as read, or floating-point numbers, normalised.
-        targets: Of each image, by name.
+        images: `[C, H, W]` each: uint8 as read, or floating-point numbers, normalized.
+        targets: Targets of each image, by name.
         indices: `[B]` numbers of the samples in the dataset.
         broken: Images that were left out of this batch, or replaced in it.
     """
@@ -119,7 +119,7 @@ class UnequalBatch:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def normalized(self, normalize: Normalize) -> Self:
-        """A copy with images normalised one by one."""
+        """A copy with images normalized one by one."""
         return replace(self, images=tuple(normalize(image[None])[0] for image in self.images))
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:

@@ -41,11 +41,11 @@ class BrokenImage:
 
 @dataclass(frozen=True)
 class BrokenImageLimit:
-    """How many images of a dataset may be broken: both limits hold, and never may all be.
+    """Limits of broken images in a dataset. Both hold, and at least one image must be readable.
 
     Attributes:
-        count: Number of images.
-        share: Share of the dataset, from 0 to 1.
+        count: Maximum number of broken images.
+        share: Maximum share of the dataset, from 0 to 1.
     """
 
     count: int = 1000

@@ -1,4 +1,4 @@
-"""What is wrong with data, all at once and before the first step.
+"""Check data before the first step, and report all problems at once.
 
 Each check returns a list of problems, one sentence each with what to do; an empty list is good news.
 """
@@ -26,8 +26,8 @@ class OpenedData:
     """Training and validation data, as far as they could be opened, and all that is wrong with them.
 
     Attributes:
-        train: Pictures to train on.
-        validation: Pictures to validate on, with classes numbered as those of `train`.
+        train: Images to train on.
+        validation: Images to validate on, with classes numbered as those of `train`.
         problems: One sentence each.
     """
 
@@ -47,10 +47,10 @@ def open_and_check(
     """Open both splits of a dataset and check them.
 
     Args:
-        dataset: As for `open_dataset`.
-        data_dir: As for `open_dataset`.
-        train_split: As for `open_dataset`.
-        validation_split: As for `open_dataset`.
+        dataset: Dataset name (see `open_dataset`).
+        data_dir: Folder of the dataset.
+        train_split: Split to train on.
+        validation_split: Split to validate on.
         num_classes: Classes of the model; None if it follows the data.
     """
     problems: list[str] = []
@@ -70,7 +70,7 @@ def open_and_check(
         problems += differences + wrong_labels
         if train.location == validation.location and dataset != "digits":
             problems.append(
-                f"training and validation data are the same, {train.location}; put pictures that are not trained on "
+                f"training and validation data are the same, {train.location}; put images that are not trained on "
                 "into a folder val beside train"
             )
         elif not (differences or wrong_labels):
@@ -85,7 +85,7 @@ def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
     problems: list[str] = []
     if source.empty_classes:
         problems.append(
-            f"{source.location}: {_listed(source.empty_classes, 'empty class')}; add pictures or remove the folder"
+            f"{source.location}: {_listed(source.empty_classes, 'empty class')}; add images or remove the folder"
         )
     counted = len(source.class_names)
     wrong = np.flatnonzero((source.targets < 0) | (source.targets >= counted))
@@ -115,7 +115,7 @@ def check_same_classes(train: ImageSource, validation: ImageSource) -> list[str]
 
 
 def check_readable(source: ImageSource, sample: int = 16) -> list[str]:
-    """Whether any of a few pictures, chosen at random but always the same, can be read."""
+    """Report if none of a few images, chosen by a fixed seed, can be read."""
     chosen = random.Random(derived_seed("check", len(source))).sample(range(len(source)), min(sample, len(source)))
     reasons: list[str] = []
     for index in chosen:
@@ -126,8 +126,8 @@ def check_readable(source: ImageSource, sample: int = 16) -> list[str]:
         else:
             return []
     if not reasons:
-        return [f"{source.location} is empty; add pictures"]
-    return [f"{source.location}: none of {len(reasons)} pictures tried can be read; {reasons[0]}"]
+        return [f"{source.location} is empty; add images"]
+    return [f"{source.location}: none of {len(reasons)} images tried can be read; {reasons[0]}"]
 
 
 def _listed(names: Sequence[str], what: str) -> str:

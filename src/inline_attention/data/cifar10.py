@@ -22,7 +22,7 @@ from inline_attention.support.files import read_bounded
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32
-MAX_FILE_BYTES = 2**26  # of 10,000 pictures, which take 31 MB, or 47 MB as text in a pickle
+MAX_FILE_BYTES = 2**26  # of 10,000 images, which take 31 MB, or 47 MB as text in a pickle
 MAX_ARCHIVE_BYTES = 2**29  # decompressed; the authors' take 178 MB
 MAX_OPERATIONS = 1_000_000  # of a pickle; the authors' have about 60,000
 # Names that a pickled array of bytes needs.
@@ -43,14 +43,14 @@ class _Version(NamedTuple):
     parse: Callable[[bytes, str], tuple[np.ndarray, np.ndarray]]  # (pixels [N, 3072] uint8, targets [N])
 
     def is_in(self, root: Path) -> bool:
-        """Whether any file of it is there, packed or not."""
+        """True if any of its files is there, packed or not."""
         names = (*self.training_files, self.test_file)
         places = [folder / name for folder in (root / self.folder, root) for name in names]
         return any(place.is_file() for place in (*places, root / self.archive))
 
 
 def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
-    """The pictures of 32×32 pixels, or None if neither version is in the folder.
+    """The images of 32×32 pixels, or None if neither version is in the folder.
 
     Args:
         root: A folder that holds `cifar-10-batches-py`, `cifar-10-batches-bin`, `cifar-10-python.tar.gz` or
@@ -171,7 +171,7 @@ def _values(content: bytes) -> Iterator[bytes | int | bool]:
 
 def _checked_targets(targets: np.ndarray, length: int, where: str) -> np.ndarray:
     if targets.shape != (length,) or length == 0 or targets.min() < 0 or targets.max() >= len(CLASS_NAMES):
-        raise DataError(f"{where} is damaged: expected {length} classes from 0 to 9, one per picture; fetch it again")
+        raise DataError(f"{where} is damaged: expected {length} classes from 0 to 9, one per image; fetch it again")
     return targets.astype(np.int64)
 
 

@@ -28,7 +28,7 @@ LARGEST_VALUE = 16
 
 
 def digits(split: str) -> ArraySource:
-    """The digits as RGB pictures of 8×8 pixels, white on black.
+    """The digits as RGB images of 8×8 pixels, white on black.
 
     Args:
         split: "train" for the first 1,437, "validation" for the last 360, or another usual name of either.
@@ -41,8 +41,8 @@ def digits(split: str) -> ArraySource:
         (files("inline_attention.data") / "digits.npz").open("rb") as file,
         np.load(file, allow_pickle=False) as content,
     ):
-        grey, targets = content["images"], content["targets"]
-    scaled = np.round(grey[part] * (255 / LARGEST_VALUE)).astype(np.uint8)
+        gray, targets = content["images"], content["targets"]
+    scaled = np.round(gray[part] * (255 / LARGEST_VALUE)).astype(np.uint8)
     images = np.repeat(scaled[..., None], 3, axis=-1)
     return ArraySource("digits", [str(digit) for digit in range(10)], images, targets[part])
 
@@ -54,7 +54,7 @@ class HubSource(ImageSource):
         """Fetch the dataset, or open what was fetched before.
 
         Args:
-            name: As timm takes it: `hfds/OWNER/NAME`.
+            name: Dataset name, `hfds/OWNER/NAME`.
             root: Where to keep it; by default the Hub's own cache.
             split: The dataset's own name of the split.
 
@@ -86,7 +86,7 @@ class HubSource(ImageSource):
         super().__init__(f"{name} ({split})", [by_number.get(n, str(n)) for n in range(count)], targets)
 
     def load(self, index: int) -> Image.Image:
-        """Decode the picture's bytes, or the file in the cache that the row names.
+        """Decode the image's bytes, or the file in the cache that the row names.
 
         Not through timm's reader, which opens whatever path a row names.
         """
@@ -118,9 +118,9 @@ def open_dataset(
 
     Args:
         dataset: One of
-            - "folder" (or ""): pictures in `data_dir`/SPLIT/CLASS, or in `data_dir`/CLASS if there is but one split;
+            - "folder" (or ""): images in `data_dir`/SPLIT/CLASS, or in `data_dir`/CLASS if there is but one split;
             - "digits": handwritten digits inside this package;
-            - "cifar10": the Python or binary version, packed or not, or a folder of pictures, in `data_dir`;
+            - "cifar10": the Python or binary version, packed or not, or a folder of images, in `data_dir`;
             - "hfds/NAME": a dataset of the Hugging Face Hub, kept in `data_dir`;
             - "wds/PATTERN": tar archives below `data_dir`, such as `wds/{split}-{0000..0099}.tar`.
         data_dir: A folder; None for "digits".
@@ -134,7 +134,7 @@ def open_dataset(
         if data_dir is not None:
             raise DataError(
                 f"the dataset 'digits' is inside this package and needs no folder, got {os.fspath(data_dir)}; leave "
-                "--data-dir out, or add --dataset folder to use those pictures"
+                "--data-dir out, or add --dataset folder to use those images"
             )
         return digits(split)
     if kind == "hfds" and rest:

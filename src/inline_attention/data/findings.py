@@ -1,4 +1,4 @@
-"""What a check found wrong with a dataset: how many of each kind, the first few by name, and what became of them."""
+"""Faults that a check found in a dataset: the count of each kind, the first few by name, and the repair."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Finding:
     """One kind of fault.
 
     Attributes:
-        fault: What is wrong, in the plural, such as "boxes without area".
-        repair: What a repair does about it.
+        fault: Fault, in the plural, such as "boxes without area".
+        repair: Repair of the fault.
         count: How many there are.
         first: The first of them, by name.
     """
@@ -58,11 +58,11 @@ class DataReport:
         return iter(self.findings)
 
     def __bool__(self) -> bool:
-        """Whether anything was found."""
+        """True if anything was found."""
         return bool(self.findings)
 
     def count(self, fault: str) -> int:
-        """How many faults of a kind were found."""
+        """Return the number of faults of a kind."""
         return sum(finding.count for finding in self.findings if finding.fault == fault)
 
     @property

@@ -40,7 +40,7 @@ FORMATS = {
     "JPEG2000": (".jp2", ".j2k"),
 }
 SUFFIXES = frozenset(suffix for suffixes in FORMATS.values() for suffix in suffixes)
-# What turns a picture upright, by its EXIF orientation.
+# What turns an image upright, by its EXIF orientation.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -55,7 +55,7 @@ INTEGERS_OF_16_BITS = ("PNG", "PPM")  # formats in which integers that Pillow wi
 
 
 class ImageError(ValueError):
-    """A file cannot be used as a picture.
+    """A file cannot be used as an image.
 
     Attributes:
         path: The file.
@@ -72,29 +72,29 @@ class ImageError(ValueError):
 
 
 def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """Read a picture as RGB, turned upright as its EXIF orientation says.
+    """Read an image as RGB, turned upright as its EXIF orientation says.
 
-    Transparency is composited on white. 16-bit grey values are scaled to 8 bits; 32-bit and floating-point ones, whose
+    Transparency is composited on white. 16-bit gray values are scaled to 8 bits; 32-bit and floating-point ones, whose
     white point nobody knows, from their own range. Of an animation the first frame is taken.
 
     Args:
         path: A file in one of `FORMATS`.
-        max_pixels: Larger pictures are refused before they are decoded.
+        max_pixels: Larger images are refused before they are decoded.
 
     Raises:
-        ImageError: If the file cannot be opened, is damaged or no picture, or is too large.
+        ImageError: If the file cannot be opened, is damaged or no image, or is too large.
     """
     with open_image(path, max_pixels=max_pixels) as image:
         return _upright_rgb(image)
 
 
 def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """Read a picture file that lies in memory, as `load_image` does.
+    """Read an image file that lies in memory, as `load_image` does.
 
     Args:
-        content: Of the file.
-        name: What it can be found by, for errors.
-        max_pixels: As for `load_image`.
+        content: Content of the file.
+        name: Name for errors.
+        max_pixels: Larger images are refused before they are decoded.
 
     Raises:
         ImageError: Under the given name.
@@ -109,7 +109,7 @@ def open_image(
     content: bytes | None = None,
     *,
     formats: Collection[str] = FORMATS,
-    what: str = "picture",
+    what: str = "image",
     max_pixels: int = DEFAULT_MAX_PIXELS,
 ) -> Iterator[Image.Image]:
     """Open a file with Pillow, which reads its header, and close it in the end; whatever fails meanwhile is its fault.
@@ -122,7 +122,7 @@ def open_image(
         max_pixels: Larger ones are refused.
 
     Raises:
-        ImageError: If the file cannot be opened, is damaged or no picture, or is too large; also in place of any other
+        ImageError: If the file cannot be opened, is damaged or no image, or is too large; also in place of any other
             error in the body of the `with` statement.
     """
     path = Path(path)
@@ -165,18 +165,18 @@ def most_bytes(max_pixels: int) -> int:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """The orientation that metadata of an opened picture give, 1 if none, as far as its file was read."""
+    """The orientation that metadata of an opened image give, 1 if none, as far as its file was read."""
     try:
         # Not `image.getexif`, which for a PNG decodes all pixels to see what is behind them.
         return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-    except Exception:  # no reason to refuse the picture
+    except Exception:  # no reason to refuse the image
         return 1
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Files as they are given, and for each folder the pictures below it, sorted.
+    """Files as they are given, and for each folder the images below it, sorted.
 
-    A file is a picture by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
+    A file is an image by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
     when they are read.
     """
     found: list[Path] = []
@@ -292,10 +292,10 @@ PNG_ORIENTATIONS = (b"eXIf", b"tEXtRaw profile type exif", b"zTXtRaw profile typ
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """(height, width) in pixels of a picture, upright as `load_image` would return it.
+    """(height, width) in pixels of an image, upright as `load_image` would return it.
 
     Raises:
-        ImageError: If it is missing, no picture, or larger than `load_image` accepts. Damage further on in the file
+        ImageError: If it is missing, no image, or larger than `load_image` accepts. Damage further on in the file
             goes unnoticed.
     """
     with open_image(path) as image:
@@ -337,7 +337,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _metadata_behind_pixels(file: IO[bytes]) -> bool:
-    """Whether a PNG may have an orientation behind its pixels, from the names of its chunks alone."""
+    """True if a PNG may have an orientation behind its pixels, from the names of its chunks alone."""
     position, behind = file.tell(), False
     file.seek(PNG_SIGNATURE)
     try:
@@ -356,7 +356,7 @@ LARGEST_ASPECT = 8
 
 
 def without_far_ends(image: Image.Image) -> Image.Image:
-    """Cut the ends off a very long picture: a centre crop drops them anyway, but only after enlarging them."""
+    """Cut the ends off a very long image: a center crop drops them anyway, but only after enlarging them."""
     longest = LARGEST_ASPECT * min(image.size)
     width, height = min(image.width, longest), min(image.height, longest)
     left, top = (image.width - width) // 2, (image.height - height) // 2

@@ -1,4 +1,4 @@
-"""From pictures in files to batches on a device, prepared by worker processes."""
+"""From images in files to batches on a device, prepared by worker processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DataWorkerError(RuntimeError):
 
 
 class LoadedBatch(Protocol):
-    """What a loader asks of the batches it hands on, whatever is in them."""
+    """Interface of batches that a loader yields."""
 
     @property
     def broken(self) -> tuple[BrokenImage, ...]:
@@ -48,7 +48,7 @@ class LoadedBatch(Protocol):
         ...
 
     def normalized(self, normalize: Normalize) -> Self:
-        """A copy with normalised images."""
+        """A copy with normalized images."""
         ...
 
 
@@ -57,14 +57,14 @@ AnyBatch = TypeVar("AnyBatch", covariant=True)
 
 
 class Samples(Protocol[AnyBatch]):
-    """What a loader reads: pictures with what is to be learnt of them, prepared for a model."""
+    """Interface of samples that a loader reads: images and targets, transformed for a model."""
 
     def __len__(self) -> int:
         """Samples in the dataset."""
         ...
 
     def name(self, index: int) -> str:
-        """The picture's path, or what else it can be found by."""
+        """The image's path, or what else it can be found by."""
         ...
 
     def read(self, index: int) -> Any:
@@ -78,12 +78,12 @@ class Samples(Protocol[AnyBatch]):
     def batch(
         self, key: BatchKey, samples: Sequence[Any], indices: Sequence[int], broken: tuple[BrokenImage, ...]
     ) -> AnyBatch:
-        """What `read` returned for the samples of these indices, together."""
+        """Collate samples that `read` returned for these indices."""
         ...
 
 
 class Loader(Protocol[AnyBatch]):
-    """What training and evaluation ask of a loader."""
+    """Interface of loaders for training and evaluation."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -120,13 +120,13 @@ class SampleLoader(Generic[BatchType]):
         """Set up; worker processes start with the first epoch and stay until `close`.
 
         Args:
-            samples: What is read.
+            samples: Samples to read.
             batches: Which samples make up which batch.
             normalize: Applied on the device to batches of uint8; None leaves them as they are.
             broken: Where broken images are noted.
             replace_broken: True puts the next readable image in place of a broken one, which keeps the size of
                 batches; False leaves it out, which keeps figures honest.
-            seed: Of the samples' random numbers.
+            seed: Random seed of the samples.
             workers: Worker processes; 0 prepares images in this one.
             prefetch: Batches that each worker prepares ahead.
             device: Where batches go.
@@ -219,23 +219,23 @@ class SampleLoader(Generic[BatchType]):
 
 
 class ImageLoader(SampleLoader[Batch]):
-    """A `SampleLoader` of labelled pictures."""
+    """A `SampleLoader` of labeled images."""
 
     def __init__(self, source: ImageSource, transform: Transform, batches: Batches, **options: Any):
         """Set up.
 
         Args:
-            source: The pictures.
-            transform: Makes a `[C, H, W]` tensor of an RGB picture, uint8 or already normalised; random numbers from
+            source: The images.
+            transform: Makes a `[C, H, W]` tensor of an RGB image, uint8 or already normalized; random numbers from
                 the global generators.
-            batches: As for `SampleLoader`.
-            options: As for `SampleLoader`.
+            batches: Indices of the samples in each batch.
+            options: Options of `SampleLoader`.
         """
-        super().__init__(_LabelledPictures(source, transform), batches, **options)
+        super().__init__(_LabeledImages(source, transform), batches, **options)
 
 
 def named_worker_error(error: BaseException) -> DataWorkerError | None:
-    """What torch's error says of a worker that died or hangs; None if it is about something else.
+    """Return a clear error if torch's is about a worker that died or hangs, None otherwise.
 
     Torch raises it wherever the program happens to be when a worker dies, so a training loop may meet it in mid-step.
     """
@@ -260,8 +260,8 @@ class _PendingKeys:
         return self.keys
 
 
-class _LabelledPictures:
-    """Pictures and their classes; the far ends of very long ones are cut off before anything is resized."""
+class _LabeledImages:
+    """Images and their classes; the far ends of very long ones are cut off before anything is resized."""
 
     def __init__(self, source: ImageSource, transform: Transform):
         self._source, self._transform = source, transform
@@ -324,7 +324,7 @@ class _SampleReader(Dataset[BatchType]):
 
 
 def _stack(images: list[Tensor]) -> Tensor:
-    """`[B, C, H, W]`; bytes in channels-last order, as pictures are decoded: they are copied, not rearranged."""
+    """`[B, C, H, W]`; bytes in channels-last order, as images are decoded: they are copied, not rearranged."""
     if not images:
         return torch.empty(0, 3, 0, 0)
     if images[0].is_floating_point():

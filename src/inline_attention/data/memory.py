@@ -24,7 +24,7 @@ DECODING_BATCH = 256
 
 @dataclass(frozen=True)
 class MemoryImages:
-    """Decoded pictures.
+    """Decoded images.
 
     Attributes:
         images: `[N, C, H, W]` uint8.
@@ -48,10 +48,10 @@ def decode_to_memory(
     workers: int = 0,
     interpolation: str = "bicubic",
 ) -> MemoryImages:
-    """Decode a whole dataset; broken pictures are left out.
+    """Decode a whole dataset; broken images are left out.
 
     Args:
-        source: The pictures.
+        source: The images.
         size: (height, width) to which those of another size are resized, without regard to their shape.
         broken: Where broken ones are noted.
         workers: Processes to decode with.
@@ -78,7 +78,7 @@ def decode_to_memory(
 
 
 class MemoryLoader:
-    """Batches of decoded pictures, augmented if asked.
+    """Batches of decoded images, augmented if asked.
 
     What happens to a sample depends on (seed, epoch, its number) alone: not on the device, the size of batches or the
     number of processes.
@@ -93,14 +93,14 @@ class MemoryLoader:
         device: torch.device | str = "cpu",
         seed: int = 0,
     ):
-        """Move the pictures to the device.
+        """Move the images to the device.
 
         Args:
-            data: The pictures.
+            data: The images.
             batches: Which samples make up which batch, by their number in `data`.
-            augmentation: What is done to each batch; without any steps it only normalises.
+            augmentation: What is done to each batch; without any steps it only normalizes.
             device: Where they are kept, and batches are made.
-            seed: Of the augmentation.
+            seed: Random seed of the augmentation.
         """
         self._device = torch.device(device)
         self._images = data.images.to(self._device)

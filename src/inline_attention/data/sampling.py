@@ -118,7 +118,7 @@ BORDERS = (1.0,)
 
 
 class AspectRatioBatches:
-    """Full batches, shuffled anew for every epoch, of wide or of tall pictures; no more than two of them mix both.
+    """Full batches, shuffled anew for every epoch, of wide or of tall images; no more than two of them mix both.
 
     As with `TrainingBatches` a batch is known in advance from (seed, epoch, number), no sample comes twice in an epoch,
     and what is left over, less than one step's samples, sits it out. Batches of one step may differ in shape.
@@ -137,7 +137,7 @@ class AspectRatioBatches:
         """Plan.
 
         Args:
-            sizes: `[N, 2]` height and width of each picture.
+            sizes: `[N, 2]` height and width of each image.
             batch_size: Samples in a batch of one process.
             seed: The order depends on it and the epoch alone.
             rank: This process.

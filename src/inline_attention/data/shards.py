@@ -1,7 +1,7 @@
-"""Pictures in tar archives laid out for WebDataset: `NAME.jpg` beside `NAME.cls`, which holds the class number.
+"""Images in tar archives laid out for WebDataset: `NAME.jpg` beside `NAME.cls`, which holds the class number.
 
 timm and the webdataset package read such archives as streams, whose order depends on the number of workers and which
-cannot be taken up in the middle. Here the archives are indexed once, after which any picture can be read. Nothing is
+cannot be taken up in the middle. Here the archives are indexed once, after which any image can be read. Nothing is
 unpacked to the disk, whatever the names inside say.
 """
 
@@ -27,7 +27,7 @@ MOST_CLASSES = 1_000_000  # more than datasets have; a larger number is a date, 
 
 
 class ShardSource(ImageSource):
-    """The pictures of some archives. Classes have numbers only."""
+    """The images of some archives. Classes have numbers only."""
 
     def __init__(self, shards: list[Path], location: str):
         """Index the archives.
@@ -37,8 +37,8 @@ class ShardSource(ImageSource):
             location: What they were found by.
 
         Raises:
-            DataError: If one cannot be read, has a picture without a class or with an absurd one, or there is no
-                picture at all.
+            DataError: If one cannot be read, has an image without a class or with an absurd one, or there is no
+                image at all.
         """
         names: list[bytes] = []
         rows: list[tuple[int, int, int, int]] = []
@@ -47,7 +47,7 @@ class ShardSource(ImageSource):
                 names.append(os.fsencode(name))
                 rows.append((number, offset, size, target))
         if not rows:
-            raise DataError(f"{location}: no picture in {len(shards)} archives; expected NAME.jpg beside NAME.cls")
+            raise DataError(f"{location}: no image in {len(shards)} archives; expected NAME.jpg beside NAME.cls")
         table = np.array(rows, dtype=np.int64)
         targets = table[:, 3]
         super().__init__(location, [str(number) for number in range(int(targets.max()) + 1)], targets)
@@ -56,7 +56,7 @@ class ShardSource(ImageSource):
         self._names = np.array(names)
 
     def load(self, index: int) -> Image.Image:
-        """Read the picture's bytes out of its archive."""
+        """Read the image's bytes out of its archive."""
         shard, offset, size = self._positions[index].tolist()
         name = self.name(index)
         if size > most_bytes(DEFAULT_MAX_PIXELS):
@@ -107,8 +107,8 @@ def _expand_ranges(pattern: str) -> list[str]:
 
 
 def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
-    """(name, first byte, number of bytes, class) of each picture in an archive."""
-    pictures: dict[str, tarfile.TarInfo] = {}
+    """(name, first byte, number of bytes, class) of each image in an archive."""
+    images: dict[str, tarfile.TarInfo] = {}
     targets: dict[str, int] = {}
     try:
         with open_tar(shard) as members:
@@ -117,19 +117,19 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
                 stem, _, suffix = file_name.partition(".")
                 key = f"{folder}/{stem}"
                 if f".{suffix.lower()}" in SUFFIXES:
-                    pictures[key] = member
+                    images[key] = member
                 elif suffix == "cls":
                     file.seek(member.offset_data)
                     targets[key] = int(file.read(min(member.size, 64)))
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise DataError(f"{shard} cannot be read as an uncompressed tar archive with classes: {error}") from error
-    unlabelled = [member.name for key, member in pictures.items() if targets.get(key, -1) < 0]
-    if unlabelled:
+    unlabeled = [member.name for key, member in images.items() if targets.get(key, -1) < 0]
+    if unlabeled:
         raise DataError(
-            f"{shard} has {len(unlabelled)} pictures without a class, such as {unlabelled[0]}; "
+            f"{shard} has {len(unlabeled)} images without a class, such as {unlabeled[0]}; "
             "expected a number ≥ 0 in a .cls file of the same name"
         )
-    for key, member in pictures.items():
+    for key, member in images.items():
         if targets[key] >= MOST_CLASSES:
             raise DataError(
                 f"{shard} has the class {targets[key]} for {member.name}; expected the number of a class, counted from "

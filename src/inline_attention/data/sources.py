@@ -25,13 +25,13 @@ class DataError(ValueError):
 
 
 class ImageSource(ABC):
-    """Labelled pictures by number. Cheap to copy into worker processes.
+    """Labeled images by number. Cheap to copy into worker processes.
 
     Attributes:
         location: Where they are, for messages.
         class_names: Name of each class; its place is the class's number.
-        targets: `[N]` class number of each picture, int64.
-        empty_classes: Names of classes that were announced, and have no picture.
+        targets: `[N]` class number of each image, int64.
+        empty_classes: Names of classes that were announced, and have no image.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def load(self, index: int) -> Image.Image:
-        """The picture, upright and in RGB.
+        """The image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read.
@@ -55,10 +55,10 @@ class ImageSource(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The picture's path, or what else it can be found by."""
+        """The image's path, or what else it can be found by."""
 
     def with_classes(self, class_names: Sequence[str]) -> Self:
-        """The same pictures with classes numbered as in `class_names`, as those of the model or of the training data.
+        """The same images with classes numbered as in `class_names`, as those of the model or of the training data.
 
         Raises:
             DataError: If a class is not among them.
@@ -77,14 +77,14 @@ class ImageSource(ABC):
 
 
 class ArraySource(ImageSource):
-    """Pictures in memory."""
+    """Images in memory."""
 
     def __init__(self, location: str, class_names: Sequence[str], images: np.ndarray, targets: np.ndarray):
         """Take them as they are.
 
         Args:
             location: Where they are from.
-            class_names: As for `ImageSource`.
+            class_names: Name of each class.
             images: `[N, H, W, 3]` uint8.
             targets: `[N]` class numbers.
         """
@@ -92,7 +92,7 @@ class ArraySource(ImageSource):
         self.images = images
 
     def load(self, index: int) -> Image.Image:
-        """The picture."""
+        """The image."""
         return Image.fromarray(self.images[index])
 
     def name(self, index: int) -> str:
@@ -107,31 +107,31 @@ SPLIT_FOLDERS = {
 
 
 class FolderSource(ImageSource):
-    """The pictures below a folder; the innermost folder of each names its class.
+    """The images below a folder; the innermost folder of each names its class.
 
-    Classes and pictures are numbered as timm numbers them (digits in names by value), but all of our formats count, and
+    Classes and images are numbered as timm numbers them (digits in names by value), but all of our formats count, and
     hidden files do not.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
-        """List the pictures.
+        """List the images.
 
         Raises:
-            DataError: If there is no such folder, or no picture in it.
+            DataError: If there is no such folder, or no image in it.
         """
         self.root = Path(root)
         if not self.root.is_dir():
             what = "is not a folder" if self.root.exists() else "does not exist"
-            raise DataError(f"the data folder {self.root} {what}; give one that holds a folder of pictures per class")
+            raise DataError(f"the data folder {self.root} {what}; give one that holds a folder of images per class")
         by_path, empty = _walk(self.root)
         if not by_path:
             raise DataError(
-                f"{self.root} holds no picture; expected ROOT/CLASS/NAME with a suffix of {', '.join(FORMATS)} files"
+                f"{self.root} holds no image; expected ROOT/CLASS/NAME with a suffix of {', '.join(FORMATS)} files"
             )
         stray = [path for path, name in by_path.items() if not name]
         if stray:
             raise DataError(
-                f"{self.root} holds {len(stray)} pictures outside of class folders, such as {stray[0]}; "
+                f"{self.root} holds {len(stray)} images outside of class folders, such as {stray[0]}; "
                 "move them into the folder of their class"
             )
         paths = sorted(by_path, key=natural_key)
@@ -171,7 +171,7 @@ def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
 
 
 def _walk(root: Path) -> tuple[dict[str, str], set[str]]:
-    """The class of each picture, by path below the root, and the names of folders in which there is nothing."""
+    """The class of each image, by path below the root, and the names of folders in which there is nothing."""
     by_path: dict[str, str] = {}
     empty: set[str] = set()
     # Of each folder yet to be visited those on the way to it: a link to one of them would lead around in a circle.
@@ -188,25 +188,25 @@ def _walk(root: Path) -> tuple[dict[str, str], set[str]]:
                     ways[path] = way | {identity}
         relative = os.path.relpath(folder, root)
         class_name = "" if relative == "." else os.path.basename(relative)
-        pictures = [f for f in files if os.path.splitext(f)[1].lower() in SUFFIXES and not f.startswith(".")]
-        by_path.update((os.path.normpath(os.path.join(relative, name)), class_name) for name in pictures)
-        if not pictures and not subfolders and class_name:
+        images = [f for f in files if os.path.splitext(f)[1].lower() in SUFFIXES and not f.startswith(".")]
+        by_path.update((os.path.normpath(os.path.join(relative, name)), class_name) for name in images)
+        if not images and not subfolders and class_name:
             empty.add(class_name)
     return by_path, empty
 
 
 def _identity(folder: str | Path) -> tuple[int, int]:
-    """What is the same of a folder and of all links to it."""
+    """Return what a folder and all links to it have in common."""
     status = os.stat(folder)
     return status.st_dev, status.st_ino
 
 
 def is_training_split(split: str, location: str) -> bool:
-    """Whether a split is the one to train on; otherwise it is the one held out.
+    """True if a split is the one to train on, False if it is the one held out.
 
     Args:
         split: "train", "validation", or another of the names that folders have for these.
-        location: Where the pictures are, for the message.
+        location: Where the images are, for the message.
 
     Raises:
         DataError: If it is none of these. A guess might train on what is held out.

@@ -24,17 +24,17 @@ Transform = Callable[[Image.Image], Tensor]
 def training_transform(
     size: tuple[int, int], *, mean: Sequence[float], std: Sequence[float], **timm_options: Any
 ) -> Transform:
-    """Random crop, flip, colours and erasing, as timm does them.
+    """Random crop, flip, colors and erasing, as timm does them.
 
     Args:
         size: (height, width) of the result.
         mean: Per channel, of values from 0 to 1; what crops and rotations leave empty is filled with it.
         std: Per channel, of values from 0 to 1.
-        timm_options: As for timm's `create_transform`: scale, ratio, hflip, color_jitter, auto_augment, re_prob,
+        timm_options: Options of timm's `create_transform`: scale, ratio, hflip, color_jitter, auto_augment, re_prob,
             re_mode, re_count, interpolation, …
 
     Returns:
-        Makes a `[C, H, W]` tensor: uint8, or normalised if there is erasing, which fills in normalised noise.
+        Makes a `[C, H, W]` tensor: uint8, or normalized if there is erasing, which fills in normalized noise.
     """
     erases = timm_options.get("re_prob", 0) > 0
     transform: Any = create_transform(
@@ -52,11 +52,11 @@ def evaluation_options(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_transform(size: tuple[int, int], **timm_options: Any) -> Transform:
-    """Resize and centre crop, as timm does them.
+    """Resize and center crop, as timm does them.
 
     Args:
         size: (height, width) of the result.
-        timm_options: As for timm's `create_transform`: crop_pct, crop_mode, interpolation, …
+        timm_options: Options of timm's `create_transform`: crop_pct, crop_mode, interpolation, …
 
     Returns:
         Makes a `[C, H, W]` uint8 tensor.
@@ -74,7 +74,7 @@ def _operations(transform: Any) -> Iterator[Any]:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **_options: Any) -> Image.Image:
-    """timm asks for 0 bits at the greatest strength: a black picture, which Pillow 13 refuses to make."""
+    """timm asks for 0 bits at the greatest strength: a black image, which Pillow 13 refuses to make."""
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep)
@@ -84,17 +84,17 @@ class SeededMixup:
     """Mixup and cutmix whose random numbers depend on (seed, rank, epoch, batch) alone."""
 
     def __init__(self, mixup: Mixup, *, seed: int, rank: int = 0):
-        """Wrap timm's.
+        """Wrap timm's `Mixup`.
 
         Args:
-            mixup: Says how to mix.
-            seed: Of the random numbers.
+            mixup: timm's `Mixup`.
+            seed: Random seed.
             rank: This process; each mixes in its own way.
         """
         self._mixup, self._seed, self._rank = mixup, seed, rank
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Mix normalised images, in place.
+        """Mix normalized images, in place.
 
         Returns:
             Images `[B, C, H, W]` and the shares of the classes in each, `[B, K]`.

@@ -1,4 +1,4 @@
-"""Datasets of COCO's format: annotation files, their checks, and pictures with boxes and masks."""
+"""Datasets of COCO's format: annotation files, their checks, and images with boxes and masks."""
 
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,

@@ -20,12 +20,12 @@ Entry = TypeVar("Entry")
 MAX_FILE_BYTES = 2**33  # eight gigabytes; COCO's own files have less than half of one
 LONGEST_NAME = 4096  # characters, as paths have at most
 ID_LIMIT = 2**63  # ids are kept as int64
-NAMES_TRIED = 100  # pictures, at least, that are looked for in a folder to see whether it is theirs
+NAMES_TRIED = 100  # images, at least, that are looked for in a folder to see whether it is theirs
 
 
 @dataclass(frozen=True, slots=True)
 class CocoImage:
-    """A picture: its number, its file below the image folder, and its size in pixels (0 if the file does not say)."""
+    """An image: its number, its file below the image folder, and its size in pixels (0 if the file does not say)."""
 
     id: int
     file_name: str
@@ -47,7 +47,7 @@ class CocoObject:
 
     Attributes:
         id: Its number.
-        image_id: Of the picture it is in.
+        image_id: Id of its image.
         category_id: Its kind.
         box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
         area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
@@ -72,7 +72,7 @@ class CocoObject:
 
 @dataclass(frozen=True, slots=True)
 class MalformedEntry:
-    """What stands in a list of a file and lacks what makes it an image, a category or an object.
+    """An entry of a list that is no image, category or object.
 
     Attributes:
         list_name: "images", "categories" or "annotations".
@@ -92,7 +92,7 @@ class MalformedEntry:
 
 @dataclass(frozen=True)
 class CocoAnnotations:
-    """All of a file.
+    """Content of an annotation file.
 
     Labels are the numbers that a model uses: 1 to the number of categories, in order of the categories' ids, which may
     have holes. 0 is the background.
@@ -240,7 +240,7 @@ def find_image_folder(
     if existing and not plain and all(isinstance(folders[0].path_or_error(name), OutsideError) for name in names):
         return existing[0]  # there is something wrong that a check says better
     raise DataError(
-        f"none of the pictures in {annotations.location}, such as {names[0]!r}, is in any of "
+        f"none of the images in {annotations.location}, such as {names[0]!r}, is in any of "
         f"{', '.join(str(folder) for folder in named[:4])} or {root}; put them there"
     )
 

@@ -1,6 +1,6 @@
-"""What is wrong with COCO annotations, found before the first step and repaired if asked.
+"""Check COCO annotations before the first step, and repair them on request.
 
-Nothing is repaired silently, and no file is changed: a repair concerns what this run uses, and the report says what.
+No repair is silent and no file is changed: a repair applies to what this run uses, and the report says what was done.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def check_annotations(
     """Check all images (by the first bytes of their files) and all objects.
 
     Args:
-        annotations: As read.
+        annotations: Annotations as read from the file.
         image_folder: What their file names are relative to.
         masks: Whether masks will be used; without, objects need none, and what is wrong with those they have is no
             fault.
-        every_category: Whether each category needs an object, as it does to be learnt; in validation data it does not.
+        every_category: Whether each category needs an object, as it does to be learned; in validation data it does not.
         repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
         on_progress: Called after each image.
     """
@@ -148,7 +148,7 @@ def _check_images(
 
 
 def _shared_ids(images: Iterable[CocoImage]) -> set[int]:
-    """Ids of more than one picture, as after joining two files: their objects may be of either."""
+    """Ids of more than one image, as after joining two files: their objects may be of either."""
     first: dict[int, CocoImage] = {}
     return {image.id for image in images if first.setdefault(image.id, image) != image}
 
@@ -182,7 +182,7 @@ def _check_every_category(categories: list[CocoCategory], objects: list[CocoObje
             findings.add(
                 "categories without an object",
                 f"{category.name} ({category.id})",
-                repair="kept, so that labels stay the same; nothing will be learnt of them",
+                repair="kept, so that labels stay the same; nothing will be learned of them",
             )
 
 
@@ -312,7 +312,7 @@ class _Objects:
 
 
 def _covered_area(item: CocoObject, image: CocoImage) -> float:
-    """Of the mask as evaluation would count it, if there is one that covers a pixel, or else of the box."""
+    """Return the area of the mask as evaluation counts it, or of the box if no mask covers a pixel."""
     try:
         return float(mask_area(item.segmentation, image.height, image.width)) or item.box_area
     except MaskError:

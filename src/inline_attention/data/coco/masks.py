@@ -42,9 +42,9 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
     """`[H, W]` uint8 of zeros and ones.
 
     Args:
-        segmentation: As in the file: a list of polygons, or a dictionary of run lengths.
-        height: Of the image.
-        width: Of the image.
+        segmentation: List of polygons, or dictionary of run lengths.
+        height: Image height in pixels.
+        width: Image width in pixels.
 
     Raises:
         MaskError: If it is malformed.
@@ -70,7 +70,7 @@ def mask_extent(segmentation: Any, height: int, width: int) -> tuple[float, floa
 
     Raises:
         MaskError: If it is malformed.
-        DataError: As for `decode_mask`.
+        DataError: If decoding needs a library that is not installed.
     """
     if isinstance(segmentation, dict):
         return extent_of(_decode_run_lengths(segmentation, height, width))
@@ -169,7 +169,7 @@ def _from_numbers(counts: list[Any], height: int, width: int) -> np.ndarray:
 
 
 def _polygons(segmentation: Any, height: int, width: int) -> list[list[float]]:
-    """Those that can be drawn, at least one."""
+    """Return the polygons that can be drawn, at least one."""
     polygons = valid_polygons(segmentation, height, width)
     if not polygons:
         raise MaskError(_polygon_fault(segmentation))
@@ -183,9 +183,9 @@ def _drawn(polygons: list[list[float]], height: int, width: int) -> Any:
 
 
 def _surely_covers_a_pixel(polygon: list[float], height: int, width: int) -> bool:
-    """Whether that is certain of a polygon that does not wind around anything twice, without drawing it.
+    """True if a polygon that does not wind around anything twice surely covers a pixel; it is not drawn.
 
-    A region whose area is more than half its perimeter holds a point of the unit grid, such as the centre of a pixel
+    A region whose area is more than half its perimeter holds a point of the unit grid, such as the center of a pixel
     (Bender 1962). It takes twice that here, as drawing rounds corners, and the perimeter is taken along the axes.
     """
     x, y = polygon[0::2], polygon[1::2]

@@ -50,7 +50,7 @@ def open_and_check_coco(
     allow_outside: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> OpenedCoco:
-    """Open `data_dir/annotations/instances_*.json` and the pictures they are about, and check both.
+    """Open `data_dir/annotations/instances_*.json` and the images they are about, and check both.
 
     Args:
         data_dir: Folder of the dataset.

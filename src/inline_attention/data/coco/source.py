@@ -1,4 +1,4 @@
-"""Pictures with objects, as COCO annotates them, in the form that torchvision's detectors take.
+"""Images with objects, as COCO annotates them, in the form that torchvision's detectors take.
 
 Shapes: `N` images, `n` objects of an image, `H`, `W` height and width in pixels.
 """
@@ -27,7 +27,7 @@ MOST_MASK_PIXELS = 2**33  # of all masks of an image
 
 
 class CocoSource:
-    """Annotated pictures by number. Cheap to copy into worker processes.
+    """Annotated images by number. Cheap to copy into worker processes.
 
     Attributes:
         location: The annotation file.
@@ -79,11 +79,11 @@ class CocoSource:
         return len(self.image_ids)
 
     def name(self, index: int) -> str:
-        """The picture's path."""
+        """The image's path."""
         return os.path.join(self._files.folder, os.fsdecode(self._names[index]))
 
     def load(self, index: int) -> Image.Image:
-        """The picture, upright and in RGB.
+        """The image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read, is outside of the data folder, or is not of the annotated size.
@@ -97,7 +97,7 @@ class CocoSource:
         return image
 
     def target(self, index: int) -> Target:
-        """What is in the picture, in the form of torchvision's detectors.
+        """Return the objects in an image, in the form of torchvision's detectors.
 
         Returns:
             boxes `[n, 4]` float32 (left, top, right, bottom in pixels), labels `[n]` int64 from 1, masks `[n, H, W]`
@@ -122,7 +122,7 @@ class CocoSource:
         return target
 
     def without_masks(self) -> Self:
-        """The same pictures, with targets that hold no masks: for where nobody looks at them."""
+        """The same images, with targets that hold no masks: for where nobody looks at them."""
         plain = copy.copy(self)
         plain._masks = False
         return plain

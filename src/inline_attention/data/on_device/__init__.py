@@ -17,31 +17,31 @@ __all__ = ["BatchAugmentation", "training_augmentation", "unsupported_policy"]
 
 
 class BatchAugmentation(nn.Module):
-    """Steps on bytes, normalisation, steps on normalised numbers."""
+    """Steps on bytes, normalization, steps on normalized numbers."""
 
     def __init__(self, on_bytes: Sequence[Step], normalize: Normalize, on_numbers: Sequence[Step] = ()):
-        """Put them together."""
+        """Combine the steps."""
         super().__init__()
         self._on_bytes = nn.ModuleList(on_bytes)
         self._normalize = normalize
         self._on_numbers = nn.ModuleList(on_numbers)
 
     def draw(self, count: int, seed: int, epoch: int, device: torch.device) -> list[Tensor]:
-        """What every step is to do to each of `count` samples in an epoch: `[N, P]` each."""
+        """Draw the plan of every step for `count` samples in an epoch: `[N, P]` each."""
         return [
             step.draw(count, torch.Generator().manual_seed(derived_seed(step.purpose, seed, epoch)), device)
             for step in self._steps()
         ]
 
     def forward(self, images: Tensor, plans: Sequence[Tensor]) -> Tensor:
-        """Augment and normalise.
+        """Augment and normalize.
 
         Args:
             images: `[B, C, H, W]` uint8.
             plans: `[B, P]` of each step: the rows of these images.
 
         Returns:
-            `[B, C, H, W]` normalised.
+            `[B, C, H, W]` normalized.
         """
         steps = list(zip(self._steps(), plans, strict=True))
         for step, plan in steps[: len(self._on_bytes)]:
@@ -69,7 +69,7 @@ def training_augmentation(
     re_mode: Literal["pixel", "rand", "const"] = "pixel",
     re_count: int = 1,
 ) -> BatchAugmentation:
-    """Padded crop, flips, colours and erasing, in the words of `training_transform`.
+    """Padded crop, flips, colors and erasing, in the words of `training_transform`.
 
     Args:
         size: (height, width) of the images.
@@ -82,7 +82,7 @@ def training_augmentation(
         color_jitter: Strength of changes of brightness, contrast and saturation; as in timm, none beside
             `auto_augment`.
         re_prob: Probability of erasing rectangles.
-        re_mode: What fills them: noise per pixel, one random colour, or the mean.
+        re_mode: What fills them: noise per pixel, one random color, or the mean.
         re_count: Largest number of them.
     """
     on_bytes: list[Step] = []

@@ -23,20 +23,20 @@ from torch.nn import functional as F
 from inline_attention.data.on_device.steps import Step
 
 LEVELS = 256  # values of a byte
-GREY_SHARES = (0.299, 0.587, 0.114)  # of red, green and blue in what the eye takes for brightness
+GRAY_SHARES = (0.299, 0.587, 0.114)  # of red, green and blue in what the eye takes for brightness
 
 
 class Blend(IntEnum):
-    """What an image is blended with; 0 is for none."""
+    """Images to blend with; 0 means none."""
 
     BRIGHTNESS = 1  # black
-    CONTRAST = 2  # its mean grey
-    COLOR = 3  # its grey image
+    CONTRAST = 2  # its mean gray
+    COLOR = 3  # its gray image
     SHARPNESS = 4  # itself, smoothed
 
 
 class Table(IntEnum):
-    """How values are replaced; 0 is for not at all. The argument of each is in brackets."""
+    """Tables of new values, with their argument in brackets; 0 means none."""
 
     POSTERIZE = 1  # the high bits are kept (mask)
     SOLARIZE = 2  # bright values are inverted (first of them)
@@ -65,18 +65,18 @@ def blend(images: Tensor, kinds: Tensor, factors: Tensor, possible: Sequence[Ble
     return torch.where(kinds > 0, blended, images)
 
 
-def _grey(images: Tensor) -> Tensor:
+def _gray(images: Tensor) -> Tensor:
     red, green, blue = images.unbind(1)
-    mixed = GREY_SHARES[0] * red + GREY_SHARES[1] * green + GREY_SHARES[2] * blue
+    mixed = GRAY_SHARES[0] * red + GRAY_SHARES[1] * green + GRAY_SHARES[2] * blue
     return mixed.round()[:, None]
 
 
-def _mean_grey(images: Tensor) -> Tensor:
-    return _grey(images).mean((1, 2, 3), keepdim=True).round()
+def _mean_gray(images: Tensor) -> Tensor:
+    return _gray(images).mean((1, 2, 3), keepdim=True).round()
 
 
 def _smoothed(images: Tensor) -> Tensor:
-    """Each pixel counts five times, its eight neighbours once; the outermost pixels stay as they are."""
+    """Each pixel counts five times, its eight neighbors once; the outermost pixels stay as they are."""
     if min(images.shape[-2:]) < 3:
         return images
     smoothed = images.clone()
@@ -86,8 +86,8 @@ def _smoothed(images: Tensor) -> Tensor:
 
 _DULLER: dict[Blend, Callable[[Tensor], Tensor]] = {
     Blend.BRIGHTNESS: torch.zeros_like,
-    Blend.CONTRAST: _mean_grey,
-    Blend.COLOR: _grey,
+    Blend.CONTRAST: _mean_gray,
+    Blend.COLOR: _gray,
     Blend.SHARPNESS: _smoothed,
 }
 
@@ -147,7 +147,7 @@ def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     """
     height, width = images.shape[-2:]
     # Not by `affine_grid`: TensorFloat32 may do its matrix product, and three digits are no place in an image.
-    x = torch.arange(width, device=images.device) + 0.5  # centres of pixels
+    x = torch.arange(width, device=images.device) + 0.5  # centers of pixels
     y = (torch.arange(height, device=images.device) + 0.5)[:, None]
     a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
     from_x = (a * x + b * y + c) * (2 / width) - 1  # [B, H, W] from -1 at one border to 1 at the other
@@ -165,7 +165,7 @@ KINDS = (Blend.BRIGHTNESS, Blend.CONTRAST, Blend.COLOR)
 class ColorJitter(Step):
     """Changes brightness, contrast and saturation of images of bytes."""
 
-    purpose = "colour jitter"
+    purpose = "colour jitter"  # seeds depend on the text
 
     def __init__(self, strength: float):
         """Set up.
@@ -196,7 +196,7 @@ TIMM_OPTIONS = {"img_mean": (0, 0, 0)}
 
 
 class _Strength(NamedTuple):
-    """How strongly an operation is done to each sample: `[N]` from 0 to 1, or more if a description allows, and ±1."""
+    """Strength of an operation for each sample: `[N]` from 0 to 1, or more if a description allows, and a sign."""
 
     level: Tensor
     sign: Tensor
@@ -207,12 +207,12 @@ class _Strength(NamedTuple):
 
     @property
     def factor(self) -> Tensor:
-        """Of a blend, from 0.1 to 1.9."""
+        """Factor of a blend, from 0.1 to 1.9."""
         return 0.1 + 1.8 * self.level
 
     @property
     def increasing_factor(self) -> Tensor:
-        """Of a blend: the stronger, the further from 1, on either side."""
+        """Factor of a blend that moves away from 1 with the strength, on either side."""
         return (1 + 0.9 * self.signed).clamp(min=0.1)
 
 
@@ -253,12 +253,12 @@ def _matrix(*entries: Tensor | float) -> Tensor:
 
 
 def _rotation(strength: _Strength, size: tuple[int, int]) -> Tensor:
-    """Counter-clockwise about the centre, up to 30 degrees."""
+    """Counter-clockwise about the center, up to 30 degrees."""
     angle = -math.radians(30) * strength.signed
-    centre_y, centre_x = size[0] / 2, size[1] / 2
+    center_y, center_x = size[0] / 2, size[1] / 2
     cos, sin = angle.cos(), angle.sin()
     return _matrix(
-        cos, sin, centre_x - cos * centre_x - sin * centre_y, -sin, cos, centre_y + sin * centre_x - cos * centre_y
+        cos, sin, center_x - cos * center_x - sin * center_y, -sin, cos, center_y + sin * center_x - cos * center_y
     )
 
 
@@ -272,7 +272,7 @@ _WARPS: dict[str, Callable[[_Strength, tuple[int, int]], Tensor]] = {
 
 
 class _Plan(NamedTuple):
-    """What a layer does to each sample: the columns of its part of the plan.
+    """Plan of one layer for each sample.
 
     Attributes:
         is_warped: `[N]` 1 or 0.
@@ -311,7 +311,7 @@ class RandAugment(Step):
         """Read a description.
 
         Args:
-            description: As for timm's `rand_augment_transform`.
+            description: timm's description of RandAugment.
             size: (height, width) of the images.
             mean: Per channel, of values from 0 to 1; fills what a warp leaves empty.
 

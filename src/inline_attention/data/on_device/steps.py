@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 class Step(nn.Module, ABC):
-    """One thing that is done to images at random.
+    """One random change of images.
 
     Attributes:
         purpose: Tells its random numbers from those of other steps: adding a step changes nothing about the others.
@@ -28,11 +28,11 @@ class Step(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-        """What is to be done to each of `count` samples.
+        """Draw the plan for `count` samples.
 
         Args:
             count: Samples of the dataset.
-            generator: Of random numbers on the CPU, which are the same whatever the device.
+            generator: Random generator on the CPU, so that numbers do not depend on the device.
             device: Where to work out what follows from them.
 
         Returns:
@@ -41,7 +41,7 @@ class Step(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, images: Tensor, plan: Tensor) -> Tensor:
-        """Do it.
+        """Change images as planned.
 
         Args:
             images: `[B, C, H, W]`.
@@ -76,7 +76,7 @@ class PaddedCropAndFlip(Step):
         return torch.cat([corners, mirrored, upside_down], dim=1).float().to(device)
 
     def forward(self, images: Tensor, plan: Tensor) -> Tensor:
-        """As `crop_and_flip`."""
+        """Crop and flip."""
         moves = plan.long()
         return crop_and_flip(images, moves[:, :2], moves[:, 2:].bool(), self._padding)
 
@@ -111,7 +111,7 @@ LARGEST_ASPECT = 1 / 0.3
 
 
 class RandomErasing(Step):
-    """Fills rectangles of normalised images with noise, a colour, or zeros."""
+    """Fills rectangles of normalized images with noise, a color, or zeros."""
 
     purpose = "erasing"
 
@@ -123,7 +123,7 @@ class RandomErasing(Step):
         Args:
             probability: That anything is erased from an image.
             size: (height, width) of the images.
-            mode: "pixel": noise, "rand": one random colour per rectangle, "const": zeros.
+            mode: "pixel": noise, "rand": one random color per rectangle, "const": zeros.
             largest_count: Rectangles are from 1 to this many, the smaller the more there are.
         """
         super().__init__()
@@ -165,7 +165,7 @@ class RandomErasing(Step):
         return images
 
     def _fills(self, keys: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """What rectangles are filled with, `[B, R, C, H or 1, W or 1]`."""
+        """Return the fill of rectangles, `[B, R, C, H or 1, W or 1]`."""
         count, channels = self._largest_count, shape[0]
         if self._mode == "pixel":
             return pixel_noise(keys, shape)[:, None].expand(-1, count, -1, -1, -1)
@@ -183,7 +183,7 @@ def pixel_noise(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
 
     Args:
         keys: `[B]` a whole number per image, from 0 to below `LARGEST_KEY`.
-        shape: Of the noise for one image.
+        shape: Shape of the noise for one image.
 
     Returns:
         `[B, *shape]`.

@@ -18,11 +18,11 @@ import numpy as np
 from PIL import Image
 
 Distance = np.ndarray  # [H, W] in the shape's own unit, negative inside
-REACH = 1.2  # no shape goes further from its centre
+REACH = 1.2  # no shape goes further from its center
 
 
-def _disc(x: np.ndarray, y: np.ndarray, centre: tuple[float, float] = (0, 0), radius: float = 1) -> Distance:
-    return np.hypot(x - centre[0], y - centre[1]) - radius
+def _disc(x: np.ndarray, y: np.ndarray, center: tuple[float, float] = (0, 0), radius: float = 1) -> Distance:
+    return np.hypot(x - center[0], y - center[1]) - radius
 
 
 def _ring(x: np.ndarray, y: np.ndarray) -> Distance:
@@ -76,12 +76,12 @@ SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], Distance]] = {
 
 
 def outline_distance(kind: str, x: np.ndarray, y: np.ndarray) -> Distance:
-    """How far points lie outside of a shape that about fills the unit disc, whose y axis points down.
+    """Return how far points lie outside of a shape that about fills the unit disc, whose y axis points down.
 
     Args:
         kind: One of `SHAPES`.
         x: `[H, W]`, or anything that broadcasts with `y`.
-        y: As `x`.
+        y: `[H, W]`, or anything that broadcasts with `x`.
     """
     return SHAPES[kind](x, y)
 
@@ -93,7 +93,7 @@ def unit_area(kind: str) -> float:
     return float((outline_distance(kind, steps, steps[:, None]) < 0).mean()) * (2 * REACH) ** 2
 
 
-Pattern = np.ndarray  # [H, W] float32 from 0 (the material's dark colour) to 1 (its light one)
+Pattern = np.ndarray  # [H, W] float32 from 0 (the material's dark color) to 1 (its light one)
 
 
 def smooth_noise(random: np.random.Generator, height: int, width: int, grain: float) -> Pattern:
@@ -164,17 +164,17 @@ MATERIALS: dict[str, Callable[[np.random.Generator, int, int], Pattern]] = {
 
 
 def painted(pattern: Pattern, dark: np.ndarray, light: np.ndarray) -> np.ndarray:
-    """`[H, W, 3]` colours between two: `dark` `[3]` where the pattern is 0, `light` `[3]` where it is 1."""
+    """`[H, W, 3]` colors between two: `dark` `[3]` where the pattern is 0, `light` `[3]` where it is 1."""
     return dark + pattern[..., None] * (light - dark)
 
 
-SHARE_OF_ODD_COLOURS = 0.12
+SHARE_OF_ODD_COLORS = 0.12
 SHARE_OF_ODD_MATERIALS = 0.3
 
 
 @dataclass(frozen=True)
 class Paint:
-    """The two colours of a material, each `[3]` float32 from 0 to 1: of its darkest and of its lightest places."""
+    """The two colors of a material, each `[3]` float32 from 0 to 1: of its darkest and of its lightest places."""
 
     dark: np.ndarray
     light: np.ndarray
@@ -186,25 +186,25 @@ class Paint:
 
 
 @dataclass(frozen=True)
-class Colouring:
-    """A range of colours.
+class ColorRange:
+    """A range of colors.
 
     Attributes:
-        hue: Its middle, in turns of the colour circle: 0 is red, 1/3 green, 2/3 blue.
+        hue: Its middle, in turns of the color circle: 0 is red, 1/3 green, 2/3 blue.
         spread: Standard deviation of the hue, in turns.
-        saturation: Least and greatest, from 0 (grey) to 1.
+        saturation: Least and greatest, from 0 (gray) to 1.
     """
 
     hue: float
     spread: float
     saturation: tuple[float, float]
 
-    def or_odd(self, random: np.random.Generator) -> Colouring:
-        """That of one object or background: mostly this one, sometimes one around any other hue."""
-        return replace(self, hue=random.random()) if random.random() < SHARE_OF_ODD_COLOURS else self
+    def or_odd(self, random: np.random.Generator) -> ColorRange:
+        """Return the range of one object or background: mostly this one, sometimes one around another hue."""
+        return replace(self, hue=random.random()) if random.random() < SHARE_OF_ODD_COLORS else self
 
     def draw(self, random: np.random.Generator) -> Paint:
-        """Colours of this range."""
+        """Colors of this range."""
         hue = random.normal(self.hue, self.spread) % 1
         light = np.array(colorsys.hsv_to_rgb(hue, random.uniform(*self.saturation), random.uniform(0.5, 1)))
         return Paint((light * random.uniform(0.35, 0.75)).astype(np.float32), light.astype(np.float32))
@@ -212,26 +212,26 @@ class Colouring:
 
 @dataclass(frozen=True)
 class ObjectLook:
-    """What a kind of object is usually made of, and where it is usually found.
+    """Usual appearance and surroundings of a kind of object.
 
     Attributes:
-        colouring: Of the object.
-        material: Of `MATERIALS`.
+        color_range: Usual colors of the object.
+        material: Usual material, one of `MATERIALS`.
         ground: The background, of `MATERIALS`.
     """
 
-    colouring: Colouring
+    color_range: ColorRange
     material: str
     ground: str
 
     def draw_material(self, random: np.random.Generator) -> str:
-        """That of one object."""
+        """Draw the material of one object."""
         odd = random.random() < SHARE_OF_ODD_MATERIALS
         return str(random.choice(list(MATERIALS))) if odd else self.material
 
 
-def _vivid(hue: float) -> Colouring:
-    return Colouring(hue, spread=0.04, saturation=(0.45, 0.95))
+def _vivid(hue: float) -> ColorRange:
+    return ColorRange(hue, spread=0.04, saturation=(0.45, 0.95))
 
 
 # Pairs of one hue: heart and cross, star and disc, triangle and ring, crescent and square.
@@ -245,10 +245,10 @@ OBJECT_LOOKS: dict[str, ObjectLook] = {
     "crescent": ObjectLook(_vivid(0.715), material="gravel", ground="clouds"),
     "heart": ObjectLook(_vivid(0.965), material="clouds", ground="planks"),
 }
-# Backgrounds are paler than objects. From top to bottom of a picture, as they usually lie.
-GROUND_COLOURS: dict[str, Colouring] = {
-    "clouds": Colouring(0.58, spread=0.05, saturation=(0.1, 0.5)),
-    "tiles": Colouring(0.45, spread=0.12, saturation=(0.05, 0.4)),
-    "planks": Colouring(0.07, spread=0.04, saturation=(0.25, 0.6)),
-    "gravel": Colouring(0.12, spread=0.1, saturation=(0.0, 0.25)),
+# Backgrounds are paler than objects. From top to bottom of an image, as they usually lie.
+GROUND_COLORS: dict[str, ColorRange] = {
+    "clouds": ColorRange(0.58, spread=0.05, saturation=(0.1, 0.5)),
+    "tiles": ColorRange(0.45, spread=0.12, saturation=(0.05, 0.4)),
+    "planks": ColorRange(0.07, spread=0.04, saturation=(0.25, 0.6)),
+    "gravel": ColorRange(0.12, spread=0.1, saturation=(0.0, 0.25)),
 }

@@ -14,7 +14,7 @@ from PIL import Image, ImageFilter
 
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.scenes.appearance import (
-    GROUND_COLOURS,
+    GROUND_COLORS,
     MATERIALS,
     OBJECT_LOOKS,
     REACH,
@@ -27,31 +27,31 @@ from inline_attention.data.scenes.appearance import (
 )
 
 
-def photograph(random: np.random.Generator, colours: np.ndarray) -> np.ndarray:
+def photograph(random: np.random.Generator, colors: np.ndarray) -> np.ndarray:
     """Photograph a scene.
 
     Args:
         random: Decides on light, lens and noise.
-        colours: `[H, W, 3]` float32 from 0 to 1, in even light.
+        colors: `[H, W, 3]` float32 from 0 to 1, in even light.
 
     Returns:
         `[H, W, 3]` uint8.
     """
-    height, width = colours.shape[:2]
+    height, width = colors.shape[:2]
     direction, strength = random.uniform(0, 2 * np.pi), random.uniform(0, 0.35)
     x = np.linspace(-1, 1, width, dtype=np.float32)
     y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
     slope = strength * (x * np.float32(np.cos(direction)) + y * np.float32(np.sin(direction)))
     corners = random.uniform(0, 0.15) * (x * x + y * y)
     tint = random.normal(1, 0.06, 3).astype(np.float32) * np.float32(random.uniform(0.85, 1.3))
-    lit = colours * (1 + slope - corners)[..., None] * tint
+    lit = colors * (1 + slope - corners)[..., None] * tint
     blurred = Image.fromarray(_to_bytes(lit)).filter(ImageFilter.GaussianBlur(random.uniform(0, 0.8)))
     noise = np.float32(random.uniform(0.5, 7)) * random.standard_normal((height, width, 3), dtype=np.float32)
     return np.clip(np.asarray(blurred) + noise + 0.5, 0, 255).astype(np.uint8)
 
 
-def _to_bytes(colours: np.ndarray) -> np.ndarray:
-    return (np.clip(colours, 0, 1) * 255 + 0.5).astype(np.uint8)
+def _to_bytes(colors: np.ndarray) -> np.ndarray:
+    return (np.clip(colors, 0, 1) * 255 + 0.5).astype(np.uint8)
 
 
 OBJECT_KINDS = tuple(SHAPES)
@@ -67,7 +67,7 @@ def category_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class Scene:
-    """What was drawn.
+    """A drawn scene.
 
     Attributes:
         image: `[H, W, 3]` uint8.
@@ -93,8 +93,8 @@ class Scene:
 
 SMALLEST_SIDE = 64
 LARGEST_SIDE = 4096
-SHORT_TO_LONG = (1.0, 3 / 4, 2 / 3)  # shapes of pictures
-MOST_OBJECTS, PIXELS_PER_OBJECT = 10, 25  # one to every so many pixels of the longer side: small pictures are not heaps
+SHORT_TO_LONG = (1.0, 3 / 4, 2 / 3)  # shapes of images
+MOST_OBJECTS, PIXELS_PER_OBJECT = 10, 25  # one to every so many pixels of the longer side: small images are not heaps
 SHARE_WITHOUT_OBJECTS = 0.03
 # Square roots of areas in pixels, within COCO's limits of small (below 32²), medium (below 96²) and large objects. What
 # is seen of an object may be less, as objects hide each other.
@@ -105,16 +105,16 @@ STRETCH = 0.2  # largest logarithm by which an object is wider, and so much lowe
 LEAST_VISIBLE_SHARE = 0.45
 LEAST_VISIBLE_PIXELS = 48
 PLACING_ATTEMPTS = 8
-COLOUR_CANDIDATES = 3  # of which the one is taken that stands out most
-SHARE_AGAINST_THE_ORDER = 0.25  # of pictures, in which backgrounds lie in any order
-FAVOUR = 3  # how much likelier kinds of objects are on their usual background than others
+COLOR_CANDIDATES = 3  # of which the one is taken that stands out most
+SHARE_AGAINST_THE_ORDER = 0.25  # of images, in which backgrounds lie in any order
+PREFERENCE = 3  # how much likelier kinds of objects are on their usual background than others
 
 
 def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
     """Draw one scene; it depends on the arguments alone, not on how many others are drawn.
 
     Args:
-        seed: Of the dataset.
+        seed: Random seed of the dataset.
         split: Such as "train"; scenes of different splits have nothing in common.
         index: Number of the scene in its split.
         size: Pixels of the longer side, from `SMALLEST_SIDE` to `LARGEST_SIDE`.
@@ -131,32 +131,32 @@ def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
     if random.random() >= SHARE_WITHOUT_OBJECTS:
         for _ in range(random.integers(1, min(MOST_OBJECTS, size // PIXELS_PER_OBJECT) + 1)):
             canvas.draw_object()
-    return Scene(photograph(random, canvas.colours), canvas.instances, tuple(canvas.kinds), canvas.background)
+    return Scene(photograph(random, canvas.colors), canvas.instances, tuple(canvas.kinds), canvas.background)
 
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where an object goes, and how it is turned and stretched."""
+    """Place, rotation and stretch of an object."""
 
     kind: str
-    centre: tuple[float, float]  # (x, y) in pixels
+    center: tuple[float, float]  # (x, y) in pixels
     radius: float  # of the disc that it about fills, in pixels
     angle: float
     stretch: float
 
     def distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Pixels from the outline, negative inside, at points of the picture."""
-        x, y = (x - self.centre[0]) / self.radius, (y - self.centre[1]) / self.radius
+        """Pixels from the outline, negative inside, at points of the image."""
+        x, y = (x - self.center[0]) / self.radius, (y - self.center[1]) / self.radius
         cosine, sine = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
         turned_x, turned_y = x * cosine + y * sine, y * cosine - x * sine
         return outline_distance(self.kind, turned_x * self.stretch, turned_y / self.stretch) * self.radius
 
     def window(self, height: int, width: int, margin: float) -> tuple[slice, slice]:
-        """The part of the picture that the object and a margin take up; its centre lies in the picture."""
+        """The part of the image that the object and a margin take up; its center lies in the image."""
         reach = self.radius * REACH * math.exp(STRETCH) + margin
         columns, rows = (
-            slice(max(0, int(centre - reach)), min(side, int(centre + reach) + 1))
-            for centre, side in zip(self.centre, (width, height), strict=True)
+            slice(max(0, int(center - reach)), min(side, int(center + reach) + 1))
+            for center, side in zip(self.center, (width, height), strict=True)
         )
         return rows, columns
 
@@ -166,7 +166,7 @@ class _Canvas:
 
     def __init__(self, random: np.random.Generator, height: int, width: int):
         self.random, self.height, self.width = random, height, width
-        self.colours = np.zeros((height, width, 3), dtype=np.float32)
+        self.colors = np.zeros((height, width, 3), dtype=np.float32)
         self.instances = np.zeros((height, width), dtype=np.uint8)
         self.background = np.zeros((height, width), dtype=np.uint8)
         self.kinds: list[str] = []
@@ -179,7 +179,7 @@ class _Canvas:
         count = int(self.random.integers(1, 4))
         materials = [str(material) for material in self.random.permutation(list(MATERIALS))[:count]]
         if self.random.random() >= SHARE_AGAINST_THE_ORDER:
-            materials.sort(key=list(GROUND_COLOURS).index)
+            materials.sort(key=list(GROUND_COLORS).index)
         angle = self.random.normal(np.pi / 2, 0.4)
         x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
         height_above = (x * np.cos(angle) + y * np.sin(angle)) / self.height
@@ -191,9 +191,9 @@ class _Canvas:
             if not where.any():
                 continue  # two borders may meet
             rows = slice(*np.flatnonzero(where.any(1))[[0, -1]] + (0, 1))
-            paint = GROUND_COLOURS[material].or_odd(self.random).draw(self.random)
+            paint = GROUND_COLORS[material].or_odd(self.random).draw(self.random)
             surface = self._surface(material, rows.stop - rows.start, self.width, paint)
-            np.copyto(self.colours[rows], surface, where=where[rows, :, None])
+            np.copyto(self.colors[rows], surface, where=where[rows, :, None])
             self.background[where] = category_number(material)
 
     def draw_wire(self) -> None:
@@ -204,19 +204,19 @@ class _Canvas:
         normal = np.array([np.cos(angle), np.sin(angle)], dtype=np.float32)
         half_width = self.random.uniform(1.0, 0.008 * self.width + 1.5)
         distance = np.abs((x - through[0]) * normal[0] + (y - through[1]) * normal[1]) - half_width
-        colour = self.random.uniform(0.05, 0.95, 3).astype(np.float32)
-        self.colours += _coverage(distance)[..., None] * (colour - self.colours)
+        color = self.random.uniform(0.05, 0.95, 3).astype(np.float32)
+        self.colors += _coverage(distance)[..., None] * (color - self.colors)
         self.background[distance < 0] = OTHER
 
     def draw_object(self) -> None:
         """One more object on top, unless no place is found where enough of it and of the others can be seen."""
         whole = self._area()
         for _ in range(PLACING_ATTEMPTS):
-            centre = self.random.uniform(0, self.width), self.random.uniform(0, self.height)
-            kind = self._kind_at(*centre)
+            center = self.random.uniform(0, self.width), self.random.uniform(0, self.height)
+            kind = self._kind_at(*center)
             placement = _Placement(
                 kind,
-                centre,
+                center,
                 math.sqrt(whole / unit_area(kind)),
                 self.random.uniform(0, 2 * np.pi),
                 float(np.exp(self.random.uniform(-STRETCH, STRETCH))),
@@ -228,7 +228,7 @@ class _Canvas:
         """A kind of object for a place: rather one that is usual on the background there."""
         ground = self.background[int(y), int(x)]
         usual = np.array([category_number(OBJECT_LOOKS[kind].ground) == ground for kind in OBJECT_KINDS])
-        weights = np.where(usual, FAVOUR, 1)
+        weights = np.where(usual, PREFERENCE, 1)
         return str(self.random.choice(OBJECT_KINDS, p=weights / weights.sum()))
 
     def _area(self) -> float:
@@ -257,7 +257,7 @@ class _Canvas:
         return True
 
     def _hides_too_much(self, covered: np.ndarray) -> bool:
-        """Whether an object seen at the pixels with these instance numbers would leave too little of another."""
+        """True if an object seen at the pixels with these instance numbers would leave too little of another."""
         hidden = np.bincount(covered, minlength=len(self.kinds) + 1)
         for number in np.flatnonzero(hidden[1:]) + 1:
             remaining = int((self.instances == number).sum() - hidden[number])
@@ -274,25 +274,25 @@ class _Canvas:
     ) -> None:
         distance = placement.distance(x + reach * self._to_light[0], y + reach * self._to_light[1])
         depth = 0.55 * np.clip(0.5 - distance / reach, 0, 1)
-        self.colours[window] *= 1 - depth[..., None]
+        self.colors[window] *= 1 - depth[..., None]
 
     def _paint(self, placement: _Placement, window: tuple[slice, slice], distance: np.ndarray) -> None:
         height, width = distance.shape
         coverage = _coverage(distance)
-        around = self.colours[window][np.abs(distance) < 2 + 0.2 * placement.radius].mean(0)
+        around = self.colors[window][np.abs(distance) < 2 + 0.2 * placement.radius].mean(0)
         look = OBJECT_LOOKS[placement.kind]
-        colouring = look.colouring.or_odd(self.random)
-        candidates = [colouring.draw(self.random) for _ in range(COLOUR_CANDIDATES)]
+        color_range = look.color_range.or_odd(self.random)
+        candidates = [color_range.draw(self.random) for _ in range(COLOR_CANDIDATES)]
         paint = max(candidates, key=lambda candidate: float(np.linalg.norm(candidate.middle - around)))
         surface = self._surface(look.draw_material(self.random), height, width, paint)
         # Darker towards the rim and away from the light: an object is no hole in the background.
         rim = np.clip(-distance / (0.18 * placement.radius + 1), 0, 1)
         rows, columns = window
-        x = (np.arange(columns.start, columns.stop) - placement.centre[0]) / placement.radius
-        y = (np.arange(rows.start, rows.stop) - placement.centre[1])[:, None] / placement.radius
+        x = (np.arange(columns.start, columns.stop) - placement.center[0]) / placement.radius
+        y = (np.arange(rows.start, rows.stop) - placement.center[1])[:, None] / placement.radius
         slope = np.clip(x * self._to_light[0] + y * self._to_light[1], -1, 1)
         shade = ((0.72 + 0.28 * rim) * (1 + 0.22 * slope)).astype(np.float32)
-        self.colours[window] += coverage[..., None] * (surface * shade[..., None] - self.colours[window])
+        self.colors[window] += coverage[..., None] * (surface * shade[..., None] - self.colors[window])
 
     def _surface(self, material: str, height: int, width: int, paint: Paint) -> np.ndarray:
         return painted(MATERIALS[material](self.random, height, width), paint.dark, paint.light)

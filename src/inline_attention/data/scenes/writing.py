@@ -42,7 +42,7 @@ GAP = 8
 
 
 def draw_preview(scenes: Sequence[Scene]) -> Image.Image:
-    """Pictures with boxes and names, each above its map of classes."""
+    """Images with boxes and names, each above its map of classes."""
     cell = max(max(scene.image.shape[:2]) for scene in scenes) + GAP
     columns = min(COLUMNS, len(scenes))
     rows = -(-len(scenes) // columns)
@@ -50,16 +50,16 @@ def draw_preview(scenes: Sequence[Scene]) -> Image.Image:
     for number, scene in enumerate(scenes):
         left, top = number % columns * cell, number // columns * 2 * cell
         sheet.paste(_with_boxes(scene), (left, top))
-        sheet.paste(Image.fromarray(class_colours()[scene.semantic_map()]), (left, top + cell))
+        sheet.paste(Image.fromarray(class_colors()[scene.semantic_map()]), (left, top + cell))
     return sheet
 
 
-def class_colours() -> np.ndarray:
-    """`[K + 1, 3]` uint8: black for what has no name, and a colour for each class."""
+def class_colors() -> np.ndarray:
+    """`[K + 1, 3]` uint8: black for what has no name, and a color for each class."""
     count = len(SEMANTIC_CLASSES)
-    # Neighbours in number are far apart in hue, neighbours in hue apart in brightness.
-    colours = [colorsys.hsv_to_rgb(5 * number % count / count, 0.75, 1 - number % 3 / 4) for number in range(count)]
-    return (np.array([(0, 0, 0), *colours]) * 255).astype(np.uint8)
+    # Neighbors in number are far apart in hue, neighbors in hue apart in brightness.
+    colors = [colorsys.hsv_to_rgb(5 * number % count / count, 0.75, 1 - number % 3 / 4) for number in range(count)]
+    return (np.array([(0, 0, 0), *colors]) * 255).astype(np.uint8)
 
 
 def _with_boxes(scene: Scene) -> Image.Image:
@@ -82,13 +82,13 @@ SPLITS = {"training": "train", "validation": "val"}  # ADE20K's name of each, an
 
 @dataclass(frozen=True)
 class ScenesPlan:
-    """All that a dataset of scenes depends on.
+    """Settings that determine a dataset of scenes.
 
     Attributes:
-        images: Pictures to train on.
-        validation_images: Pictures to validate on.
+        images: Images to train on.
+        validation_images: Images to validate on.
         size: Pixels of the longer side.
-        seed: Another one gives other scenes.
+        seed: Random seed.
     """
 
     images: int = 2000
@@ -99,12 +99,12 @@ class ScenesPlan:
     def __post_init__(self):
         if self.images < 1 or self.validation_images < 1:
             raise ValueError(
-                "a dataset needs at least one picture to train on and one to validate on, "
+                "a dataset needs at least one image to train on and one to validate on, "
                 f"got {self.images} and {self.validation_images}"
             )
 
     def count(self, split: str) -> int:
-        """Pictures of a split."""
+        """Images of a split."""
         return self.images if split == "training" else self.validation_images
 
 
@@ -123,7 +123,7 @@ def write_scenes(
         plan: What to draw.
         overwrite: Replace a dataset of scenes that is there, and remove what killed generations have left beside it.
         workers: Processes to draw with; more than one only from a program that guards its start by `__name__`.
-        on_progress: Called after each picture.
+        on_progress: Called after each image.
 
     Raises:
         DataError: If something else is in the folder, or a process died.
@@ -153,7 +153,7 @@ def write_scenes(
 
 
 def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
-    """What killed generations of this dataset have left, or running ones are writing, beside it."""
+    """Return unfinished folders beside a dataset, of killed or running generations."""
     folder = Path(folder).resolve()
     if not folder.parent.is_dir():
         return []
@@ -162,7 +162,7 @@ def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What the annotation file says of a picture."""
+    """Annotations of one image."""
 
     image: CocoImage
     objects: tuple[CocoObject, ...]
@@ -185,7 +185,7 @@ def _objects(scene: Scene, image_id: int) -> Iterator[CocoObject]:
         extent = extent_of(mask)
         assert extent is not None, "objects of which nothing is seen are not drawn"
         left, top, right, bottom = extent
-        # Numbered within the picture for now: others may be drawn before it.
+        # Numbered within the image for now: others may be drawn before it.
         yield CocoObject(
             number,
             image_id,

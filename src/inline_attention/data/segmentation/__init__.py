@@ -1,4 +1,4 @@
-"""Datasets for semantic segmentation: pictures and maps of labels in folders, their checks, ADE20K's layout."""
+"""Datasets for semantic segmentation: images and label maps in folders, their checks, ADE20K's layout."""
 
 from inline_attention.data.segmentation.checks import CheckedPairs, OpenedPairs, check_pairs, open_and_check_pairs
 from inline_attention.data.segmentation.files import (

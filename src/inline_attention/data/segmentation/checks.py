@@ -16,7 +16,7 @@ import numpy as np
 from inline_attention.data.findings import DataReport, Findings
 from inline_attention.data.images import READERS, ImageError, image_size
 from inline_attention.data.segmentation.files import (
-    ColouredMapError,
+    ColoredMapError,
     FoundPairs,
     Pair,
     find_class_file,
@@ -29,12 +29,12 @@ from inline_attention.data.segmentation.source import IGNORED, LabelRules, Segme
 from inline_attention.data.sources import DataError
 from inline_attention.support.text import printable
 
-SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its picture
+SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image
 
 
 @dataclass(frozen=True)
 class CheckedPairs:
-    """Pictures with maps, repaired if that was asked for, and what was found wrong with them.
+    """Images with maps, repaired if that was asked for, and what was found wrong with them.
 
     Attributes:
         source: None if there are faults and they were not to be repaired, or cannot be.
@@ -54,22 +54,22 @@ def check_pairs(
     repair: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> CheckedPairs:
-    """Check all pairs: every map in full, every picture by the first bytes of its file.
+    """Check all pairs: every map in full, every image by the first bytes of its file.
 
     Args:
         found: The files.
         location: Where they are, for messages.
         class_names: Name of each class.
         rules: How numbers in files become labels; what they forbid is a fault.
-        every_class: Whether each class needs a pixel, as it does to be learnt; in validation data it does not.
-        repair: Return what can be used after repairing; nothing, if no pixel is labelled.
+        every_class: Whether each class needs a pixel, as it does to be learned; in validation data it does not.
+        repair: Return what can be used after repairing; nothing, if no pixel is labeled.
         on_progress: Called after each pair.
     """
     findings = Findings()
     for path in found.images_alone:
-        findings.add("pictures without a map of labels", str(path), repair="left out")
+        findings.add("images without a label map", str(path), repair="left out")
     for path in found.maps_alone:
-        findings.add("maps of labels without a picture", str(path), repair="left out")
+        findings.add("label maps without an image", str(path), repair="left out")
     for path in found.ambiguous:
         findings.add("files that differ from another in their suffix alone", str(path), repair="left out")
     kept: list[Pair] = []
@@ -86,17 +86,17 @@ def check_pairs(
             findings.add(
                 "classes without a pixel",
                 f"{class_names[label]} ({label})",
-                repair="kept, so that labels stay the same; nothing will be learnt of them",
+                repair="kept, so that labels stay the same; nothing will be learned of them",
             )
-    unlabelled = bool(kept) and not seen.any()
-    if unlabelled:
+    unlabeled = bool(kept) and not seen.any()
+    if unlabeled:
         for pair in kept:
             findings.add(
-                "maps without a labelled pixel, and there are no others",
+                "maps without a labeled pixel, and there are no others",
                 str(pair.label_map),
                 repair="not possible; label them, or correct the list of classes or reduce_zero_label",
             )
-    report = findings.report(location, f"{len(found.pairs):,} pairs", repaired=repair and not unlabelled)
+    report = findings.report(location, f"{len(found.pairs):,} pairs", repaired=repair and not unlabeled)
     if report.problems:
         return CheckedPairs(None, report)
     if repair:
@@ -106,7 +106,7 @@ def check_pairs(
 
 @dataclass(frozen=True)
 class _Read:
-    """What the check needs to know of a pair.
+    """Facts about one pair.
 
     Attributes:
         error: Why a file cannot be used; None if both can.
@@ -141,17 +141,17 @@ def _read(pair: Pair, rules: LabelRules) -> _Read:
 
 def _usable(pair: Pair, read: _Read, rules: LabelRules, findings: Findings) -> bool:
     if read.error is not None:
-        colours = isinstance(read.error, ColouredMapError)
-        fault = "maps of colours instead of labels" if colours else "files that cannot be read"
+        colors = isinstance(read.error, ColoredMapError)
+        fault = "maps of colors instead of labels" if colors else "files that cannot be read"
         findings.add(fault, str(read.error), repair="left out")
         return False
     if read.map_size != read.image_size:
         (height, width), (map_height, map_width) = read.image_size, read.map_size
-        detail = f"{pair.label_map}: {map_width}×{map_height} for a picture of {width}×{height}"
+        detail = f"{pair.label_map}: {map_width}×{map_height} for an image of {width}×{height}"
         if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
-            findings.add("maps of another shape than their picture", detail, repair="left out")
+            findings.add("maps of another shape than their image", detail, repair="left out")
             return False
-        findings.add("maps of another size than their picture", detail, repair="brought to the picture's size")
+        findings.add("maps of another size than their image", detail, repair="brought to the image's size")
     if read.outside:
         numbers = ", ".join(map(str, read.outside[:3])) + (", …" if len(read.outside) > 3 else "")
         counted_from_one = read.outside == (rules.num_classes,) and not rules.reduce_zero_label
@@ -206,12 +206,12 @@ def open_and_check_pairs(
         train_split: Such as "train" or "training".
         validation_split: Such as "validation" or "val".
         class_file: Names of classes; one of the usual files in `data_dir`, if None.
-        image_folder: As for `find_pair_folders`.
-        map_folder: As for `find_pair_folders`.
-        reduce_zero_label: As for `LabelRules`: True for ADE20K and for scenes.
+        image_folder: Folder of images below `data_dir` (see `find_pair_folders`).
+        map_folder: Folder of label maps below `data_dir`.
+        reduce_zero_label: Whether 0 means "other" (see `LabelRules`), as in ADE20K and in scenes.
         num_classes: Classes that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
-        allow_outside: As for `find_pair_folders`.
+        allow_outside: Accept folders that are not below `data_dir`.
         on_progress: Called after each pair.
     """
     try:
@@ -231,7 +231,7 @@ def open_and_check_pairs(
             folders = find_pair_folders(data_dir, split, image_folder, map_folder, allow_outside=allow_outside)
             if seen.setdefault(folders, split) != split:
                 raise DataError(
-                    f"{folders[0]} has the pictures of {train_split!r} and of {validation_split!r}: what is trained on "
+                    f"{folders[0]} has the images of {train_split!r} and of {validation_split!r}: what is trained on "
                     "measures nothing; name the split in image_folder and map_folder, such as images/{split}"
                 )
             checked = check_pairs(

@@ -26,40 +26,40 @@ from inline_attention.support.untrusted import parse_json
 # Without loss alone: a JPEG would blur labels into each other.
 MAP_FORMATS = {"PNG": (".png",), "TIFF": (".tif", ".tiff"), "BMP": (".bmp",), "GIF": (".gif",), "PPM": (".pgm",)}
 MAP_SUFFIXES = frozenset(suffix for suffixes in MAP_FORMATS.values() for suffix in suffixes)
-# What Pillow multiplies grey values of less than 8 bits with, by how they lie in the file.
-GREY_SCALES = {"L;2": 85, "L;2R": 85, "L;4": 17, "L;4R": 17}
+# What Pillow multiplies gray values of less than 8 bits with, by how they lie in the file.
+GRAY_SCALES = {"L;2": 85, "L;2R": 85, "L;4": 17, "L;4R": 17}
 NUMBER_MODES = ("1", "L", "P", "I;16", "I;16B", "I;16L", "I")
 
 
-class ColouredMapError(ImageError):
-    """A file that should hold labels holds colours."""
+class ColoredMapError(ImageError):
+    """A file that should hold labels holds colors."""
 
 
 def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read a map; of a picture with a palette the numbers, not the colours they stand for.
+    """Read a map; of an image with a palette the numbers, not the colors they stand for.
 
     Returns:
         `[H, W]` int32.
 
     Raises:
-        ColouredMapError: If its pixels are colours.
+        ColoredMapError: If its pixels are colors.
         ImageError: If the file cannot be read, or not without changing labels.
     """
-    with open_image(path, formats=MAP_FORMATS, what="map of labels") as image:
+    with open_image(path, formats=MAP_FORMATS, what="label map") as image:
         if image.mode not in NUMBER_MODES:
-            raise ColouredMapError(path, _colours_refused(image.mode))
+            raise ColoredMapError(path, _colors_refused(image.mode))
         if isinstance(image, PpmImagePlugin.PpmImageFile) and (maximum := _maximum(image)) not in (255, 65535):
             raise ImageError(path, _maximum_refused(maximum))
-        scale = _grey_scale(image)
+        scale = _gray_scale(image)
         return np.asarray(image).astype(np.int32) // scale
 
 
-def _grey_scale(image: Image) -> int:
+def _gray_scale(image: Image) -> int:
     if not isinstance(image, (PngImagePlugin.PngImageFile, TiffImagePlugin.TiffImageFile)) or not image.tile:
         return 1
     arguments = image.tile[0][3]  # of the decoder, which begin with the mode in the file; gone after decoding
     raw_mode = arguments[0] if isinstance(arguments, tuple) else arguments
-    return GREY_SCALES.get(str(raw_mode), 1)
+    return GRAY_SCALES.get(str(raw_mode), 1)
 
 
 def _maximum(image: PpmImagePlugin.PpmImageFile) -> int:
@@ -75,9 +75,9 @@ def _maximum_refused(maximum: int) -> str:
     )
 
 
-def _colours_refused(mode: str) -> str:
+def _colors_refused(mode: str) -> str:
     return (
-        f"holds colours ({mode}), and a map of labels needs one number for each pixel; convert it to a grey picture or "
+        f"holds colors ({mode}), and a label map needs one number for each pixel; convert it to a gray image or "
         "one with a palette, in which the number of a class is the pixel's value"
     )
 
@@ -89,7 +89,7 @@ MAP_FOLDERS = ("annotations", "masks", "labels", "ann_dir", "gtFine")
 
 @dataclass(frozen=True)
 class Pair:
-    """A picture and its map of labels."""
+    """An image and its label map."""
 
     image: Path
     label_map: Path
@@ -97,12 +97,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class FoundPairs:
-    """What two folders hold.
+    """Files of two folders, matched by name.
 
     Attributes:
         pairs: Those that belong together, sorted.
-        images_alone: Pictures without a map.
-        maps_alone: Maps without a picture.
+        images_alone: Images without a map.
+        maps_alone: Maps without an image.
         ambiguous: Files that share their name, without the suffix, with another of their folder.
     """
 
@@ -120,12 +120,12 @@ def find_pair_folders(
     *,
     allow_outside: bool = False,
 ) -> tuple[Path, Path]:
-    """The folders of pictures and of maps of a split: `images/training` and `annotations/training` in ADE20K.
+    """The folders of images and of maps of a split: `images/training` and `annotations/training` in ADE20K.
 
     Args:
-        root: Of the dataset.
+        root: Folder of the dataset.
         split: Such as "train", which "training" will do for as well.
-        image_folder: Folder of pictures below `root`, "{split}" in it standing for the split; if None, one of the usual
+        image_folder: Folder of images below `root`, "{split}" in it standing for the split; if None, one of the usual
             names, as `images/training` or `training/images`.
         map_folder: Folder of maps, likewise.
         allow_outside: Accept folders that are not below `root`.
@@ -144,9 +144,9 @@ def find_pair_folders(
     maps = _first_folder(root, map_folder, MAP_FOLDERS, splits)
     if images is None or maps is None:
         missing, given, kinds, setting = (
-            ("pictures", image_folder, IMAGE_FOLDERS, "image_folder")
+            ("images", image_folder, IMAGE_FOLDERS, "image_folder")
             if images is None
-            else ("maps of labels", map_folder, MAP_FOLDERS, "map_folder")
+            else ("label maps", map_folder, MAP_FOLDERS, "map_folder")
         )
         if given is not None:
             raise DataError(
@@ -174,7 +174,7 @@ def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLi
     both = sorted(images.keys() & maps.keys(), key=natural_key)
     if not both:
         raise DataError(
-            f"no picture in {image_folder} ({len(images)} found) has the name of a map of labels in {map_folder} "
+            f"no image in {image_folder} ({len(images)} found) has the name of a label map in {map_folder} "
             f"({len(maps)} found); expected pairs such as a/1.jpg and b/1.png"
         )
     return FoundPairs(
@@ -233,7 +233,7 @@ def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = 
     Args:
         path: A text with a name on each line; a table with tabs and a column "Name", as ADE20K's objectInfo150.txt; or
             JSON: a list of names, or an object that gives each number in maps its name, from 0 or 1 without holes.
-        reduce_zero_label: As for `LabelRules`: 0 means "other", and a name that an object gives it is no class.
+        reduce_zero_label: Whether 0 means "other" (see `LabelRules`); its name is then no class.
 
     Raises:
         DataError: If it cannot be read, is empty, or names a class twice.

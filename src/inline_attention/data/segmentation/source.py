@@ -1,4 +1,4 @@
-"""Pictures with maps of labels, by number.
+"""Images with label maps, by number.
 
 Shapes: `H`, `W` height and width in pixels.
 """
@@ -22,14 +22,14 @@ LARGEST_CLASS_COUNT = IGNORED
 
 @dataclass(frozen=True)
 class LabelRules:
-    """How numbers in files become labels of a model.
+    """Rules that turn numbers in files into labels of a model.
 
     Attributes:
         num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`.
         reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
         ignored: Number in files that is ignored.
         outside_ignored: Whether numbers out of range are ignored; an error otherwise.
-        resize: Whether a map of another size than its picture is brought to its size; an error otherwise.
+        resize: Whether a map of another size than its image is brought to its size; an error otherwise.
     """
 
     num_classes: int
@@ -56,7 +56,7 @@ class LabelRules:
 
 
 class SegmentationSource:
-    """Pairs of pictures and maps of labels. Cheap to copy into worker processes.
+    """Pairs of images and label maps. Cheap to copy into worker processes.
 
     Attributes:
         location: Where they are, for messages.
@@ -66,7 +66,7 @@ class SegmentationSource:
 
     def __init__(self, location: str, class_names: Sequence[str], pairs: Sequence[Pair], rules: LabelRules):
         if not pairs:
-            raise DataError(f"{location} has no pair of a picture and a map of labels to use")
+            raise DataError(f"{location} has no pair of an image and a label map to use")
         self.location, self.class_names, self.rules = location, tuple(class_names), rules
         # Arrays instead of many strings: processes that are forked share them, and keep sharing them.
         self._images = np.array([os.fsencode(pair.image) for pair in pairs])
@@ -76,11 +76,11 @@ class SegmentationSource:
         return len(self._images)
 
     def name(self, index: int) -> str:
-        """The picture's path."""
+        """The image's path."""
         return os.fsdecode(self._images[index])
 
     def load(self, index: int) -> Image.Image:
-        """The picture, upright and in RGB.
+        """The image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read.
@@ -92,7 +92,7 @@ class SegmentationSource:
 
         Args:
             index: Number of the pair.
-            size: (height, width) of the picture.
+            size: (height, width) of the image.
 
         Raises:
             ImageError: If the map cannot be read, or does not follow the rules.
@@ -101,9 +101,7 @@ class SegmentationSource:
         values = read_label_map(path)
         if values.shape != size:
             if not self.rules.resize:
-                raise ImageError(
-                    path, f"is {values.shape[1]}×{values.shape[0]} pixels, its picture {size[1]}×{size[0]}"
-                )
+                raise ImageError(path, f"is {values.shape[1]}×{values.shape[0]} pixels, its image {size[1]}×{size[0]}")
             values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
         labels = self.rules.labels(values)
         outside = labels < 0
