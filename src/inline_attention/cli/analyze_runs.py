@@ -37,7 +37,7 @@ from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn, writing_to
 from inline_attention.data.datasets import digits, open_dataset
-from inline_attention.data.images import load_image, without_far_ends
+from inline_attention.data.images import limit_aspect_ratio, load_image
 from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
@@ -156,7 +156,7 @@ def run_attention_map(
     subjects = _load_subjects(options, for_digits=image is None)
     maps: list[AttentionMaps] = []
     for subject in subjects:
-        pixels = subject.transform()(without_far_ends(picture))
+        pixels = subject.transform()(limit_aspect_ratio(picture))
         # The others follow the first model: the same places of the picture, whatever their grids.
         places = [item.token for item in maps[0].maps] if maps else tokens
         token_grid = maps[0].grid_size if maps else None

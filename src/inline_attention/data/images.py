@@ -355,7 +355,7 @@ def _metadata_behind_pixels(file: IO[bytes]) -> bool:
 LARGEST_ASPECT = 8
 
 
-def without_far_ends(image: Image.Image) -> Image.Image:
+def limit_aspect_ratio(image: Image.Image) -> Image.Image:
     """Cut the ends off a very long image: a center crop drops them anyway, but only after enlarging them."""
     longest = LARGEST_ASPECT * min(image.size)
     width, height = min(image.width, longest), min(image.height, longest)

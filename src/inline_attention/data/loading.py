@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImage, BrokenImages
-from inline_attention.data.images import ImageError, without_far_ends
-from inline_attention.data.randomness import kept_global_generators, seed_global_generators
+from inline_attention.data.images import ImageError, limit_aspect_ratio
+from inline_attention.data.randomness import preserve_global_generators, seed_global_generators
 from inline_attention.data.sampling import Batches, BatchKey
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import Transform
@@ -273,7 +273,7 @@ class _LabeledImages:
         return self._source.name(index)
 
     def read(self, index: int) -> Tensor:
-        return self._transform(without_far_ends(self._source.load(index)))
+        return self._transform(limit_aspect_ratio(self._source.load(index)))
 
     def batch(
         self, key: BatchKey, samples: Sequence[Tensor], indices: Sequence[int], broken: tuple[BrokenImage, ...]
@@ -299,7 +299,7 @@ class _SampleReader(Dataset[BatchType]):
         samples: list[Any] = []
         indices: list[int] = []
         broken: dict[int, BrokenImage] = {}
-        with kept_global_generators():
+        with preserve_global_generators():
             for index in key.indices.tolist():
                 found = self._first_readable(index, key.epoch, broken)
                 if found is not None:

@@ -26,7 +26,7 @@ def seed_global_generators(*key: int | str) -> None:
 
 
 @contextmanager
-def kept_global_generators() -> Iterator[None]:
+def preserve_global_generators() -> Iterator[None]:
     """Afterwards Python's, NumPy's and torch's global random numbers go on as if nothing had been drawn inside.
 
     Without it the dropout of a model would depend on whether its images are prepared in the same process.

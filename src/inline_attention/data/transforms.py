@@ -16,7 +16,7 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor
 
 from inline_attention.data.batch import Batch
-from inline_attention.data.randomness import kept_global_generators, seed_global_generators
+from inline_attention.data.randomness import preserve_global_generators, seed_global_generators
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -104,6 +104,6 @@ class SeededMixup:
         """
         if len(batch) % 2:
             raise ValueError(f"mixup and cutmix need an even batch size, got {len(batch)}; use {len(batch) + 1}")
-        with kept_global_generators():
+        with preserve_global_generators():
             seed_global_generators("mixup", self._seed, self._rank, batch.epoch, batch.number)
             return self._mixup(batch.images, batch.targets)

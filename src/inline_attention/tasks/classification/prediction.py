@@ -19,7 +19,7 @@ from timm.data.imagenet_info import ImageNetInfo
 from timm.data.transforms_factory import create_transform
 from torch import nn
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, load_image, without_far_ends
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, limit_aspect_ratio, load_image
 from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
 from inline_attention.models.described import create_described_model, read_description
 
@@ -153,7 +153,7 @@ class ImageClassifier:
         """
         image = load_image(path)
         if self._size is None:
-            return self._native_transform(without_far_ends(image))  # pyright: ignore[reportReturnType, reportCallIssue]
+            return self._native_transform(limit_aspect_ratio(image))  # pyright: ignore[reportReturnType, reportCallIssue]
         height, width = self._target_size(image)
         if isinstance(self._size, int) and max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
             raise ImageError(path, f"is too long and thin to be enlarged to {width}×{height}; give height and width")
