@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BROWSER := $(VENV)/.browser
 WORKERS ?= 2
 DENSE := out/demo-dense
 
@@ -16,6 +17,15 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "inline-attention needs Python >= 3.11, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+# The tests of the report drive a Chromium: the system's, Debian's package (as root), or none, and then they are skipped.
+$(BROWSER): $(READY)
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+			&& { apt-get install -y -qq chromium >/dev/null 2>&1 \
+				|| { apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1; }; } \
+		|| echo 'No Chromium, and none can be installed here: the browser tests are skipped. As root: apt-get install chromium'
 	@touch $@
 
 demo: $(READY)  ## See why it works and what it costs, train it and its twins (3 minutes): out/demo
@@ -32,14 +42,14 @@ demo-dense: $(READY)  ## Train a detector and a segmenter on generated scenes (5
 			--checkpoint $(DENSE)/$$task/checkpoints/last/model.safetensors --least-score 0.5 || exit 1; \
 	done
 
-test: $(READY)  ## Lint, type check, and all tests that need no GPU and little time
+test: $(READY) $(BROWSER)  ## Lint, type check, and all tests that need no GPU and little time
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest --numprocesses $(WORKERS)
+	$(BIN)/pytest --numprocesses $(WORKERS) -rs
 
-test-all: $(READY)  ## All tests this machine can run (GPU tests where there is one)
-	$(BIN)/pytest --numprocesses $(WORKERS) -m 'slow or not slow'
+test-all: $(READY) $(BROWSER)  ## All tests this machine can run (GPU tests where there is one)
+	$(BIN)/pytest --numprocesses $(WORKERS) -rs -m 'slow or not slow'
 
 lint: $(READY)  ## Lint and type check
 	$(BIN)/ruff check .

@@ -1,9 +1,13 @@
-"""Golden outputs: with the weights and images of fixtures/README.md, float64 logits equal those of the authors' code.
+"""Parity with the published models, in two steps.
 
-The fixtures lie beside the repository (shared/fixtures), not in it; without them these tests are skipped. That the
-weights arrive where they belong is tested in any case: by names and shapes kept here as a digest.
+1. Golden logits: with the weights and images of fixtures/README.md, float64 logits equal the authors'. The
+   fixtures lie beside the repository (shared/fixtures), not in it; without them these tests are skipped.
+2. Recorded logits, in any clone: `parity.json` holds digests of parameter names and shapes, and logits that our
+   reference path computed in float64 from drawn weights when step 1 passed. `python tests/models/test_parity.py`
+   writes it anew.
 """
 
+import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -15,6 +19,8 @@ import torch
 from inline_attention import create_model, load_checkpoint
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures"
+RECORDED = Path(__file__).with_name("parity.json")
+RECORDED_LOGITS = 16  # of each image; the norm covers the others
 NAMES = {
     "inline_deit_t": "inline_deit_tiny",
     "inline_pvt_t": "inline_pvt_tiny",
@@ -44,6 +50,66 @@ def authors_state_dict(fixture: str) -> dict[str, torch.Tensor]:
     }
 
 
+def digest(entries: dict[str, list[int]]) -> str:
+    """SHA-256 of names and shapes."""
+    return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()
+
+
+def shapes(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in state.items()}
+
+
+def images(size: int) -> torch.Tensor:
+    pixels = numpy.random.default_rng(0).standard_normal((2, 3, size, size)).astype(numpy.float32)
+    return torch.from_numpy(pixels).double()
+
+
+def record(name: str) -> dict[str, object]:
+    """What `parity.json` holds for one of our models."""
+    model = create_model(name, attention_options={"backend": "reference"}).double().eval()
+    state = model.state_dict()
+    model.load_state_dict(
+        {key: draw(key, list(value.shape)) if value.is_floating_point() else value for key, value in state.items()}
+    )
+    with torch.no_grad():
+        logits = model(images(model.pretrained_cfg["input_size"][-1]))
+    return {
+        "names_and_shapes": digest(shapes(state)),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "logits": logits[:, :RECORDED_LOGITS].tolist(),
+        "norms": logits.norm(dim=1).tolist(),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES.values() if name != "inline_swin_base"])
+def test_recorded_logits_and_names(name):
+    expected, found = json.loads(RECORDED.read_text())[name], record(name)
+    assert found["names_and_shapes"] == expected["names_and_shapes"], "published weights would no longer load"
+    assert found["parameters"] == expected["parameters"]
+    for key in ("logits", "norms"):
+        torch.testing.assert_close(
+            torch.tensor(found[key], dtype=torch.float64),
+            torch.tensor(expected[key], dtype=torch.float64),
+            rtol=0,
+            atol=1e-8,
+        )
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_recorded_names_and_shapes(name):
+    with torch.device("meta"):
+        model = create_model(name)
+    assert digest(shapes(model.state_dict())) == json.loads(RECORDED.read_text())[name]["names_and_shapes"]
+
+
+@needs_fixtures
+@pytest.mark.parametrize("fixture", NAMES)
+def test_recorded_digest_of_the_authors_names(fixture):
+    entries = json.loads((FIXTURES / f"{fixture}.json").read_text())["state_dict"]
+    expected = json.loads(RECORDED.read_text())[NAMES[fixture]]["authors_names_and_shapes"]
+    assert digest({key: shape for key, (shape, _) in entries.items()}) == expected
+
+
 @needs_fixtures
 @pytest.mark.parametrize("fixture", NAMES)
 def test_golden_logits_through_a_checkpoint_in_the_authors_layout(fixture, tmp_path):
@@ -56,10 +122,8 @@ def test_golden_logits_through_a_checkpoint_in_the_authors_layout(fixture, tmp_p
     golden = FIXTURES / f"{fixture}.npz"
     if not golden.exists():
         return  # names and shapes only
-    size = description["image_size"]
-    images = numpy.random.default_rng(0).standard_normal((2, 3, size, size)).astype(numpy.float32)
     with torch.no_grad():
-        logits = model(torch.from_numpy(images).double())
+        logits = model(images(description["image_size"]))
     assert numpy.abs(logits.numpy() - numpy.load(golden)["logits"]).max() < 1e-8
 
 
@@ -89,3 +153,12 @@ def test_positions_of_another_size_are_resampled(tmp_path):
         load_checkpoint(large, tmp_path / "small.pth")
         image = torch.randn(1, 3, 256, 256)
         torch.testing.assert_close(large.eval()(image), small.eval()(image))
+
+
+if __name__ == "__main__":
+    recorded = {}
+    for fixture, name in NAMES.items():
+        entries = json.loads((FIXTURES / f"{fixture}.json").read_text())["state_dict"]
+        authors = digest({key: shape for key, (shape, _) in entries.items()})
+        recorded[name] = record(name) | {"authors_names_and_shapes": authors}
+    RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")

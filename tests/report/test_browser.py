@@ -1,6 +1,6 @@
 """The report in a real browser: the query can be dragged and moved by keys, and nothing complains.
 
-Needs playwright (`pip install playwright`) and a Chromium, its own or the system's; skipped where either is missing.
+Needs playwright and a Chromium, which `make test` sets up where it can; skipped where either is missing.
 """
 
 import json
@@ -14,7 +14,6 @@ from inline_attention.ops import attention_weights
 from inline_attention.report.page import render
 from report.written_evidence import evidence, run
 
-pytestmark = pytest.mark.slow
 KINDS = ("softmax", "linear", "inline")
 
 
