@@ -206,7 +206,7 @@ def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
     Raises:
         CheckpointError: If there is none, it was altered, or a later version of this library wrote it.
     """
-    folder = follow_pointer(Path(path))
+    folder = follow_pointer(Path(path), links=True)
     try:
         if folder.is_symlink():
             raise CheckpointError(f"{folder} is a link to {os.readlink(folder)}; name the checkpoint's own folder")

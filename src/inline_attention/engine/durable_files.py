@@ -69,10 +69,15 @@ def point_to(pointer: Path, name: str | None) -> None:
     os.replace(temporary, pointer)
 
 
-def follow_pointer(path: Path) -> Path:
-    """Return what a pointer, a link or a text file with the name of a folder beside it, points to; else the path."""
+def follow_pointer(path: Path, *, links: bool = False) -> Path:
+    """Return what a pointer points to, a folder beside it; any other path as it is.
+
+    Args:
+        path: A pointer that is a text file with a name, or another path.
+        links: Follow symbolic links, too, if they lead to a folder beside them.
+    """
     try:
-        if path.is_symlink():
+        if links and path.is_symlink():
             name = os.readlink(path)
         elif path.is_file() and path.stat().st_size <= LONGEST_NAME:
             name = path.read_bytes().decode(errors="replace").strip()
