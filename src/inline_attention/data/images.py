@@ -52,6 +52,12 @@ TURNS = {
 }
 STRIP_TAGS = (ExifTags.Base.StripOffsets, ExifTags.Base.StripByteCounts, ExifTags.Base.TileOffsets)
 INTEGERS_OF_16_BITS = ("PNG", "PPM")  # formats in which integers that Pillow widens to 32 bits have 16
+TURNED_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations
+READERS = 8  # threads; what takes time is the disk
+PNG_SIGNATURE = 8  # bytes before the first chunk
+# Starts of chunks of a PNG in which Pillow looks for an orientation: their type and, of texts, their keyword.
+PNG_ORIENTATIONS = (b"eXIf", b"tEXtRaw profile type exif", b"zTXtRaw profile type exif", b"iTXtXML:com.adobe.xmp")
+LARGEST_ASPECT = 8  # of the longer to the shorter side
 
 
 class ImageError(ValueError):
@@ -284,13 +290,6 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(values.round(out=values).astype(np.uint8))
 
 
-TURNED_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations
-READERS = 8  # threads; what takes time is the disk
-PNG_SIGNATURE = 8  # bytes before the first chunk
-# Starts of chunks of a PNG in which Pillow looks for an orientation: their type and, of texts, their keyword.
-PNG_ORIENTATIONS = (b"eXIf", b"tEXtRaw profile type exif", b"zTXtRaw profile type exif", b"iTXtXML:com.adobe.xmp")
-
-
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """(height, width) in pixels of an image, upright as `load_image` would return it.
 
@@ -350,9 +349,6 @@ def _metadata_behind_pixels(file: IO[bytes]) -> bool:
         return False
     finally:
         file.seek(position)
-
-
-LARGEST_ASPECT = 8
 
 
 def limit_aspect_ratio(image: Image.Image) -> Image.Image:
