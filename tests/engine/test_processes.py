@@ -164,7 +164,7 @@ def test_both_end_when_the_one_that_saves_cannot(pictures):
     outcomes = in_pair(pair.train_without_room, settings(pictures, "run", "data.workers=0"), seconds=60)
     assert [outcome.error for outcome in outcomes] == ["CheckpointWriteError"] * 2
     assert "could not be written" in outcomes[0].message
-    assert "the main process could not write" in outcomes[1].message
+    assert "rank 0 could not write" in outcomes[1].message
 
 
 def test_a_loss_that_is_not_finite_in_one_is_skipped_by_both(pictures):
