@@ -192,3 +192,11 @@ def test_images_of_unequal_shapes_share_no_grid():
         attention(x, attn_mask=torch.full((2, 1, 1, 9), -1.5))
     with pytest.raises(ValueError, match="cannot mask single query-key pairs"):
         attention(x, attn_mask=added.expand(2, 1, 9, 9))
+
+
+def test_the_default_device_does_not_matter():
+    """As under `torch.set_default_device("cuda")`; meta stands for any device that is not the CPU."""
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1)
+    with torch.device("meta"):
+        convert_attention(vit)
+    assert {parameter.device.type for parameter in vit.parameters()} == {"cpu"}

@@ -217,22 +217,9 @@ def _check_keeps_all_patches(model: nn.Module) -> None:
 def _check_is_softmax_attention(attention: nn.Module) -> None:
     """Check on random tokens `[B, N, C]` that a module gives the output of softmax attention with its projections."""
     name = type(attention).__name__
-    generator = torch.Generator().manual_seed(0)
     try:
-        # A copy on a CPU, with random weights: the module may be on the meta device, have hooks, or be all zeros.
-        trial = copy.deepcopy(attention)
-        if any(parameter.is_meta for parameter in trial.parameters()):
-            trial = trial.to_empty(device="cpu")
-        trial = trial.to("cpu", torch.float64).eval()
-        for module in trial.modules():  # hooks must not see the trial; torch has no public name for them
-            module._forward_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-            module._forward_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-        for parameter in trial.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-        expected = SoftmaxAttention.from_softmax(trial)
-        tokens = torch.randn(2, _PROBED_TOKENS, expected.dim, generator=generator, dtype=torch.float64)
-        got = type(trial).forward(trial, tokens)
-        is_the_same = torch.allclose(got, expected(tokens), rtol=1e-6, atol=1e-8)
+        with torch.device("cpu"):  # the caller may have set another default
+            is_the_same = _is_softmax_attention(attention)
     except Exception as error:  # a module made for something else can fail in any way
         raise ValueError(
             f"cannot convert {name}: it does not take tokens [B, N, C] alone ({type(error).__name__}: {error})"
@@ -241,6 +228,24 @@ def _check_is_softmax_attention(attention: nn.Module) -> None:
         raise ValueError(
             f"cannot convert {name}: on tokens [B, N, C] it does something else than softmax attention over the tokens"
         )
+
+
+def _is_softmax_attention(attention: nn.Module) -> bool:
+    # A copy on a CPU, with random weights: the module may be on the meta device, have hooks, or be all zeros.
+    trial = copy.deepcopy(attention)
+    if any(parameter.is_meta for parameter in trial.parameters()):
+        trial = trial.to_empty(device="cpu")
+    trial = trial.to("cpu", torch.float64).eval()
+    for module in trial.modules():  # hooks must not see the trial; torch has no public name for them
+        module._forward_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        module._forward_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trial.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    expected = SoftmaxAttention.from_softmax(trial)
+    tokens = torch.randn(2, _PROBED_TOKENS, expected.dim, generator=generator, dtype=torch.float64)
+    got = type(trial).forward(trial, tokens)
+    return torch.allclose(got, expected(tokens), rtol=1e-6, atol=1e-8)
 
 
 def _drop_rate(attention: nn.Module, name: str) -> float:

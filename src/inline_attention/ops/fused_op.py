@@ -121,10 +121,9 @@ def register(
         can_make_state_again: True if `backward` takes None for the state.
     """
     kernels = _Kernels(forward, backward, can_make_state_again)
-    forms = (("q", "k", "v"), ("qkv",))
-    names = (name, f"{name}_packed")
-    training_ops = [_define_ops(*pair) for pair in zip(names, (kernels, kernels), forms, strict=True)]
-    inference_ops = [_define_inference_op(*pair) for pair in zip(names, (kernels, kernels), forms, strict=True)]
+    separate_form, packed_form = (name, kernels, ("q", "k", "v")), (f"{name}_packed", kernels, ("qkv",))
+    training_op, packed_training_op = _define_ops(*separate_form), _define_ops(*packed_form)
+    inference_op, packed_inference_op = _define_inference_op(*separate_form), _define_inference_op(*packed_form)
 
     def run(call: AttentionCall) -> torch.Tensor:
         if not isinstance(call.feature_map, str):
@@ -140,8 +139,10 @@ def register(
             return _forward(kernels, separate, mask, local_weight, problem, overwrite_q=call.overwrite_q)[0]
         # A compiler, a dispatch mode or a tensor subclass must see one operation.
         if is_differentiable:
-            return training_ops[is_packed](*tensors, mask, local_weight, *problem)[0]
-        return inference_ops[is_packed](*tensors, mask, local_weight, *problem)
+            op = packed_training_op if is_packed else training_op
+            return op(*tensors, mask, local_weight, *problem)[0]
+        op = packed_inference_op if is_packed else inference_op
+        return op(*tensors, mask, local_weight, *problem)
 
     def run_mapped(call: AttentionCall) -> torch.Tensor:
         mapped = composed.mapped(call, torch.float32)  # values too: the kernels take one dtype
