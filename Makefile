@@ -8,7 +8,7 @@ WORKERS ?= 2
 DENSE := out/demo-dense
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-dense test test-all lint format bench bench-gpu clean
+.PHONY: help demo demo-dense test test-all lint format bench bench-gpu pictures clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ bench: $(READY)  ## Measure attention and memory on this CPU; results in benchma
 bench-gpu: $(READY)  ## Measure attention and models on this GPU; results in benchmarks/results
 	$(BIN)/python benchmarks/gpu_attention.py
 	$(BIN)/python benchmarks/gpu_models.py
+
+pictures: $(READY)  ## Redraw the committed pictures from the committed results
+	$(BIN)/python benchmarks/pictures.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "args.yaml"
 MAX_SUMMARY_BYTES = 2**25
-LABEL_HEIGHT = 0.1  # of the axes
+LABEL_HEIGHT = 0.085  # of the axes
 LARGEST_LOSS_RATIO = 20  # beyond it a linear axis hides the end of training
 
 
@@ -182,10 +182,16 @@ def _label_ends(axes: Axes, styles: Mapping[str, Style], runs: Sequence[Training
     if not ends:
         axes.text(0.5, 0.5, "not evaluated yet", transform=axes.transAxes, ha="center")
     lowest, highest = axes.get_ylim()
-    height = -math.inf
-    for top1, epoch, color in sorted(ends):
-        height = max(top1, height + LABEL_HEIGHT * (highest - lowest))
-        axes.annotate(f"{top1:.1f}", (epoch, height), (7, 0), textcoords="offset points", va="center", color=color)
+    heights: list[float] = []
+    for top1, _, _ in sorted(ends):
+        heights.append(max(top1, heights[-1] + LABEL_HEIGHT * (highest - lowest)) if heights else top1)
+    for (top1, epoch, color), height in zip(sorted(ends), heights, strict=True):
+        # Half of what the labels were raised by in total is taken back, so that they stay near their lines.
+        place = (epoch, height - (heights[-1] - max(ends)[0]) / 2)
+        axes.annotate(
+            f"{top1:.1f}", place, (7, 0), textcoords="offset points", va="center", color=color, fontsize=9,
+            annotation_clip=False,
+        )  # fmt: skip
 
 
 def _read_settings(folder: Path) -> TrainConfig:
