@@ -221,7 +221,7 @@ for module in pkgutil.walk_packages(inline_attention.__path__, "inline_attention
         print("missing", error.name.partition(".")[0])
 """
     missing = {line.split()[1] for line in run(program).splitlines() if line.startswith("missing ")}
-    assert missing <= {"matplotlib"}, missing
+    assert missing <= {package for package, extra in OPTIONAL.items() if extra == "plots"}, missing
 
 
 def test_a_missing_extra_is_named_at_the_command(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import inline_attention
-from models.test_models import create
+from models.shallow_models import create
 
 NAMES = ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"]
 SIZES = [(2, 224, 256), (1, 97, 161), (3, 64, 40), (1, 33, 250), (1, 320, 288)]

@@ -13,30 +13,11 @@ from inline_attention.layers.attention import InLineAttention, LinearAttention, 
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
 from inline_attention.models.base import blocks_of
 from inline_attention.models.registry import FAMILIES
+from models.shallow_models import create, family_of
 
 ALL = inline_attention.list_models()
 PYRAMIDS = ("pvt", "swin", "cswin")
 SMALL = [f"{kind}_{family}_tiny" for family in ("deit", *PYRAMIDS) for kind in ("inline", "softmax", "linear")]
-# One block per stage is the same code as eighteen.
-SHALLOW = {
-    "deit": {"depth": 2},
-    "pvt": {"depths": (1, 1, 1, 1)},
-    "swin": {"depths": (1, 1, 2, 2)},
-    "cswin": {"depths": (1, 1, 2, 1)},
-}
-
-
-def family_of(name: str) -> str:
-    return name.split("_")[1]
-
-
-def create(name: str, **arguments) -> nn.Module:
-    """A shallow model in eval mode, with weights large enough for errors to show."""
-    model = timm.create_model(name, **({"num_classes": 7} | SHALLOW[family_of(name)] | arguments)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    return model
 
 
 def test_the_zoo_is_complete():

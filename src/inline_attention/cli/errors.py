@@ -16,6 +16,8 @@ TRACEBACK = "INLINE_TRACEBACK"
 EXTRAS = {
     "datasets": "hub",
     "faster_coco_eval": "detection",
+    "jinja2": "plots",
+    "markupsafe": "plots",
     "matplotlib": "plots",
     "onnx": "export",
     "onnxruntime": "export",

@@ -42,12 +42,8 @@ def run_report(
         fail(f"expected a file to write, such as {output / 'report.html'}, got the folder {output}")
     if output.suffix.lower() not in PAGE_SUFFIXES:
         fail(f"--output names the page, which is HTML: expected a name such as {output.stem}.html, got {output}")
-    try:
-        from inline_attention.report.page import write_page
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "markupsafe") and (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        fail(f"a report needs {error.name}, which is not installed: pip install 'inline-attention[plots]'")
+    from inline_attention.report.page import write_page
+
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with console.status("reading the runs") as status:
