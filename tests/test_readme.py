@@ -30,11 +30,6 @@ ODD_PHRASES = {
     r"\blikewise\.": "repeat the noun",
     r"\bin work:": "nothing: docs say what there is",
 }
-# Their rewrite is under way (issue 19). Remove a name as soon as its test passes; none may stay.
-BEING_REWRITTEN = {
-    *("README.md", "CHANGELOG.md", "docs/report.md", "ablation", "analysis", "benchmark"),
-    *("cli", "data", "engine", "report", "tasks"),
-}
 ARGUMENT_WITHOUT_NOUN = re.compile(r"^ +\*{0,2}\w+: (Of|As|See) .*", flags=re.MULTILINE)
 
 
@@ -122,15 +117,9 @@ def odd_phrases(text: str) -> list[str]:
     ]
 
 
-def check_phrases(area: str, problems: list[str]) -> None:
-    if problems and area in BEING_REWRITTEN:
-        pytest.xfail(f"{len(problems)} phrases are left in {area}")
-    assert not problems, "\n".join(problems)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_use_plain_words(page):
-    check_phrases(str(page.relative_to(ROOT)), odd_phrases(page.read_text()))
+    assert odd_phrases(page.read_text()) == []
 
 
 @pytest.mark.parametrize("package", sorted({file.relative_to(SOURCE).parts[0] for file in SOURCE.rglob("*.py")}))
@@ -145,7 +134,7 @@ def test_sources_use_plain_words(package):
                 documentation = ast.get_docstring(node, clean=False) or ""
                 for match in ARGUMENT_WITHOUT_NOUN.finditer(documentation):
                     problems.append(f"{file.relative_to(SOURCE)}: {match.group().strip()!r}; an argument is a noun")
-    check_phrases(package, problems)
+    assert not problems, "\n".join(problems)
 
 
 def test_every_command_is_named():

@@ -106,7 +106,7 @@ class AttentionSettings:
 
     Attributes:
         device: Where.
-        dtype: Of qkv and local weights.
+        dtype: Dtype of qkv and local weights.
         cases: Sizes.
         passes: Forward, forward and backward, or both.
         latency_case: Single-image case, or None to leave it out.
@@ -162,7 +162,7 @@ class AttentionReport:
         settings: What was asked for.
         copy_rate: Bytes per second, read and written, of a large copy: what floors are computed from.
         results: One per case.
-        latency: Of the single-image case.
+        latency: Results of the single-image case.
         host_overhead: Microseconds of the host by contestant and pass, on a tiny problem; a reason where there is none.
     """
 

@@ -44,7 +44,7 @@ def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = N
     Args:
         name: A registered name, such as "inline_deit_tiny".
         input_size: Channels, height and width of the image; the model's native size by default.
-        **arguments: As for `create_model`, such as `num_classes`.
+        **arguments: Arguments of `create_model`, such as `num_classes`.
     """
     with torch.device("meta"):
         model: Any = create_model(name, **arguments).eval()

@@ -102,9 +102,9 @@ class ModelSettings:
 
     Attributes:
         device: Where.
-        dtype: Of weights and images in inference, of autocast in training (where float32 means no autocast).
+        dtype: Dtype of weights and images in inference, and of autocast in training (float32: no autocast).
         cases: Models and sizes.
-        compile_mode: Of `torch.compile`.
+        compile_mode: Mode of `torch.compile`.
         seconds: Time spent on measuring each case, as far as `LEAST_ROUNDS` allow.
         time_limit: Seconds after which no further case is begun, as on a machine lent for a while.
         preparation_limit: Seconds that a contestant has to be compiled, checked and warmed up.
@@ -273,7 +273,7 @@ def fill_compile_cache(
     What fails here is left to `measure_models`, which says why.
 
     Args:
-        settings: Of the benchmark to come.
+        settings: Settings of the benchmark.
         processes: How many at a time; each holds a model and its activations on the device.
         on_progress: Called with a line as each is done.
     """

@@ -18,7 +18,7 @@ from typing import Literal
 
 Outcome = Literal["done", "failed", "stopped", "not started"]
 LOOK_EVERY = 0.2  # seconds
-GRACE = 30.0  # seconds that a process which is told to stop has to put its things in order
+GRACE = 30.0  # seconds for a stopped process to clean up
 
 
 class InterruptedRunsError(Exception):
@@ -82,13 +82,13 @@ def run_side_by_side(
 ) -> Iterator[Ended]:
     """Run commands, so many at a time, and give each back when it ends.
 
-    Whoever stops asking for the next one (an exception, Ctrl-C) stops them all.
+    Closing the iterator (by an exception or Ctrl-C) stops all processes.
 
     Args:
         commands: Started in this order.
         at_once: Processes at a time.
         time_limit: Seconds after which no more are started, and those that run get SIGTERM; SIGKILL after `GRACE`.
-        environment: Of the processes; this one's, if None.
+        environment: Environment variables of the processes; this process's own if None.
 
     Raises:
         ValueError: If none may run at a time.

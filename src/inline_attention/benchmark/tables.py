@@ -25,7 +25,7 @@ FIGURE_LABELS = {"times_softmax": "× softmax", "over_floor": "÷ floor", "over_
 
 
 class ResultTable(NamedTuple):
-    """A table with what is to be read above and below it."""
+    """A table with its title and notes."""
 
     title: str
     header: list[str]

@@ -92,7 +92,7 @@ def prepare_work(calls: Sequence[Callable[[], object]], device: torch.device, po
     Args:
         calls: One call, or the same on several inputs in turn. A graph does not keep the inputs alive; the caller does.
         device: Where they run.
-        pool: Of `torch.cuda.graph_pool_handle()`: memory that graphs share which never run at once.
+        pool: Result of `torch.cuda.graph_pool_handle()`: memory shared by graphs that never run at once.
     """
     if device.type != "cuda":
         _run(calls)

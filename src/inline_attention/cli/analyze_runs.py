@@ -221,8 +221,8 @@ def _load_subjects(
     """The models that were asked for, or small untrained twins.
 
     Args:
-        options: Of the command.
-        num_classes: Of untrained models; the model's own by default.
+        options: Options of the command.
+        num_classes: Classes of untrained models; the model's own by default.
         for_digits: Whether what is asked for without a name are models for digits; by default, as the dataset says.
     """
     common: dict[str, Any] = {"size": options.size, "device": options.device}

@@ -51,7 +51,7 @@ def run_demo(
         output: Folder to write to; made if missing. What an earlier demo wrote there is replaced, its runs included.
         sizes: Numbers of tokens to measure, ascending; `DEFAULT_SIZES` by default.
         training: Whether to train InLine and its twins on handwritten digits.
-        epochs: Of training; the recipe's by default.
+        epochs: Training epochs; the recipe's by default.
 
     Raises:
         typer.Exit: With code 1 where matplotlib is missing, the folder cannot be written or training fails, with 130 or

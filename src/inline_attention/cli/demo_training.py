@@ -39,8 +39,8 @@ class TrainedModel:
 
     Attributes:
         attention: "inline", "softmax" or "linear".
-        folder: Of the run.
-        parameters: Of the model.
+        folder: Folder of the run.
+        parameters: Number of parameters.
         top1: Percent of the test pictures, after the last epoch.
         test_images: How many these are.
         epochs: Passes over the training pictures.

@@ -30,7 +30,7 @@ def run_report(
         output: The page, NAME.html; measurements are kept beside it, in NAME.measurements.json.
         ablations: Results of `inline ablate`.
         device: To measure models on.
-        cost: Of attention, if it was measured before.
+        cost: Cost of attention, if measured before.
         console: Where progress is shown.
 
     Raises:

@@ -133,6 +133,6 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
         if targets[key] >= MOST_CLASSES:
             raise DataError(
                 f"{shard} has the class {targets[key]} for {member.name}; expected the number of a class, counted from "
-                f"0 and below {MOST_CLASSES:,}, in its .cls file, as there is a class of each number up to the largest"
+                f"0 and below {MOST_CLASSES:,}, in its .cls file, since every number up to the largest is a class"
             )
         yield member.name, member.offset_data, member.size, targets[key]

@@ -151,7 +151,7 @@ def _is_alive(holder: Holder, own: Holder, path: Path, *, is_locked: bool) -> bo
 
 
 def _is_touched(path: Path, seconds: float) -> bool:
-    """True if somebody touches a file within some seconds. Clocks of machines may differ, so ages do not count."""
+    """True if a file is touched within some seconds. Clocks of machines may differ, so ages do not count."""
     before, deadline = _touched_at(path), time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(min(0.5, seconds))
@@ -186,7 +186,7 @@ def _is_running(holder: Holder, own: Holder) -> bool | None:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # somebody else's process
+    except (OSError, OverflowError):  # a process of another user
         pass
     return not holder.process or _process_identity(holder.pid) in ("", holder.process)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import timm
 import torch
@@ -15,9 +15,9 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from inline_attention.models.checkpoints import open_checkpoint, read_position_grids
+from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.text import did_you_mean
 
-AttentionKind: TypeAlias = Literal["inline", "softmax", "linear"]
 TWINS: tuple[AttentionKind, ...] = ("softmax", "linear")
 FAMILIES = ("deit", "pvt", "swin", "cswin")
 EntryPoint: TypeAlias = Callable[..., nn.Module]

@@ -251,4 +251,4 @@ def unfit_reason(name: str) -> str | None:
             f"{name} cannot keep the padding of a batch out of its features; use a model of this library with a "
             "pyramid, such as inline_pvt_tiny (`inline models` lists them)"
         )
-    return None  # there is no such model: whoever builds it is told the nearest name
+    return None  # there is no such model; building it raises an error that suggests a name

@@ -1,6 +1,6 @@
 """Draw scenes: materials in the background, wires across it, objects that cast shadows and hide each other.
 
-A kind of object is told by its outline; color, material and surroundings are hints that may mislead.
+The outline decides the kind of an object; color, material and surroundings are hints that may mislead.
 Shapes: `H`, `W` height and width in pixels; `h`, `w` those of the part of the image around one object.
 """
 

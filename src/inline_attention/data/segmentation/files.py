@@ -127,7 +127,7 @@ def find_pair_folders(
         split: Such as "train", which "training" will do for as well.
         image_folder: Folder of images below `root`, "{split}" in it standing for the split; if None, one of the usual
             names, as `images/training` or `training/images`.
-        map_folder: Folder of maps, likewise.
+        map_folder: Folder of label maps, with the same rules.
         allow_outside: Accept folders that are not below `root`.
 
     Raises:

@@ -71,7 +71,7 @@ class ImageClassifier:
                 exactly. By default the model's native size and crop.
             device: "cpu", "cuda", …; "auto" for a GPU where there is one.
             native_size: (height, width) that the model was trained for; that of its `pretrained_cfg` by default.
-            crop_pct: Share of the resized picture's side that is kept at the native size; likewise.
+            crop_pct: Share of the resized picture's side that is kept at the native size; by default the model's.
 
         Raises:
             ValueError: If the size is too small for the model, or there is no such device.

@@ -72,7 +72,7 @@ class SemanticFPNDecoder(nn.Module):
         """
         super().__init__()
         self.pyramid = FeaturePyramidNetwork(list(channels), width)
-        # One convolution for the finest level, and for each other as many as there are steps from it to the finest.
+        # One convolution for the finest level; for each other level, one per step down to the finest.
         self.levels = nn.ModuleList(
             nn.ModuleList(_convolution(width if step == 0 else width // 2, width // 2) for step in range(max(1, level)))
             for level in range(len(channels))
