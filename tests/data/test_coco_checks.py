@@ -17,6 +17,8 @@ from inline_attention.data.coco import (
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 
+pytest.importorskip("faster_coco_eval")  # some masks are decoded when the tests are collected
+
 GOOD = [annotation(1, image_id=1, category_id=3), annotation(2, image_id=2, category_id=90), annotation(3)]
 
 

@@ -252,7 +252,8 @@ class EverydaySettings:
     Attributes:
         device: Where.
         dtype: Dtype of attention, of autocast and of half weights.
-        cells: Most important first.
+        cells: All cells of the tables, the most important first.
+        only: Text in the section or name of the cells to measure; empty for all.
         budget: Seconds after which no further cell is begun.
         processes: Processes that compile ahead; 0 to compile each cell in its turn.
         seconds: Time spent on measuring each pass of attention; models get four times as much.
@@ -264,6 +265,7 @@ class EverydaySettings:
     budget: float = math.inf
     processes: int = 0
     seconds: float = 0.25
+    only: str = ""
 
 
 @dataclass
@@ -325,9 +327,10 @@ def measure_everyday(
     report.rows = {cell.name: cell.empty_rows(NOT_REACHED) for cell in settings.cells}
     if earlier is not None:
         report.environment = combined_environment([earlier["environment"], report.environment])
-        report.rows |= _measured_rows(earlier)
+        report.rows |= {name: [Row.from_json(row) for row in rows] for name, rows in earlier["cells"].items()}
     release_memory(settings.device)  # which other processes need to compile
-    to_do = [cell for cell in settings.cells if all(row.ours is None for row in report.rows[cell.name])]
+    chosen = choose_cells(settings.cells, settings.only)
+    to_do = [cell for cell in chosen if all(row.ours is None for row in report.rows[cell.name])]
     if settings.processes:
         run_compile_jobs(_bounded_jobs(to_do, settings), settings.processes, on_progress=advance)
     for cell in to_do:
@@ -350,8 +353,8 @@ def measure_everyday(
 
 def count_steps(settings: EverydaySettings) -> int:
     """How often `measure_everyday` reports progress, unless cells are kept."""
-    jobs = sum(len(cell.compile_jobs(settings)) for cell in settings.cells) if settings.processes else 0
-    return jobs + len(settings.cells)
+    cells = choose_cells(settings.cells, settings.only)
+    return len(cells) + (sum(len(cell.compile_jobs(settings)) for cell in cells) if settings.processes else 0)
 
 
 def choose_cells(cells: Sequence[Cell], pattern: str) -> tuple[Cell, ...]:
@@ -359,11 +362,6 @@ def choose_cells(cells: Sequence[Cell], pattern: str) -> tuple[Cell, ...]:
     chosen = {cell.name for cell in cells if pattern in f"{cell.section} {cell.name}"}
     chosen |= {cell.base for cell in cells if cell.name in chosen and cell.base is not None}
     return tuple(cell for cell in cells if cell.name in chosen)
-
-
-def _measured_rows(earlier: Mapping[str, Any]) -> dict[str, list[Row]]:
-    rows = {name: [Row.from_json(row) for row in rows] for name, rows in earlier["cells"].items()}
-    return {name: found for name, found in rows.items() if any(row.ours is not None for row in found)}
 
 
 def _bounded_jobs(cells: Sequence[Cell], settings: EverydaySettings) -> JobTable:

@@ -152,10 +152,13 @@ def report_everyday(
     from inline_attention.benchmark.tables import everyday_tables
 
     place = resolve_device("cpu" if smoke else "cuda")
-    cells = everyday.choose_cells(smoke_cells() if smoke else everyday_cells(), only)
-    if not cells:
+    cells = smoke_cells() if smoke else everyday_cells()
+    chosen = everyday.choose_cells(cells, only)
+    if not chosen:
         fail(f"--only {only!r} fits no cell; leave it out to measure all")
-    settings = everyday.EverydaySettings(place, resolve_dtype(None, place), cells, budget, 0 if smoke else processes)
+    settings = everyday.EverydaySettings(
+        place, resolve_dtype(None, place), tuple(cells) if add else chosen, budget, 0 if smoke else processes, only=only
+    )
     if smoke:
         settings = replace(settings, seconds=0.0)
     measure = partial(
