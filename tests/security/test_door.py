@@ -13,6 +13,7 @@ from inline_attention.models.checkpoints import CheckpointError, open_checkpoint
 from inline_attention.models.described import (
     ModelDescriptionError,
     argument_problems,
+    check_description,
     create_described_model,
     describable,
     read_description,
@@ -119,6 +120,7 @@ def test_only_registered_names(name):
         ("inline_deit_tiny", {"embed_dim": 16_384, "depth": 512, "mlp_ratio": 64}),
         ("inline_deit_tiny", {"embed_dim": 7, "num_heads": 3}),
         ("inline_deit_tiny", {"img_size": 16_384, "patch_size": 1, "embed_dim": 16_384}),
+        ("inline_deit_tiny", {"img_size": 16_384, "patch_size": 1024}),
         ("resnet18", {"img_size": 224}),
         ("inline_deit_tiny", [1]),
         ("inline_deit_tiny", None),
@@ -162,6 +164,14 @@ def test_a_file_may_not_describe_a_model_far_larger_than_its_weights(tmp_path):
     save_weights({"head.weight": torch.zeros(3, 16_384)}, path, metadata=notes)
     with pytest.raises(CheckpointError, match="far more than the file holds"):
         read_description(open_checkpoint(path))
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+def test_masks_that_no_memory_holds_are_refused_before_they_are_built(name):
+    small = {"embed_dim": 3, "depths": [2, 1, 1, 1], "num_heads": [1, 1, 1, 1]}
+    with pytest.raises(ModelDescriptionError, match="masks and indices"):
+        check_description(name, small | {"img_size": 8192, "window_size": 64})
+    check_description(name, small | {"img_size": 1024, "window_size": 16})
 
 
 def test_only_what_describes_the_architecture_is_saved():

@@ -34,7 +34,7 @@ def file_of(kind, tmp_path, **changes):
         ("detection", {"head": "other"}, "head: expected mask_rcnn or retinanet"),
         ("detection", {"width": "wide"}, "width: expected a whole number"),
         ("detection", {"width": 10**9}, "width: expected a whole number"),
-        ("detection", {"width": 8192}, "far more than it holds"),
+        ("detection", {"width": 8192}, "far more than the file holds"),
         ("detection", {"sampled_boxes": True}, "sampled_boxes: expected a whole number"),
         ("detection", {"shorter_side": -1}, "shorter_side: expected a whole number"),
         ("detection", {"longest_side": None}, "longest_side: expected a whole number"),

@@ -27,8 +27,9 @@ from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
 Rule: TypeAlias = Callable[[Any], str | None]  # what was expected, or None for a good value
 
-MAX_PIXELS = 2**28  # of `img_size`: 16384²
+MAX_PIXELS = 2**26  # of `img_size`: 8192², less than Pillow's limit
 MAX_PARAMETERS = 20_000_000_000
+MAX_BUFFER_BYTES = 2**30  # masks and indices of windows, which no file of weights holds
 MAX_NOTE_BYTES = 2**24  # of an entry of metadata; ImageNet-21k's class names take 1 MB
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}(\.[A-Za-z0-9_]{1,100})?")  # a model, perhaps with timm's tag
 
@@ -277,7 +278,7 @@ def check_description(
     described = dict(cast("Mapping[str, Any]", arguments))
     with torch.device("meta"):  # pretrained weights, which only a caller can ask for, are not needed to count
         model = _create(checked, described, {k: v for k, v in own.items() if not k.startswith("pretrained")})
-    _check_parameters(checked, sum(parameter.numel() for parameter in model.parameters()), weights)
+    check_model_size(checked, model, weights)
     return checked, described
 
 
@@ -354,14 +355,29 @@ def _create(name: str, described: Mapping[str, Any], own: Mapping[str, Any]) -> 
         raise ModelDescriptionError(f"{name} cannot be built with {_shown(described)}: {reason}") from error
 
 
-def _check_parameters(name: str, parameters: int, weights: Mapping[str, Tensor] | None) -> None:
+def check_model_size(name: str, model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
+    """Refuse a model that would take far more memory than its weights.
+
+    Args:
+        name: Name of the model in the message.
+        model: The model on the meta device.
+        weights: The tensors of its file; None if there are none yet.
+
+    Raises:
+        ModelDescriptionError: If it is too large.
+    """
     most = MAX_PARAMETERS
     if weights is not None:
         # Twice: a file without its head, or with one of two sets of weights, still fits.
         most = min(most, 2 * sum(value.numel() for value in weights.values()) + 10_000_000)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > most:
         held = "" if weights is None else ", far more than the file holds"
         raise ModelDescriptionError(f"this {name} would have {parameters:,} parameters{held}; at most {most:,} can be")
+    if (size := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFER_BYTES:
+        raise ModelDescriptionError(
+            f"this {name} would have {size:,} bytes of masks and indices; at most {MAX_BUFFER_BYTES:,} can be"
+        )
 
 
 def _rules_for(name: str) -> dict[str, Rule]:
