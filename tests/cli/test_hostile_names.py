@@ -25,7 +25,7 @@ NAMES = {
     "line break": b"two\nlines.png",
     "blanks and quotes": b" 'a' \"b\" #2 ~.png",
 }
-CLASSES = ["\x1b]0;owned\x07cat", "[red]dog[/]", "b\u009b31mird"]
+CLASSES = ["\x1b]0;owned\x07cat", "[red]dog[/]", "b\u009b31mird\n99.9%  forged"]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_predict(photo, checkpoint, tmp_path):
     assert "absent \\x1b[2J.png" in result.stderr
     assert "[red]dog[/]" in result.stdout
     assert "\\x1b]0;owned\\x07cat" in result.stdout
+    assert len(result.stdout.splitlines()) == 1 + len(CLASSES), "a name must not start a line of its own"
 
 
 def test_predict_as_json(photo, checkpoint):

@@ -12,6 +12,7 @@ import typer
 
 from inline_attention.cli.options import parse_size
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, say_json, warn
+from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
     from inline_attention.cli.predictors import Predictor, Result
@@ -88,11 +89,11 @@ def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
 
 def _print_result(result: Result, predictor: Predictor) -> None:
     if result.error:
-        say(f"skipped {result.path}: {result.error}", err=True, color="red")
+        say(printable(f"skipped {result.path}: {result.error}"), err=True, color="red")
         return
-    say(result.path, bold=True)
+    say(printable(result.path), bold=True)  # one line each: a name with a line break must not look like a result
     for line in predictor.lines(result):
-        say(f"  {line}")
+        say(f"  {printable(line)}")
 
 
 def _save_targets(files: list[Path], save: Path) -> list[Path]:
