@@ -263,16 +263,18 @@ def test_checkpoints_that_may_not_be_read_or_written_are_found_before_the_first_
         assert (folder / "summary.csv").read_text() == summary
 
 
-def test_a_link_or_a_file_in_place_of_the_checkpoints_is_found_before_the_first_update(tmp_path):
+@pytest.mark.parametrize("folder", ["checkpoints", "tensorboard", "wandb"])
+def test_a_link_or_a_file_in_place_of_a_folder_is_found_before_the_first_update(tmp_path, folder):
     for name in ("link", "file"):
         (tmp_path / name).mkdir()
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link" / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "file" / "checkpoints").write_text("")
+    (tmp_path / "link" / folder).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file" / folder).write_text("")
     for name in ("link", "file"):
-        with pytest.raises(ConfigError, match="checkpoints cannot be written"):
+        with pytest.raises(ConfigError, match=f"{folder} cannot be written"):
             train.train(config(tmp_path, f"run.experiment={name}"))
-        assert os.listdir(tmp_path / name) == ["checkpoints"]
+        assert os.listdir(tmp_path / name) == [folder]
+    assert not os.listdir(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(

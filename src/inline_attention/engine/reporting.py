@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, to_mapping, to_yaml
+from inline_attention.engine.run_folder import CURVES
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
@@ -69,7 +70,7 @@ class RunReport:
         write_atomically(folder / "args.yaml", to_yaml(config))
         write_atomically(folder / "environment.json", json.dumps(_environment(), indent=2) + "\n")
         if config.logging.tensorboard:
-            self._curves += _tensorboard(folder / "tensorboard", self.say)
+            self._curves += _tensorboard(folder / CURVES, self.say)
         if config.logging.wandb:
             self._curves.append(_WeightsAndBiases(folder, config))
 

@@ -245,7 +245,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, CURVES = "checkpoints", "tensorboard"
+WANDB = "wandb"  # written by Weights & Biases
 
 
 @contextmanager
@@ -263,7 +264,8 @@ def claimed(folder: Path, processes: Processes) -> Iterator[None]:
             try:
                 _make(folder, stack)
                 stack.enter_context(run_lock(folder))
-                _check_writable(folder / CHECKPOINTS)
+                for name in (CHECKPOINTS, CURVES, WANDB):
+                    _check_writable(folder / name)
             except FolderInUseError as error:
                 trouble = str(error)
             except OSError as error:
