@@ -39,7 +39,7 @@ class SegmentationOptions:
         None, "Channels of the decoder; null: 256 for semantic_fpn, 512 for upernet.", at_least=8, at_most=2**13
     )
     crop: int = setting(
-        512, "Side of training crops, and shorter side of validation images, in pixels.", at_least=32, at_most=2**16
+        512, "Side of training crops, and shorter side of validation images, in pixels.", at_least=32, at_most=2**13
     )
     scale: tuple[float, float] = setting(
         (0.5, 2.0), "Smallest and largest shorter side in training, relative to crop.", above=0, at_most=100
@@ -48,7 +48,7 @@ class SegmentationOptions:
         "whole", "Evaluate whole images, or sliding windows of the size of crops."
     )
     window_step: int | None = setting(
-        None, "Pixels between windows; null: two thirds of crop.", at_least=1, at_most=2**16
+        None, "Pixels between windows; null: two thirds of crop.", at_least=1, at_most=2**13
     )
 
     @property
