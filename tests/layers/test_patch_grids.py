@@ -260,6 +260,20 @@ def test_operations_between_blocks_do_not_lose_the_grid():
         torch.testing.assert_close(model(image), expected[size])
 
 
+@pytest.mark.parametrize("img_size", [(32, 128), (64, 64)])
+def test_operations_between_blocks_that_are_called_one_by_one_do_not_lose_the_grid(img_size):
+    """As in prompt tuning. The set image size has as many tokens as the image, so that a guess would be silent."""
+    model, tokens = converted_vit(depth=3, img_size=img_size), torch.randn(1, 17, 24)
+    direct = fresh(model).blocks(tokens)
+    for size in (WIDE, TALL, SQUARE):
+        image = torch.randn(1, 3, *size)
+        x = model.norm_pre(model._pos_embed(model.patch_embed(image)))
+        for block in model.blocks:
+            x = block(x) * 1
+        torch.testing.assert_close(model.norm(x), fresh(model).forward_features(image))
+        torch.testing.assert_close(model.blocks(tokens), direct)
+
+
 def test_a_wrapped_model_is_converted_with_its_own_grid_and_prefix():
     class Wrapper(nn.Module):
         def __init__(self):

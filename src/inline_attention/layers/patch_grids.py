@@ -36,7 +36,8 @@ class _Entry(NamedTuple):
 
     Attributes:
         grid_size: (h, w); None before `patch_embed` has run.
-        place: The module that removes the entry when it returns; _NOT_ENTERED if none has been entered yet.
+        place: The module that removes the entry when it returns; _NOT_ENTERED if `patch_embed` was called on its own
+            and no module runs now. Such an entry stays until the last attention has run, or a module has failed.
         backward_pass: Number of the backward pass in which the call runs, or _NO_BACKWARD.
         outer: The entry to restore at the end.
     """
@@ -45,6 +46,10 @@ class _Entry(NamedTuple):
     place: int
     backward_pass: int
     outer: _Entry | None = None
+
+    def is_of_same_call(self, inner: _Entry) -> bool:
+        """True for the entry of a `patch_embed` called on its own, if `inner` is a module called after it."""
+        return self.place == _NOT_ENTERED and self.backward_pass == inner.backward_pass
 
 
 class _RunningCalls(threading.local):
@@ -93,9 +98,11 @@ class PatchGrid:
         model.register_forward_pre_hook(self._enter_model)
         model.register_forward_hook(partial(self._leave, _MODEL), always_call=True)
         self.patch_embed.register_forward_hook(self._announce)
+        modules = list(modules)
         for place, module in enumerate(modules, start=_MODEL + 1):
+            is_last = any(inner is modules[-1] for inner in module.modules())
             module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, place), always_call=True)
+            module.register_forward_hook(partial(self._leave, place, is_last=is_last), always_call=True)
 
     def current(self, tokens: torch.Tensor | None = None) -> GridSize | None:
         """Return the grid of the running call, or the native one for a call that starts inside the model.
@@ -156,12 +163,10 @@ class PatchGrid:
         if size is None:
             return
         _mark(tokens, self.number, size)
-        if entry is not None and entry.place == _NOT_ENTERED:
-            _running.entries[self.number] = _Entry(size, place, backward_pass)
-        elif entry is None or entry.grid_size != size:
+        if entry is None or entry.place == _NOT_ENTERED or entry.grid_size != size:
             _running.entries[self.number] = _Entry(size, place, backward_pass, outer)
 
-    def _leave(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(self, place: int, _module: nn.Module, _args: Any, output: Any, is_last: bool = True) -> None:
         """Mark the output, and remove the entry that this module made (forward hook, called after errors too)."""
         entry = _running.entries.get(self.number)
         if entry is None:
@@ -170,7 +175,8 @@ class PatchGrid:
             _mark(output, self.number, entry.grid_size)
         if entry.place != place:
             return
-        if entry.outer is None:
+        has_ended = is_last or output is None  # None after an error
+        if entry.outer is None or (has_ended and entry.outer.is_of_same_call(entry)):
             del _running.entries[self.number]
         else:
             _running.entries[self.number] = entry.outer
