@@ -79,10 +79,11 @@ def check(
         typer.Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names"),
     ] = None,
     reduce_zero_label: Annotated[
-        bool, typer.Option("--reduce-zero-label", help="Label 0 means other, 1 the first class, as in ADE20K.")
+        bool,
+        typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 is the first, as in ADE20K."),
     ] = False,
     allow_outside_files: Annotated[
-        bool, typer.Option("--allow-outside-files", help="Read files that the data names outside of its folder.")
+        bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")
     ] = False,
 ) -> None:
     """Check a dataset before training: count the faults, name the first, suggest what to do."""

@@ -28,7 +28,7 @@ def evaluate(
     split: Annotated[str, typer.Option(help="Split or subfolder.")] = "validation",
     repair: Annotated[bool, typer.Option("--repair", help="Repair faults of dense annotations.")] = False,
     allow_outside_files: Annotated[
-        bool, typer.Option("--allow-outside-files", help="Read files that the data names outside of its folder.")
+        bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")
     ] = False,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Image size in pixels.", show_default="the model's")] = None,
@@ -39,7 +39,9 @@ def evaluate(
     ] = None,
     map_folder: Annotated[
         str | None,
-        typer.Option(help="Label maps below --data-dir, likewise (segmenters).", show_default="by usual names"),
+        typer.Option(
+            help="Label maps below --data-dir, such as ann/{split} (segmenters).", show_default="by usual names"
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,

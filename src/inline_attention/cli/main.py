@@ -94,7 +94,7 @@ def ablate(
 ) -> None:
     """Train variants of a recipe with several seeds and compare them: `inline ablate digits --axis feature_map`.
 
-    Axes: feature_map, normalization, local_residual, window, heads and attention; several give all combinations.
+    Axes: feature_map, normalization, local_residual, window, heads and attention. Several axes give all combinations.
     The flags of `inline train` apply to all runs: --model, --data-dir, --epochs, -b, --device and others.
     """
     from inline_attention.cli.ablate import run_ablate

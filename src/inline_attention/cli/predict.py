@@ -29,7 +29,7 @@ def predict(
     size: Annotated[
         str | None,
         typer.Option(
-            help="Shorter side (1024), without crop, or height and width (800x1333).",
+            help="Shorter side, such as 1024, or height and width, such as 800x1333; no crop.",
             show_default="the model's, with its crop",
         ),
     ] = None,
@@ -42,7 +42,7 @@ def predict(
 ) -> None:
     """Predict what is in pictures: classes, objects or classes of pixels, depending on the model.
 
-    Pictures that cannot be read are named and skipped. The exit code is 1 if one of them was given by name.
+    Pictures that cannot be read are reported and skipped. If you named such a picture yourself, the exit code is 1.
     """
     given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
     from inline_attention.cli.predictors import PredictOptions, build_predictor

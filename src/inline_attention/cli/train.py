@@ -26,8 +26,9 @@ def train(
 ) -> None:
     """Train a model: `inline train digits`, `inline train deit_tiny --data-dir IMAGENET -b 512`.
 
-    timm's flags are accepted too; --flags lists them: --model, --data-dir, --dataset, --epochs, --updates, -b, --lr,
-    --amp, --torchcompile, --workers, --output, --experiment, --resume, --device ...
+    timm's flags are accepted too: --model, --data-dir, --dataset, --epochs, --updates, -b, --lr, --amp,
+    --torchcompile, --workers, --output, --experiment, --resume, --device and more. `inline train RECIPE --flags`
+    lists all.
     """
     from inline_attention.cli.flags import flags_help, overrides_of, read_settings
 
