@@ -41,7 +41,11 @@ CASES = {
     "feature_map_list": (lambda: attend(feature_map=["relu"]), r"feature_map must be one of"),
     "normalization_list": (lambda: attend(normalization=["divide"]), r"normalization must be one of"),
     "feature_map_nothing": (lambda: attend(feature_map=lambda x: None), r"must return a dense tensor, got NoneType"),
-    "feature_map_sparse": (lambda: attend(feature_map=torch.Tensor.to_sparse), r"must return a dense tensor"),
+    "feature_map_sparse": (lambda: attend(feature_map=torch.Tensor.to_sparse), r"dense tensor, got .*torch.sparse_coo"),
+    "feature_map_widths": (
+        lambda: inline_attention(Q[:, :3], Q, Q, feature_map=lambda x: x[..., : x.shape[1]]),
+        r"same last dimension, got 3 for queries and \d for keys",
+    ),
     "feature_map_device": (lambda: attend(feature_map=lambda x: x.to("meta")), r"and the device.* on meta"),
     "feature_map_result": (lambda: attend(feature_map=lambda x: x.sum(1)), r"must keep every dimension but the last"),
     "unknown_normalization": (lambda: attend(normalization="substract"), r"did you mean subtract"),
@@ -106,6 +110,13 @@ def test_message(case):
     call, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("integer", [numpy.int64, numpy.int32])
+def test_integers_of_numpy_make_a_grid(integer):
+    expected = attend(local_weight=WEIGHT, grid_size=(2, 3))
+    for _ in range(2):
+        assert torch.equal(attend(local_weight=WEIGHT, grid_size=(integer(2), integer(3))), expected)
 
 
 @pytest.mark.parametrize(

@@ -236,9 +236,9 @@ def _signature(call: AttentionCall, backend: str) -> tuple[Any, ...] | None:
             None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 8, type(x))
             for x in tensors
         ]
-        # Types too: 3.0 and True equal integers, but are refused.
-        extents = () if grid_size is None else map(type, grid_size)
-        numbers = (call.scale, type(call.scale), prefix, type(prefix), grid_size, *extents)
+        if grid_size is not None and any(type(extent) is not int for extent in grid_size):
+            return None  # 3.0 and True equal integers, but are refused; NumPy's integers are converted
+        numbers = (call.scale, type(call.scale), prefix, type(prefix), grid_size)  # types for the same reason
         signature = (*layouts, *numbers, call.feature_map, call.normalization, call.overwrite_q, backend)
         hash(signature)
     except (AttributeError, TypeError, RuntimeError):

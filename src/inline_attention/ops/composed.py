@@ -22,13 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
-from inline_attention.ops.feature_maps import apply_feature_map
+from inline_attention.ops.feature_maps import apply_to_queries_and_keys
 
 
 def mapped(call: AttentionCall, compute_dtype: torch.dtype) -> AttentionCall:
     """Apply the feature map and the mask, and cast to the compute dtype; padded keys and values become zero."""
-    q = apply_feature_map(call.feature_map, call.q, compute_dtype)
-    k = apply_feature_map(call.feature_map, call.k, compute_dtype)
+    q, k = apply_to_queries_and_keys(call.feature_map, call.q, call.k, compute_dtype)
     v = call.v.to(compute_dtype)
     if call.key_padding_mask is not None:
         # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.

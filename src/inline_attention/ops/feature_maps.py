@@ -59,10 +59,25 @@ def apply_feature_map(feature_map: str | FeatureMap, x: torch.Tensor, compute_dt
     shape, dtype, device = x.shape, x.dtype, x.device
     mapped: Any = feature_map(x)
     if not isinstance(mapped, torch.Tensor) or mapped.layout != torch.strided or mapped.is_nested:
-        raise ValueError(f"a callable feature_map must return a dense tensor, got {type(mapped).__name__}")
+        got = type(mapped).__name__ if not isinstance(mapped, torch.Tensor) else f"a tensor of layout {mapped.layout}"
+        raise ValueError(f"a callable feature_map must return a dense tensor, got {got}")
     if mapped.shape[:-1] != shape[:-1] or mapped.dtype != dtype or mapped.device != device:
         raise ValueError(
             "a callable feature_map must keep every dimension but the last, the dtype and the device; it turned "
             f"{tuple(shape)} {dtype} on {device} into {tuple(mapped.shape)} {mapped.dtype} on {mapped.device}"
         )
     return mapped.to(compute_dtype)
+
+
+def apply_to_queries_and_keys(
+    feature_map: str | FeatureMap, q: torch.Tensor, k: torch.Tensor, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi(q) and phi(k) in the compute dtype. Both have the same last dimension."""
+    query = apply_feature_map(feature_map, q, compute_dtype)
+    key = apply_feature_map(feature_map, k, compute_dtype)
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "a callable feature_map must give queries and keys the same last dimension, got "
+            f"{query.shape[-1]} for queries and {key.shape[-1]} for keys"
+        )
+    return query, key

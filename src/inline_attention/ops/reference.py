@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
-from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
+from inline_attention.ops.feature_maps import FeatureMap, apply_to_queries_and_keys
 
 AttentionKind: TypeAlias = Literal["softmax", "linear", "inline", "magnitude"]
 KIND_OF_NORMALIZATION: dict[Normalization, AttentionKind] = {
@@ -51,8 +51,7 @@ def kernel_weights(
     key_padding_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Weights `[B, H, N, M]` in float64 of linear, InLine or MALA attention; rows sum to one, padded keys get zero."""
-    query = apply_feature_map(feature_map, q, torch.float64)
-    key = apply_feature_map(feature_map, k, torch.float64)
+    query, key = apply_to_queries_and_keys(feature_map, q, k, torch.float64)
     if key_padding_mask is None:
         key_padding_mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     key = key.masked_fill(~key_padding_mask[:, :, None, None], 0)  # padding may hold NaN, and 0 · NaN is NaN

@@ -186,13 +186,15 @@ def check_grid(grid_size: Any, num_prefix_tokens: int, tokens: int) -> tuple[int
         raise ValueError(f"grid_size must be a pair (h, w), got {grid_size!r}")
     height, width = grid_size  # pyright: ignore[reportUnknownVariableType]
     for extent in (height, width):  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(extent, (int, torch.SymInt)) or isinstance(extent, bool) or extent < 1:
+        if not isinstance(extent, (Integral, torch.SymInt)) or isinstance(extent, bool) or extent < 1:
             raise ValueError(f"grid_size must be two integers ≥ 1, got {grid_size!r}")
     if num_prefix_tokens + height * width != tokens:
         raise ValueError(
             f"num_prefix_tokens + h·w must equal the number of tokens, got {num_prefix_tokens} + {height}·{width} "
             f"= {num_prefix_tokens + height * width} ≠ {tokens}; {_grid_hint(tokens - num_prefix_tokens)}"
         )
+    if isinstance(height, Integral) and isinstance(width, Integral):
+        return int(height), int(width)  # NumPy's integers become Python's
     return height, width  # pyright: ignore[reportUnknownVariableType]
 
 
