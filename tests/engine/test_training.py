@@ -290,7 +290,8 @@ def test_recipes_are_listed_and_shown():
         assert recipe.expected is None or f" {recipe.expected:.1f} % " in line
     shown = CliRunner().invoke(app, ["recipes", "show", "digits"]).output
     assert from_yaml(shown) == get_recipe("digits").config
-    assert "--batch-size, -b VALUE" in CliRunner().invoke(app, ["train", "digits", "--flags"]).output
+    for recipe in ([], ["digits"]):
+        assert "--batch-size, -b VALUE" in CliRunner().invoke(app, ["train", *recipe, "--flags"]).output
 
 
 def test_predict_takes_a_run(tmp_path):

@@ -18,23 +18,30 @@ Settings = Annotated[
 ]
 
 
+def _print_flags(wanted: bool) -> None:
+    if wanted:
+        from inline_attention.cli.flags import flags_help
+
+        say(flags_help())
+        raise typer.Exit
+
+
 def train(
     context: typer.Context,
     recipe: Recipe,
     settings: Settings = None,
-    list_flags: Annotated[bool, typer.Option("--flags", help="List timm's flags and exit.")] = False,
+    list_flags: Annotated[
+        bool, typer.Option("--flags", callback=_print_flags, is_eager=True, help="List timm's flags and exit.")
+    ] = False,
 ) -> None:
     """Train a model: `inline train digits`, `inline train deit_tiny --data-dir IMAGENET -b 512`.
 
     timm's flags are accepted too: --model, --data-dir, --dataset, --epochs, --updates, -b, --lr, --amp,
-    --torchcompile, --workers, --output, --experiment, --resume, --device and more. `inline train RECIPE --flags`
-    lists all.
+    --torchcompile, --workers, --output, --experiment, --resume, --device and more. `inline train --flags` lists all.
     """
-    from inline_attention.cli.flags import flags_help, overrides_of, read_settings
+    del list_flags  # its callback has done the work
+    from inline_attention.cli.flags import overrides_of, read_settings
 
-    if list_flags:
-        say(flags_help())
-        return
     if recipe.startswith("-"):
         fail(f"expected a recipe before all flags, as in `inline train digits {recipe}`, got {recipe}")
     from inline_attention.engine.interruption import InterruptedBySignalError
