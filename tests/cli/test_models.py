@@ -9,7 +9,7 @@ from inline_attention import list_models
 from inline_attention.benchmark import model_size
 from inline_attention.benchmark.model_size import ModelSize
 from inline_attention.cli.main import app
-from inline_attention.models.published import PUBLISHED_TOP1
+from inline_attention.models.registry import PUBLISHED_TOP1
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from inline_attention.engine.config import (
     with_overrides,
 )
 from inline_attention.models import create_model, list_models
-from inline_attention.models.published import PUBLISHED_TOP1
+from inline_attention.models.registry import PUBLISHED_TOP1
 from inline_attention.recipes import get_recipe, imagenet, list_recipes, small
 from inline_attention.recipes.catalog import UnknownRecipeError
 

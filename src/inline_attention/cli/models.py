@@ -63,7 +63,7 @@ def _table(families: list[list[str]], sizes: dict[str, ModelSize]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from inline_attention.models.published import PUBLISHED_TOP1
+    from inline_attention.models.registry import PUBLISHED_TOP1
 
     caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
     table = Table(caption=caption, box=box.SIMPLE_HEAD)
@@ -87,7 +87,7 @@ def _table(families: list[list[str]], sizes: dict[str, ModelSize]) -> Table:
 
 
 def _as_json(name: str, size: ModelSize) -> dict[str, object]:
-    from inline_attention.models.published import PUBLISHED_TOP1
+    from inline_attention.models.registry import PUBLISHED_TOP1
 
     return {
         "name": name,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from inline_attention.layers.hooks import must_be_called
-from inline_attention.ops.local_weights import predict_local_weight
+from inline_attention.ops.backends.cuda.predictor import predict_local_weight
 
 
 class BlockDiagonalLinear(nn.Module):

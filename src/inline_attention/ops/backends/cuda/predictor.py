@@ -23,6 +23,21 @@ BLOCKS_PER_PROCESSOR = 4
 FEWEST_TOKENS_PER_SPLIT = 128
 
 
+def predict_local_weight(
+    tokens: torch.Tensor, parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], num_heads: int
+) -> torch.Tensor | None:
+    """Predict weights `[B, H, D, 3, 3]` by a fused kernel; return None if there is none for this call.
+
+    Args:
+        tokens: `[B, N, C]`; the weights depend on their mean.
+        parameters: Weight and bias of the first and of the second map, as `BlockDiagonalLinear` holds them.
+        num_heads: H.
+    """
+    if unsupported_reason(tokens, parameters, num_heads) is not None:
+        return None
+    return predict(tokens, *parameters, num_heads)
+
+
 def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...], num_heads: int) -> str | None:
     """Return why these kernels cannot predict the weights, or None."""
     reason = cuda.device_reason(tokens)
