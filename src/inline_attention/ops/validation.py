@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -184,18 +184,20 @@ def check_grid(grid_size: Any, num_prefix_tokens: int, tokens: int) -> tuple[int
     """Check that `grid_size` is (h, w) with prefix + h·w = tokens; return it."""
     if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"grid_size must be a pair (h, w), got {grid_size!r}")
-    height, width = grid_size  # pyright: ignore[reportUnknownVariableType]
-    for extent in (height, width):  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(extent, (Integral, torch.SymInt)) or isinstance(extent, bool) or extent < 1:
+    # Integers of NumPy become Python's.
+    height, width = (
+        extent if isinstance(extent, int) or not isinstance(extent, Integral) else int(extent)
+        for extent in cast(Sequence[Any], grid_size)
+    )
+    for extent in (height, width):
+        if not isinstance(extent, (int, torch.SymInt)) or isinstance(extent, bool) or extent < 1:
             raise ValueError(f"grid_size must be two integers ≥ 1, got {grid_size!r}")
     if num_prefix_tokens + height * width != tokens:
         raise ValueError(
             f"num_prefix_tokens + h·w must equal the number of tokens, got {num_prefix_tokens} + {height}·{width} "
             f"= {num_prefix_tokens + height * width} ≠ {tokens}; {_grid_hint(tokens - num_prefix_tokens)}"
         )
-    if isinstance(height, Integral) and isinstance(width, Integral):
-        return int(height), int(width)  # NumPy's integers become Python's
-    return height, width  # pyright: ignore[reportUnknownVariableType]
+    return height, width
 
 
 def check_prefix_tokens(num_prefix_tokens: Any) -> None:
