@@ -303,6 +303,8 @@ def draw_confusion(
         axes.axvline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         axes.set(xscale="log", yscale="log", xlabel="tolerance", ylabel="share of distinct pairs")
         axes.set(xlim=(TOLERANCES[0] / 2, TOLERANCES[-1] * 2))
+        if not axes.dataLim.y1 > 0:  # no pair is confused: a log scale has nothing to fit to
+            axes.set(ylim=(1e-6, 1))
         light_grid(axes)
 
     images = {label: by_image(items) for label, items in counts.items()}

@@ -153,17 +153,17 @@ def report_everyday(
 
     place = resolve_device("cpu" if smoke else "cuda")
     cells = smoke_cells() if smoke else everyday_cells()
-    chosen = everyday.choose_cells(cells, only)
+    chosen = {cell.name for cell in everyday.choose_cells(cells, only)}
     if not chosen:
         fail(f"--only {only!r} fits no cell; leave it out to measure all")
+    earlier = _read_earlier(output / f"{name}.json") if add else None
+    shown = tuple(cell for cell in cells if cell.name in chosen.union((earlier or {}).get("cells", ())))
     settings = everyday.EverydaySettings(
-        place, resolve_dtype(None, place), tuple(cells) if add else chosen, budget, 0 if smoke else processes, only=only
+        place, resolve_dtype(None, place), shown, budget, 0 if smoke else processes, only=only
     )
     if smoke:
         settings = replace(settings, seconds=0.0)
-    measure = partial(
-        everyday.measure_everyday, settings, earlier=_read_earlier(output / f"{name}.json") if add else None
-    )
+    measure = partial(everyday.measure_everyday, settings, earlier=earlier)
     _run(measure, everyday_tables, everyday.count_steps(settings), output, name, "Everyday speed", None)
 
 

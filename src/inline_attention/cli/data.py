@@ -80,7 +80,7 @@ def check(
     ] = None,
     reduce_zero_label: Annotated[
         bool,
-        typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 is the first, as in ADE20K."),
+        typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K)."),
     ] = False,
     allow_outside_files: Annotated[
         bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")

@@ -29,7 +29,7 @@ def predict(
     size: Annotated[
         str | None,
         typer.Option(
-            help="Shorter side, such as 1024, or height and width, such as 800x1333; no crop.",
+            help="Shorter side (1024), or height and width (800x1333); no crop.",
             show_default="the model's, with its crop",
         ),
     ] = None,
@@ -40,7 +40,7 @@ def predict(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")] = 8,
 ) -> None:
-    """Predict what is in pictures: classes, objects or classes of pixels, depending on the model.
+    """Predict classes (classifier), objects (detector) or classes of pixels (segmenter) in pictures.
 
     Pictures that cannot be read are reported and skipped. If you named such a picture yourself, the exit code is 1.
     """
