@@ -128,8 +128,8 @@ def explain_lead(trained: Sequence[TrainedModel]) -> str:
     if max(trained, key=lambda model: model.top1).attention != "inline":
         return ""
     return (
-        "InLine's lead comes with its 3×3 local term, probably because that is given what lies side by side, which\n"
-        f"the others must learn. To see it without: inline train {RECIPE.name} --set '{WITHOUT_LOCAL_TERM}'\n"
+        "InLine's lead comes with its 3×3 term, which knows the neighbors of a token; the others must learn them.\n"
+        f"To train without it: inline train {RECIPE.name} --set '{WITHOUT_LOCAL_TERM}'\n"
     )
 
 
