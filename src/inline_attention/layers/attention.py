@@ -199,8 +199,9 @@ class TokenAttention(ProjectedAttention):
             if key_padding_mask is not None:
                 raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
             check_tokens("x", x, self.dim)
-            self._check_has_grid(attn_mask, grid_size)
+            check_dense("attn_mask", attn_mask)
             key_padding_mask = _as_key_padding_mask(attn_mask, x)
+            self._check_has_grid(attn_mask, grid_size)
         return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, local_input=local_input)))
 
     def attend(
@@ -281,7 +282,6 @@ class TokenAttention(ProjectedAttention):
                 )
 
     def _check_has_grid(self, attn_mask: torch.Tensor, grid_size: tuple[int, int] | None) -> None:
-        check_dense("attn_mask", attn_mask)
         is_of_many_shapes = attn_mask.is_floating_point()  # only NaFlexViT passes such masks
         has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
         if is_of_many_shapes and self.has_local_term and not has_grid:

@@ -320,12 +320,14 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
 
     Raises:
         CheckpointError: If no model is named, or the file describes one that must not be built.
+        ModelDescriptionError: If the user names a model that does not exist.
     """
     noted = file.metadata.get("model")
     if not (model_name or noted):
         raise CheckpointError(f"{file.path} does not say which model it is of; give its name with --model")
     class_names = parse_class_names(file)
     if model_name is not None and model_name != noted:
+        check_model_name(model_name)
         if noted and _family(model_name) != _family(noted):
             raise CheckpointError(
                 f"{file.path} is of {printable(noted)[:60]}, not of {model_name}; leave --model out, or name one of "

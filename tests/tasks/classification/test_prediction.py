@@ -151,6 +151,8 @@ def test_the_model_is_named_by_the_file_or_the_caller(model, checkpoint, tmp_pat
         ImageClassifier.from_checkpoint(tmp_path / "weights.pth")
     assert len(ImageClassifier.from_checkpoint(tmp_path / "weights.pth", model_name=NAME).class_names) == 4
     with pytest.raises(CheckpointMismatchError, match="does not fit InLinePVT"):
+        ImageClassifier.from_checkpoint(tmp_path / "weights.pth", model_name="inline_pvt_tiny")
+    with pytest.raises(CheckpointError, match="is of inline_deit_tiny, not of inline_pvt_tiny"):
         ImageClassifier.from_checkpoint(checkpoint, model_name="inline_pvt_tiny")
     with pytest.raises(ValueError, match="did you mean inline_deit_tiny"):
         ImageClassifier.from_checkpoint(checkpoint, model_name="inline_diet_tiny")
