@@ -146,7 +146,7 @@ def test_photometric_distortion_changes_colours_and_no_labels():
 
 
 def test_photometric_distortion_keeps_red_red():
-    """Colors shift, but do not change places: they are a part of what is to be learned."""
+    """Colors shift but channels stay in place: color is part of the signal."""
     labels = np.zeros((8, 8), dtype=np.uint8)
     transform = segmentation_training_transform(8, scale=(1.0, 1.0), flip=0, largest_class_share=1.0)
     torch.manual_seed(0)

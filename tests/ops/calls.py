@@ -16,7 +16,7 @@ def use_backends(monkeypatch, *backends: Backend) -> None:
 def attend_over_queries(
     q, k, v, *, local_weight=None, grid_size=None, num_prefix_tokens=0, overwrite_q=True, backend="auto"
 ) -> torch.Tensor:
-    """Call the op as layers do whose queries nobody else sees."""
+    """Call the op as a layer does that owns its queries."""
     call = AttentionCall(
         q, k, v, None, q.shape[3] ** -0.5, "identity", "subtract",
         None, local_weight, grid_size, num_prefix_tokens, overwrite_q,

@@ -85,7 +85,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         _held.discard(descriptor)
         with suppress(OSError):
             if _is_same_file(descriptor, path):
-                path.unlink()  # while it is still locked, so that nobody else's is removed
+                path.unlink()  # while it is still locked: a later run's file must stay
         with suppress(OSError):
             unlock(descriptor)
         os.close(descriptor)
