@@ -29,6 +29,8 @@ Rule: TypeAlias = Callable[[Any], str | None]  # what was expected, or None for 
 
 MAX_PIXELS = 2**26  # of `img_size`: 8192², less than Pillow's limit
 MAX_PARAMETERS = 20_000_000_000
+MAX_TOKENS = 2**22
+MAX_SOFTMAX_TOKENS = 2**16
 MAX_BUFFER_BYTES = 2**30  # masks and indices of windows, which no file of weights holds
 MAX_NOTE_BYTES = 2**24  # of an entry of metadata; ImageNet-21k's class names take 1 MB
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}(\.[A-Za-z0-9_]{1,100})?")  # a model, perhaps with timm's tag
@@ -247,7 +249,24 @@ def argument_problems(name: str, arguments: object) -> dict[str, str]:
             )
         elif (expected := rules[argument](value)) is not None:
             problems[argument] = f"expected {expected} as {argument} of {name}, got {_shown(value)}"
+    if "img_size" in arguments and not problems.keys() & {"img_size", "patch_size"}:
+        tokens, most = _count_tokens(name, arguments), _most_tokens(name)
+        if tokens > most:
+            problems["img_size"] = f"this {name} would attend to {tokens:,} tokens; a file may ask for {most:,} at most"
     return problems
+
+
+def _count_tokens(name: str, arguments: Mapping[str, Any]) -> int:
+    """Tokens of the finest grid of an image of the described size; 224 and 16 pixels stand for what is not said."""
+    size, patch = arguments["img_size"] or 224, arguments.get("patch_size", 4 if "_pvt_" in name else 16)
+    sides, patches = (value if isinstance(value, (list, tuple)) else (value, value) for value in (size, patch))
+    return math.prod(-(-side // step) for side, step in zip(sides, (*patches, patches[0])[:2], strict=True))
+
+
+def _most_tokens(name: str) -> int:
+    """Linear-time attention and windows take millions of tokens; softmax over the whole image takes their square."""
+    is_linear = name.startswith(("inline_", "linear_")) or "swin" in name
+    return MAX_TOKENS if is_linear else MAX_SOFTMAX_TOKENS
 
 
 def describable(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

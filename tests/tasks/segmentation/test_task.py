@@ -8,6 +8,7 @@ import torch
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.data.sources import DataError
+from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
 from inline_attention.tasks.segmentation.models import SegmentationOptions
 from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import DataSection, ModelChoice, Reading
@@ -50,3 +51,17 @@ def test_another_size_to_evaluate_at_leaves_windows_as_they_are(scenes):
     loader = task.validation_loader(source, task.build_model(source.class_names), Reading(2, CPU), BrokenImages(2))
     assert all(min(image.shape[1:]) == 64 for batch in loader.epoch() for image in batch.images)
     assert (task.options.windows.side, task.options.windows.step) == (96, 80)
+
+
+def test_a_file_may_not_ask_for_millions_of_windows(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for step, message in ((1, "asks for a window every 1 pixels"), (6, None)):
+        task = task_on(tmp_path, crop=96, inference="sliding", window_step=step)
+        save_weights(task.build_model(["a", "b"]), path, metadata=task.metadata(["a", "b"]))
+        if message is None:
+            assert (
+                SegmentationTask.of_checkpoint(open_checkpoint(path), DataSection("pairs"))[0].options.window_step == 6
+            )
+        else:
+            with pytest.raises(CheckpointError, match=message):
+                SegmentationTask.of_checkpoint(open_checkpoint(path), DataSection("pairs"))

@@ -25,7 +25,7 @@ from inline_attention.data.segmentation.files import find_class_file, find_pair_
 from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
 from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
+from inline_attention.models.reading import Checkpoint, CheckpointError, open_checkpoint, show_difference
 from inline_attention.tasks.dense import (
     SumOfLosses,
     check_size,
@@ -40,6 +40,8 @@ from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator
 from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
 from inline_attention.tasks.segmentation.models import SegmentationOptions, Segmenter, build_segmenter
 from inline_attention.tasks.task import Collectives, DataSection, ModelChoice, Reading, TaskData
+
+MOST_OVERLAP = 16  # windows that a file may lay over a pixel, in each direction
 
 
 class SegmentationTask:
@@ -78,7 +80,13 @@ class SegmentationTask:
         """
         described = read_task_metadata(file, cls.name, SegmentationOptions, flags=("reduce_zero_label",))
         data = replace(data, **described.flags)
-        task = cls(data, described.backbone, described.options, flip=described.flip)
+        options = described.options
+        if options.window_step is not None and MOST_OVERLAP * options.window_step < options.crop:
+            raise CheckpointError(
+                f"{file.path} asks for a window every {options.window_step} pixels, for windows of {options.crop}; "
+                f"a file may ask for one every {-(-options.crop // MOST_OVERLAP)} pixels at the least"
+            )
+        task = cls(data, described.backbone, options, flip=described.flip)
         check_size(file, lambda: task.build_model(described.class_names))
         return task, described.class_names
 
