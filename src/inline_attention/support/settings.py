@@ -1,14 +1,13 @@
 """Settings as fields of dataclasses: name, type, default, help text and bounds, each said once.
 
-`setting` declares a field. `settings_of` lists the fields of a dataclass with what they accept, and `read_settings`
-builds one from data that a user or a stranger wrote.
+`setting` declares a field, `settings_of` lists what the fields of a dataclass accept, `read_settings` builds one.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
+import operator
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -17,36 +16,24 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from inline_attention.support.text import did_you_mean, printable
+from inline_attention.support.untrusted import UntrustedDataError, build_value
 
 LARGEST_INTEGER = 2**63
+BOUNDS = {
+    "at_least": ("≥", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("≤", operator.le),
+    "below": ("<", operator.lt),
+}
+NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+PLURALS = {int: "whole numbers", float: "numbers"}
+# Text that users write for other values.
+WORDS = {"true": ("yes", "on", "y", "true"), "false": ("no", "off", "n", "false"), "null": ("none", "null", "~")}
 Section = TypeVar("Section")
 
 
 class BadValueError(ValueError):
     """A setting does not accept a value. The message says what was expected, what came and what to do."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of a number, or of each number of a tuple."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def hold(self, value: float) -> bool:
-        """True if `value` lies within."""
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        limits = (("≥", self.at_least), (">", self.above), ("≤", self.at_most), ("<", self.below))
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
 
 def setting(default: Any, documentation: str, *, tasks: Collection[str] = (), **bounds: float) -> Any:
@@ -56,9 +43,10 @@ def setting(default: Any, documentation: str, *, tasks: Collection[str] = (), **
         default: Default value.
         documentation: Help text, and comment in YAML.
         tasks: Tasks that use it; empty if all do.
-        **bounds: Limits of its numbers, see `Bounds`.
+        **bounds: Limits of its numbers: `at_least`, `above`, `at_most`, `below`.
     """
-    metadata = {"documentation": documentation, "bounds": Bounds(**bounds), "tasks": tuple(tasks)}
+    assert bounds.keys() <= BOUNDS.keys()
+    metadata = {"documentation": documentation, "bounds": bounds, "tasks": tuple(tasks)}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -66,48 +54,55 @@ def setting(default: Any, documentation: str, *, tasks: Collection[str] = (), **
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a section.
-
-    Attributes:
-        path: Dotted name, such as "optimizer.lr".
-        annotation: Type.
-        bounds: Limits of its numbers.
-        documentation: Help text.
-        tasks: Tasks that use it; empty if all do.
-    """
+    """A field of a section: its dotted name, such as "optimizer.lr", and what `setting` says of it."""
 
     path: str
     annotation: Any
-    bounds: Bounds
     documentation: str
-    tasks: tuple[str, ...] = ()
+    bounds: Mapping[str, float]
+    tasks: tuple[str, ...]
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of its values: those of the union, or the one."""
+        is_union = get_origin(self.annotation) in (Union, UnionType)
+        return get_args(self.annotation) if is_union else (self.annotation,)
 
     @property
     def expected(self) -> str:
         """The values it accepts, in words."""
-        limits = f" {self.bounds}" if str(self.bounds) else ""
+        limits = " and ".join(f"{BOUNDS[name][0]} {limit:g}" for name, limit in self.bounds.items())
+        limits = f" {limits}" if limits else ""
         words: list[str] = []
-        for kind in _alternatives(self.annotation):
+        for kind in self.kinds:
+            arguments = get_args(kind)
             if get_origin(kind) is Literal:
-                words += get_args(kind)
+                words += arguments
             elif get_origin(kind) is tuple:
-                count = "" if get_args(kind)[-1] is Ellipsis else f"{len(get_args(kind))} "
-                words.append(f"[{count}{_PLURALS[get_args(kind)[0]]}{limits}]")
+                count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
+                words.append(f"[{count}{PLURALS[arguments[0]]}{limits}]")
             elif get_origin(kind) is Mapping:
                 words.append("a mapping such as {depth: 4} of plain values")
             else:
-                words.append(_NAMES[kind] + (limits if kind in _PLURALS else ""))
+                words.append(NAMES[kind] + (limits if kind in PLURALS else ""))
         return " or ".join(words) if len(words) <= 2 else f"{', '.join(words[:-1])} or {words[-1]}"
 
     @property
     def is_text(self) -> bool:
         """True if its values are text: any, or one of several words."""
-        return any(kind is str or get_origin(kind) is Literal for kind in _alternatives(self.annotation))
+        return any(kind is str or get_origin(kind) is Literal for kind in self.kinds)
 
     @property
     def is_optional(self) -> bool:
         """True if null is one of its values."""
-        return NoneType in _alternatives(self.annotation)
+        return NoneType in self.kinds
+
+    @property
+    def is_pair(self) -> bool:
+        """True if its values are two numbers."""
+        return all(
+            get_origin(kind) is tuple and len(get_args(kind)) == 2 for kind in self.kinds if kind is not NoneType
+        )
 
     @property
     def is_mapping(self) -> bool:
@@ -120,32 +115,42 @@ class Setting:
         Raises:
             BadValueError: If it has another type (true is not 1, "1" is not 1) or is out of bounds.
         """
-        for annotation in _alternatives(self.annotation):
-            if _fits(value, annotation):
-                converted = _converted(value, annotation)
-                if not all(self.bounds.hold(number) for number in _numbers(converted)):
-                    break
+        with suppress(UntrustedDataError):
+            if self.is_mapping:
+                if isinstance(value, Mapping) and _is_plain(value):
+                    return value
+            elif self._holds(converted := build_value(self.annotation, value)):
                 return converted
         raise BadValueError(f"expected {self.expected}, got {shown(value)}{self._advice(value)}")
 
+    def _holds(self, value: Any) -> bool:
+        """True if the numbers of a value are within the bounds."""
+        items = value if isinstance(value, tuple) else (value,)
+        numbers = [item for item in items if type(item) in (int, float)]
+        return all(
+            (type(number) is float or abs(number) < LARGEST_INTEGER)
+            and all(BOUNDS[name][1](number, limit) for name, limit in self.bounds.items())
+            for number in numbers
+        )
+
     def _advice(self, value: Any) -> str:
-        alternatives = _alternatives(self.annotation)
-        choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
+        choices = [choice for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
         if choices:
             return did_you_mean(str(value).lower(), choices)
-        if isinstance(value, bool) and {int, float} & set(alternatives):
-            return "; give a number"
-        if isinstance(value, (int, float)) and str in alternatives:
-            return f'; in quotes, "{value}", it is text'
-        if isinstance(value, str):
-            if {int, float} & set(alternatives) and _is_number(value):
+        takes_numbers = not {int, float}.isdisjoint(self.kinds)
+        match value:
+            case bool() if takes_numbers:
+                return "; give a number"
+            case int() | float() if str in self.kinds:
+                return f'; in quotes, "{value}", it is text'
+            case str() if takes_numbers and _is_number(value):
                 return f"; write {value.strip()} without quotes"
-            if bool in alternatives and value.lower() in ("yes", "on", "y", "no", "off", "n", "true", "false"):
-                return f"; write {'true' if value.lower() in ('yes', 'on', 'y', 'true') else 'false'} without quotes"
-            if NoneType in alternatives and value.lower() in ("none", "null", "~"):
-                return "; write null without quotes"
-        if isinstance(value, float) and value.is_integer() and int in alternatives and float not in alternatives:
-            return f"; write {int(value)}"
+            case str():
+                meant = next((word for word, texts in WORDS.items() if value.lower() in texts), "")
+                if meant and (NoneType if meant == "null" else bool) in self.kinds:
+                    return f"; write {meant} without quotes"
+            case float() if value.is_integer() and int in self.kinds and float not in self.kinds:
+                return f"; write {int(value)}"
         return ""
 
 
@@ -163,9 +168,7 @@ def settings_of(section: type[Any], prefix: str = "", tasks: tuple[str, ...] = (
         entry.name: Setting(
             prefix + entry.name,
             annotations[entry.name],
-            entry.metadata["bounds"],
-            entry.metadata["documentation"],
-            entry.metadata["tasks"] or tasks,
+            **{**entry.metadata, "tasks": entry.metadata["tasks"] or tasks},
         )
         for entry in fields(section)
     }
@@ -190,14 +193,11 @@ def read_settings(section: type[Section], values: Mapping[str, Any]) -> Section:
 
 def shown(value: Any) -> str:
     """Return a value as YAML writes it in one line, shortened if it is long; text is in quotes."""
-    if isinstance(value, str):
-        text = f"the text {quoted(value)}"
-    else:
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):
-            text = type(value).__name__
-    text = printable(text)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    text = printable(f"the text {text}" if isinstance(value, str) else text)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -217,34 +217,6 @@ def unquoted(text: str) -> str:
     return text
 
 
-_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-_PLURALS = {int: "whole numbers", float: "numbers"}
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return isinstance(value, str) and value in get_args(annotation)
-    if origin is tuple:
-        kinds = _kinds_of_items(annotation, value)
-        return (
-            isinstance(value, (list, tuple))
-            and len(value) == len(kinds)
-            and all(_fits(item, kind) for item, kind in zip(value, kinds, strict=True))
-        )
-    if origin is Mapping:
-        return isinstance(value, Mapping) and _is_plain(value)
-    if annotation is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    if annotation is int:  # not isinstance: True is an int to Python, but not a number of epochs
-        return type(value) is int and abs(value) < LARGEST_INTEGER
-    return type(value) is annotation
-
-
 def _is_plain(value: Any) -> bool:
     """True if a value can be written to YAML and read back unchanged."""
     if isinstance(value, Mapping):
@@ -252,28 +224,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
-
-
-def _converted(value: Any, annotation: Any) -> Any:
-    if get_origin(annotation) is tuple:
-        return tuple(
-            _converted(item, kind) for item, kind in zip(value, _kinds_of_items(annotation, value), strict=True)
-        )
-    return float(value) if annotation is float else value
-
-
-def _kinds_of_items(annotation: Any, value: Any) -> tuple[Any, ...]:
-    """The type of each item of a tuple; for `tuple[int, ...]`, as many as the value has."""
-    kinds = get_args(annotation)
-    if kinds[-1] is not Ellipsis:
-        return kinds
-    return kinds[:1] * (len(value) if isinstance(value, (list, tuple)) else 0)
-
-
-def _numbers(value: Any) -> list[float]:
-    if isinstance(value, tuple):
-        return list(value)
-    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
 def _is_number(text: str) -> bool:

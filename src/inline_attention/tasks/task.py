@@ -37,42 +37,29 @@ class DataSection:
     """The images and how they are read."""
 
     dataset: str = setting(
-        "folder",
-        "folder (a subfolder per class), digits (in the package), cifar10, hfds/NAME (Hugging Face) or wds/PATTERN "
-        "(WebDataset); for detection coco, for segmentation pairs (images and label maps).",
+        "folder", "folder, digits, cifar10, hfds/NAME or wds/PATTERN; detection: coco; segmentation: pairs."
     )
     dir: str | None = setting(None, "Data folder; not needed for digits and hfds.")
     train_split: str = setting("train", "Training split or subfolder.")
     val_split: str = setting("validation", "Validation split or subfolder; in folders, val is found too.")
-    class_map: str | None = setting(
-        None, "File that lists the classes, one per line, in the order of their indices.", tasks=CLASSIFICATION + PIXELS
-    )
-    repair: bool = setting(
-        False, "Repair faults of coco and pairs in memory, as the report before training says.", tasks=DENSE
-    )
-    reduce_zero_label: bool = setting(
-        False, "Ignore label 0 of pairs; 1 is the first class, as in ADE20K and scenes.", tasks=PIXELS
-    )
+    class_map: str | None = setting(None, "File of class names, one per line.", tasks=CLASSIFICATION + PIXELS)
+    repair: bool = setting(False, "Repair faults of coco and pairs in memory.", tasks=DENSE)
+    reduce_zero_label: bool = setting(False, "Ignore label 0 of pairs; label 1 is the first class.", tasks=PIXELS)
     image_folder: str | None = setting(
-        None, "Image folder of pairs below dir, such as img/{split}; null: a usual name.", tasks=PIXELS
+        None, "Image folder of pairs, such as img/{split}; null: a usual name.", tasks=PIXELS
     )
     map_folder: str | None = setting(None, "Label map folder of pairs below dir; null: a usual name.", tasks=PIXELS)
     allow_outside_files: bool = setting(
         False, "Read files that annotations or folder settings name outside of dir.", tasks=DENSE
     )
-    workers: int = setting(
-        4, "Worker processes per device, at most one per core; 0: read in the main process.", at_least=0, at_most=4096
-    )
+    workers: int = setting(4, "Worker processes per device; 0: read in the main process.", at_least=0, at_most=4096)
     timeout: float = setting(180.0, "Seconds that a worker may take for a batch.", above=0)
     in_memory: bool = setting(
-        False,
-        "Keep all images on the device and augment batches there, for small data. Needs augmentation.crop=padded and "
-        "data.crop_pct=1; supports RandAugment only.",
-        tasks=CLASSIFICATION,
+        False, "Keep images on the device; needs augmentation.crop=padded and data.crop_pct=1.", tasks=CLASSIFICATION
     )
     crop_pct: float | None = setting(
         None,
-        "Share of the resized image that evaluation keeps (the center); null: the model's own.",
+        "Share of the image that evaluation keeps; null: the model's own.",
         tasks=CLASSIFICATION,
         above=0,
         at_most=1,

@@ -37,93 +37,53 @@ class Flag:
         """The overrides `key=value` that the flag with these values stands for."""
         if len(values) != self.num_values:
             raise ValueError(f"{self.names[0]} takes {self.num_values} values, got {len(values)}: {values}")
-        texts = map(str, values)
+        texts = [str(value) for value in values]
         if self.setting.is_text:  # as it is: in quotes, no part of it means anything
-            texts = (text if text == "null" and self.setting.is_optional else quoted(text) for text in texts)
-        texts = list(texts)
+            texts = [text if text == "null" and self.setting.is_optional else quoted(text) for text in texts]
         return [assignment.format(*texts) for assignment in self.assignments]
 
 
-def _flag(*names_and_assignments: str, bare: str | None = None) -> Flag:
-    names = tuple(text for text in names_and_assignments if text.startswith("-"))
-    return Flag(names, names_and_assignments[len(names) :], bare)
+# Flags by section. --drop-path sets drop_path; others name their setting after "=". -j is another name for --workers.
+FLAG_NAMES = {
+    "run": "--output --experiment --resume --start-anew --device",
+    "model": "--model=name --num-classes --img-size --in-chans --drop-path --initial-checkpoint",
+    "data": "--data-dir=dir --dataset --train-split --val-split --class-map --repair --allow-outside-files "
+    "--workers,-j --crop-pct",
+    "augmentation": "--scale --ratio --hflip --vflip --aa=auto_augment --color-jitter --reprob --remode --recount "
+    "--mixup --cutmix --mixup-prob --mixup-switch-prob --mixup-mode --mixup-off-epoch",
+    "optimizer": "--opt=name --lr --lr-base=lr --lr-base-size --weight-decay --momentum --opt-betas=betas "
+    "--opt-eps=eps --layer-decay",
+    "schedule": "--sched=name --warmup-epochs --warmup-lr --min-lr --cooldown-epochs --decay-epochs --decay-rate",
+    "loss": "--smoothing",
+    "ema": "--model-ema=enabled --model-ema-decay=decay --model-ema-warmup=warmup",
+    "training": "--epochs --updates --batch-size,-b --validation-batch-size,-vb --grad-accum-steps,--grad-accum "
+    "--val-interval=validation_interval --amp --torchcompile,--compile=compile --torchcompile-mode=compile_mode "
+    "--grad-checkpointing --clip-grad --seed",
+    "checkpoints": "--checkpoint-hist=keep_last --eval-metric=metric",
+    "logging": "--log-interval=interval --log-wandb=wandb --wandb-project",
+}
+# As in timm, these mean what they say: a recipe's scaling rules do not apply to them, and its other length gives way.
+FURTHER_ASSIGNMENTS = {
+    "--lr": "optimizer.lr_base_size=null",
+    "--model-ema-decay": "ema.decay_base_size=null",
+    "--epochs": "training.updates=null",
+    "--grad-accum-steps": "training.total_batch_size=null",
+    "--torchcompile-mode": "training.compile=true",
+}
 
 
-# As in timm, --lr, --model-ema-decay and --grad-accum-steps mean what they say: no scaling rule of a recipe applies to
-# them, and the number of images per update follows from the steps.
+def _flag(section: str, text: str) -> Flag:
+    """Return the flag that an entry of `FLAG_NAMES` describes."""
+    spellings, _, field = text.partition("=")
+    names = tuple(spellings.split(","))
+    setting = SETTINGS[f"{section}.{field or names[0][2:].replace('-', '_')}"]
+    value = "true" if setting.annotation is bool else "[{0}, {1}]" if setting.is_pair else "{0}"
+    further = [FURTHER_ASSIGNMENTS[names[0]]] if names[0] in FURTHER_ASSIGNMENTS else []
+    return Flag(names, (f"{setting.path}={value}", *further), bare="auto" if names[0] == "--amp" else None)
+
+
 FLAGS: tuple[Flag, ...] = (
-    _flag("--output", "run.output={0}"),
-    _flag("--experiment", "run.experiment={0}"),
-    _flag("--resume", "run.resume={0}"),
-    _flag("--start-anew", "run.start_anew=true"),
-    _flag("--device", "run.device={0}"),
-    _flag("--model", "model.name={0}"),
-    _flag("--num-classes", "model.num_classes={0}"),
-    _flag("--img-size", "model.img_size={0}"),
-    _flag("--in-chans", "model.in_chans={0}"),
-    _flag("--input-size", "model.img_size=[{1}, {2}]", "model.in_chans={0}"),
-    _flag("--drop-path", "model.drop_path={0}"),
-    _flag("--initial-checkpoint", "model.initial_checkpoint={0}"),
-    _flag("--data-dir", "data.dir={0}"),
-    _flag("--dataset", "data.dataset={0}"),
-    _flag("--train-split", "data.train_split={0}"),
-    _flag("--val-split", "data.val_split={0}"),
-    _flag("--class-map", "data.class_map={0}"),
-    _flag("--repair", "data.repair=true"),
-    _flag("--allow-outside-files", "data.allow_outside_files=true"),
-    _flag("--workers", "-j", "data.workers={0}"),
-    _flag("--crop-pct", "data.crop_pct={0}"),
-    _flag("--scale", "augmentation.scale=[{0}, {1}]"),
-    _flag("--ratio", "augmentation.ratio=[{0}, {1}]"),
-    _flag("--hflip", "augmentation.hflip={0}"),
-    _flag("--vflip", "augmentation.vflip={0}"),
-    _flag("--aa", "augmentation.auto_augment={0}"),
-    _flag("--color-jitter", "augmentation.color_jitter={0}"),
-    _flag("--reprob", "augmentation.reprob={0}"),
-    _flag("--remode", "augmentation.remode={0}"),
-    _flag("--recount", "augmentation.recount={0}"),
-    _flag("--mixup", "augmentation.mixup={0}"),
-    _flag("--cutmix", "augmentation.cutmix={0}"),
-    _flag("--mixup-prob", "augmentation.mixup_prob={0}"),
-    _flag("--mixup-switch-prob", "augmentation.mixup_switch_prob={0}"),
-    _flag("--mixup-mode", "augmentation.mixup_mode={0}"),
-    _flag("--mixup-off-epoch", "augmentation.mixup_off_epoch={0}"),
-    _flag("--opt", "optimizer.name={0}"),
-    _flag("--lr", "optimizer.lr={0}", "optimizer.lr_base_size=null"),
-    _flag("--lr-base", "optimizer.lr={0}"),
-    _flag("--lr-base-size", "optimizer.lr_base_size={0}"),
-    _flag("--weight-decay", "optimizer.weight_decay={0}"),
-    _flag("--momentum", "optimizer.momentum={0}"),
-    _flag("--opt-betas", "optimizer.betas=[{0}, {1}]"),
-    _flag("--opt-eps", "optimizer.eps={0}"),
-    _flag("--layer-decay", "optimizer.layer_decay={0}"),
-    _flag("--sched", "schedule.name={0}"),
-    _flag("--warmup-epochs", "schedule.warmup_epochs={0}"),
-    _flag("--warmup-lr", "schedule.warmup_lr={0}"),
-    _flag("--min-lr", "schedule.min_lr={0}"),
-    _flag("--cooldown-epochs", "schedule.cooldown_epochs={0}"),
-    _flag("--decay-epochs", "schedule.decay_epochs={0}"),
-    _flag("--decay-rate", "schedule.decay_rate={0}"),
-    _flag("--smoothing", "loss.smoothing={0}"),
-    _flag("--model-ema", "ema.enabled=true"),
-    _flag("--model-ema-decay", "ema.decay={0}", "ema.decay_base_size=null"),
-    _flag("--model-ema-warmup", "ema.warmup=true"),
-    _flag("--epochs", "training.epochs={0}", "training.updates=null"),
-    _flag("--updates", "training.updates={0}"),
-    _flag("--batch-size", "-b", "training.batch_size={0}"),
-    _flag("--validation-batch-size", "-vb", "training.validation_batch_size={0}"),
-    _flag("--grad-accum-steps", "--grad-accum", "training.grad_accum_steps={0}", "training.total_batch_size=null"),
-    _flag("--val-interval", "training.validation_interval={0}"),
-    _flag("--amp", "training.amp={0}", bare="auto"),
-    _flag("--torchcompile", "--compile", "training.compile=true"),
-    _flag("--torchcompile-mode", "training.compile_mode={0}", "training.compile=true"),
-    _flag("--grad-checkpointing", "training.grad_checkpointing=true"),
-    _flag("--clip-grad", "training.clip_grad={0}"),
-    _flag("--seed", "training.seed={0}"),
-    _flag("--checkpoint-hist", "checkpoints.keep_last={0}"),
-    _flag("--eval-metric", "checkpoints.metric={0}"),
-    _flag("--log-interval", "logging.interval={0}"),
-    _flag("--log-wandb", "logging.wandb=true"),
-    _flag("--wandb-project", "logging.wandb_project={0}"),
-    _flag("--fsdp2", "distributed.strategy=fsdp2"),
+    *(_flag(section, text) for section, texts in FLAG_NAMES.items() for text in texts.split()),
+    Flag(("--input-size",), ("model.img_size=[{1}, {2}]", "model.in_chans={0}")),
+    Flag(("--fsdp2",), ("distributed.strategy=fsdp2",)),
 )

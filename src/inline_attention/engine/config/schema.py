@@ -26,9 +26,7 @@ class RunSection:
     output: str = setting("out/train", "Output folder. Each run has a folder in it.")
     experiment: str | None = setting(None, "Name of the run's folder; null: time and model.")
     resume: str | None = setting(None, "Run or checkpoint to resume, or auto: this experiment's newest checkpoint.")
-    start_anew: bool = setting(
-        False, "Start from zero if nothing can be resumed; move existing files to previous-N in the run's folder."
-    )
+    start_anew: bool = setting(False, "Start from zero if nothing is resumed; move old files to previous-N.")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
 
 
@@ -45,11 +43,7 @@ class TaskSection:
 class ModelSection:
     """The network and its initial weights."""
 
-    name: str = setting(
-        "inline_deit_tiny",
-        "Model name (`inline models --all`), or a model of timm. For detection and segmentation: the backbone, an "
-        "inline, softmax or linear pvt, swin or cswin.",
-    )
+    name: str = setting("inline_deit_tiny", "Model (`inline models --all`) or timm's; for dense tasks: the backbone.")
     arguments: Mapping[str, Any] = setting({}, "Further model arguments, such as {depth: 4, patch_size: 2}.")
     num_classes: int | None = setting(
         None, "Number of classes; null: as many as the data has.", at_least=1, at_most=10**6
@@ -61,11 +55,7 @@ class ModelSection:
     drop_path: float | None = setting(
         None, "Stochastic depth rate of the last block; null: the model's own.", at_least=0, below=1
     )
-    initial_checkpoint: str | None = setting(
-        None,
-        "Weights to start from. A head for another number of classes is initialized anew; a backbone accepts weights "
-        "of classifiers, detectors and segmenters.",
-    )
+    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes starts anew.")
     require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
 
     def __post_init__(self) -> None:
@@ -80,10 +70,7 @@ class OptimizerSection:
     name: str = setting("adamw", "Optimizer of timm.")
     lr: float = setting(5e-4, "Peak learning rate, per lr_base_size images.", at_least=0)
     lr_base_size: int | None = setting(
-        512,
-        "lr, schedule.min_lr and schedule.warmup_lr are multiplied by (images per update) / lr_base_size; null: no "
-        "scaling.",
-        at_least=1,
+        512, "Learning rates are multiplied by images per update / this; null: unscaled.", at_least=1
     )
     weight_decay: float = setting(0.05, "Weight decay.", at_least=0)
     momentum: float = setting(0.9, "Momentum of optimizers that have one, such as sgd.", at_least=0, below=1)
@@ -147,8 +134,7 @@ class TrainingSection:
     )
     total_batch_size: int | None = setting(
         None,
-        "Images per update over all devices; accumulates gradients if batch_size is too small. null: batch_size × "
-        "grad_accum_steps × devices.",
+        "Images per update, gradients accumulated; null: batch_size × grad_accum_steps × devices.",
         at_least=1,
         at_most=2**24,
     )
@@ -160,7 +146,7 @@ class TrainingSection:
     )
     validation_interval: int = setting(1, "Epochs between evaluations.", at_least=1)
     amp: Literal["bf16", "fp16", "auto", "off"] = setting(
-        "bf16", "Mixed precision: bf16, fp16 (with loss scaling), auto (bf16 if the device has it) or off."
+        "bf16", "Mixed precision: bf16, fp16, auto (bf16 if possible) or off."
     )
     compile: bool = setting(False, "Compile the model with torch.compile.", tasks=CLASSIFICATION)
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = setting(
@@ -177,16 +163,10 @@ class CheckpointsSection:
     """Saved checkpoints. A run that is stopped by a signal saves one first."""
 
     interval_epochs: int = setting(1, "Epochs between checkpoints.", at_least=1)
-    interval_steps: int | None = setting(
-        None, "Updates between checkpoints within an epoch; null: only at the end of epochs.", at_least=1
-    )
+    interval_steps: int | None = setting(None, "Updates between checkpoints within an epoch; null: none.", at_least=1)
     keep_last: int = setting(3, "Number of newest checkpoints to keep.", at_least=1)
     keep_best: int = setting(1, "Number of best checkpoints to keep besides.", at_least=0)
-    metric: str | None = setting(
-        None,
-        "Metric of the best checkpoint: top1, top5 or loss; for detectors box_ap, mask_ap, …; for segmenters miou, "
-        "macc or aacc. null: the first.",
-    )
+    metric: str | None = setting(None, "Metric of the best checkpoint, such as top1, box_ap, miou; null: first.")
 
 
 @dataclass(frozen=True)
@@ -204,7 +184,7 @@ class DistributedSection:
     """Work of several ranks, as torchrun starts them."""
 
     strategy: Literal["ddp", "fsdp2"] = setting(
-        "ddp", "ddp: every device has the whole model. fsdp2: parameters and optimizer states are sharded."
+        "ddp", "ddp: whole model per device. fsdp2: parameters and optimizer states sharded."
     )
     timeout_minutes: float = setting(10.0, "Minutes to wait for other ranks before the run fails.", above=0)
 

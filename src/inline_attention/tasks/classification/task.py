@@ -58,7 +58,7 @@ class AugmentationSection:
     color_jitter: float = setting(0.4, "Strength of color jitter; unused with auto_augment, as in timm.", at_least=0)
     reprob: float = setting(0.25, "Probability of random erasing.", at_least=0, at_most=1)
     remode: Literal["pixel", "rand", "const"] = setting(
-        "pixel", "Fill of erased rectangles: noise per pixel, one random color, or the mean."
+        "pixel", "Fill of erased rectangles: noise, one random color, or the mean."
     )
     recount: int = setting(1, "Largest number of erased rectangles.", at_least=1)
     mixup: float = setting(0.8, "Mixup alpha; 0: off.", at_least=0)

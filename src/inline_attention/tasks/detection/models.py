@@ -64,13 +64,10 @@ class DetectionOptions:
     shorter_side: int = setting(800, "Shorter image side in pixels.", at_least=32, at_most=LARGEST_SIDE)
     longest_side: int = setting(1333, "Limit of the longer image side in pixels.", at_least=32, at_most=LARGEST_SIDE)
     multi_scale_from: int | None = setting(
-        None,
-        "Smallest shorter side in training, drawn from there to shorter_side in steps of 32; null: shorter_side.",
-        at_least=32,
-        at_most=LARGEST_SIDE,
+        None, "Smallest shorter side in training; null: shorter_side.", at_least=32, at_most=LARGEST_SIDE
     )
     smallest_anchor: int = setting(
-        32, "Anchor side in pixels on the finest of five levels; it doubles per level.", at_least=1, at_most=2**12
+        32, "Anchor side in pixels on the finest level; doubles per level.", at_least=1, at_most=2**12
     )
 
     @property
