@@ -18,17 +18,12 @@ from inline_attention.models.described import ModelDescriptionError, argument_pr
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import BadValueError, shown, unquoted
 from inline_attention.support.text import did_you_mean, printable
-from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, load_yaml
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with a setting.
-
-    Attributes:
-        path: Its dotted name, such as "optimizer.lr".
-        message: Expected and actual value, and advice.
-    """
+    """A problem with a setting, such as "optimizer.lr": what was expected, what came, what to do."""
 
     path: str
     message: str
@@ -38,13 +33,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be used.
-
-    Attributes:
-        problems: All problems, not only the first.
-        source: Origin of the settings, such as a file name.
-        advice: Advice on all problems.
-    """
+    """Settings that cannot be used: all problems, their source, such as a file name, and advice on all of them."""
 
     def __init__(self, problems: Iterable[Problem], source: str = "the configuration", advice: str | None = None):
         self.problems = tuple(problems)
@@ -77,25 +66,25 @@ def from_mapping(
     Raises:
         ConfigError: With every unknown name and every bad value.
     """
-    base = base or TrainConfig()
     problems: list[Problem] = []
-    sections: dict[str, Any] = {name: dict(values) for name, values in to_mapping(base).items()}
+    sections = to_mapping(base or TrainConfig())
     for section, values in content.items():
         if section not in SECTIONS:
             problems.append(Problem(str(section), f"there is no such section{_nearest(str(section))}"))
-        elif not isinstance(values, Mapping):
+            continue
+        if not isinstance(values, Mapping):
             expected = f"expected a section with {', '.join(_names_in(section))}"
             problems.append(Problem(section, f"{expected}, got {shown(values)}"))
-        else:
-            for name, value in values.items():
-                path = f"{section}.{name}"
-                if path not in SETTINGS:
-                    problems.append(Problem(path, f"there is no such setting{_nearest(path)}"))
-                    continue
-                try:
-                    sections[section][name] = SETTINGS[path].convert(value)
-                except BadValueError as error:
-                    problems.append(Problem(path, str(error)))
+            continue
+        for name, value in values.items():
+            path = f"{section}.{name}"
+            if path not in SETTINGS:
+                problems.append(Problem(path, f"there is no such setting{_nearest(path)}"))
+                continue
+            try:
+                sections[section][name] = SETTINGS[path].convert(value)
+            except BadValueError as error:
+                problems.append(Problem(path, str(error)))
     if problems:
         raise ConfigError(problems, source)
     return TrainConfig(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
@@ -111,10 +100,8 @@ def _nearest(path: str) -> str:
     name = name.replace("-", "_")
     by_flag = [flag.setting.path for flag in FLAGS if f"--{name.replace('_', '-')}" in flag.names]
     elsewhere = [known for known in SETTINGS if known.endswith(f".{name}")]
-    if len(by_flag or elsewhere) == 1:
-        return f"; did you mean {(by_flag or elsewhere)[0]}?"
-    if elsewhere:
-        return f"; did you mean {' or '.join(elsewhere)}?"
+    if found := by_flag[:1] or elsewhere:
+        return f"; did you mean {' or '.join(found)}?"
     if section in SECTIONS:
         names = _names_in(section)
         nearest = did_you_mean(name, names).replace("did you mean ", f"did you mean {section}.")
@@ -160,22 +147,22 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))
-
-
 # PyYAML reads a number with a leading zero as octal.
-_StrictLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
-def parse_value(text: str) -> Any:
-    """Parse one YAML value, such as the right side of an override.
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML.
 
     Raises:
-        yaml.YAMLError: If it is no YAML.
-        UntrustedDataError: If it is too large, nested too deeply or has a value that cannot be read.
+        ValueError: If it is no YAML, too large, nested too deeply or has a value that cannot be read.
     """
-    return load_yaml(text, _StrictLoader)
+    try:
+        return load_yaml(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"it is not valid YAML: {getattr(error, 'problem', None) or error}{where}") from None
 
 
 def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the configuration") -> TrainConfig:
@@ -190,13 +177,10 @@ def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the 
         ConfigError: If it is no YAML, or with every unknown name and every bad value.
     """
     try:
-        content = parse_value(text)
-    except yaml.YAMLError as error:
-        raise ConfigError([Problem("", f"it is not valid YAML: {_in_one_line(error)}")], source) from None
-    except UntrustedDataError as error:
+        content = _parse_yaml(text)
+    except ValueError as error:
         raise ConfigError([Problem("", str(error))], source) from None
-    if content is None:
-        content = {}
+    content = {} if content is None else content
     if not isinstance(content, Mapping):
         raise ConfigError([Problem("", f"expected sections ({', '.join(SECTIONS)}), got {shown(content)}")], source)
     return from_mapping(content, base=base, source=source)
@@ -208,19 +192,14 @@ def read_config(path: str | os.PathLike[str], *, base: TrainConfig | None = None
     try:
         text = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = (getattr(error, "strerror", None) or error) if is_text else "it is not UTF-8 text"
         raise ConfigError([Problem("", f"cannot be read: {reason}")], str(path)) from error
     return from_yaml(text, base=base, source=str(path))
 
 
 def to_yaml(config: TrainConfig, *, header: str = "") -> str:
-    """Return all settings as YAML with comments. `from_yaml` reads them back unchanged.
-
-    Args:
-        config: The settings.
-        header: Text for a comment at the top.
-    """
+    """Return all settings as YAML with comments, below a header. `from_yaml` reads them back unchanged."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     for section, values in to_mapping(config).items():
         summary = (SECTIONS[section].__doc__ or "").strip()
@@ -237,28 +216,9 @@ def _comment(text: str, indent: str) -> list[str]:
 
 def _value_text(value: Any) -> str:
     text = yaml.dump(
-        _with_lists(value),
-        Dumper=_CautiousDumper,
-        default_flow_style=True,
-        allow_unicode=True,
-        width=10**6,  # one line
-        sort_keys=False,
+        value, Dumper=_CautiousDumper, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False
     )
     return text.removesuffix("...\n").strip()
-
-
-def _with_lists(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_with_lists(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return value
-
-
-def _in_one_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-    return f"{getattr(error, 'problem', None) or error}{where}"
 
 
 def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
@@ -277,20 +237,33 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
     problems: list[Problem] = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        path = path.strip()
-        if not equals or not path:
+        section, _, name = path.strip().partition(".")
+        field, _, entry = name.partition(".")
+        if not equals or not section:
             problems.append(Problem("", f"expected key=value, such as optimizer.lr=1e-3, got {override!r}"))
             continue
         try:
-            value = _parse(path, text)
-        except yaml.YAMLError:
-            message = f"expected a value in YAML, such as 0.5, text, null or [1, 2], got {shown(text)}"
-            problems.append(Problem(path, message))
+            value = _parse(path.strip(), text)
+        except ValueError as error:
+            problems.append(
+                Problem(path.strip(), f"expected a value in YAML, such as 0.5, null or [1, 2], but {error}")
+            )
             continue
-        except UntrustedDataError as error:
-            problems.append(Problem(path, f"expected a value in YAML, but {error}"))
+        if not name:
+            content[section] = value
             continue
-        _assign(content, config, path, value)
+        values = content.setdefault(section, {})
+        if not isinstance(values, dict):
+            continue  # "optimizer=adamw" came before, and will be reported
+        setting = SETTINGS.get(f"{section}.{field}")
+        if entry and setting is not None and setting.is_mapping:
+            current = values.get(field)
+            values[field] = {
+                **(current if isinstance(current, dict) else to_mapping(config)[section][field]),
+                entry: value,
+            }
+        else:
+            values[name] = value
     source = "the overrides"
     try:
         changed = from_mapping(content, base=config, source=source)
@@ -305,39 +278,14 @@ def _parse(path: str, text: str) -> Any:
     """Read the value of a setting. Text is taken as it is, but for quotes around all of it and `null`."""
     setting = SETTINGS.get(path)
     if setting is None or not setting.is_text:
-        return parse_value(text)
-    if text == "null" and setting.is_optional:
-        return None
-    return unquoted(text)
-
-
-def _assign(content: dict[str, Any], config: TrainConfig, path: str, value: Any) -> None:
-    section, _, name = path.partition(".")
-    if not name:
-        content[section] = value
-        return
-    field, _, entry = name.partition(".")
-    setting = SETTINGS.get(f"{section}.{field}")
-    values = content.setdefault(section, {})
-    if not isinstance(values, dict):  # "optimizer=adamw" came before, and will be reported
-        return
-    if not entry or setting is None or not setting.is_mapping:
-        values[name] = value
-        return
-    if not isinstance(values.get(field), dict):
-        values[field] = dict(to_mapping(config)[section][field])
-    values[field][entry] = value
+        return _parse_yaml(text)
+    return None if text == "null" and setting.is_optional else unquoted(text)
 
 
 def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str) -> None:
     """Refuse what a stranger's recipe may not set: where to write, what to fetch, where to send, what to build.
 
-    Settings that the command line sets as well are the user's own, and pass.
-
-    Args:
-        config: The settings of the file.
-        overrides: The command line, as for `with_overrides`.
-        source: Name of the file in error messages.
+    Settings that the command line, `overrides`, sets as well are the user's own, and pass.
 
     Raises:
         ConfigError: With every setting that is refused.
@@ -353,12 +301,11 @@ def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str
 
 
 def _refused_in_files(config: TrainConfig) -> Iterator[Problem]:
-    for path, folder, flag in (
-        ("run.output", config.run.output, "--output"),
-        ("run.experiment", config.run.experiment or "", "--experiment"),
-    ):
+    for name in ("output", "experiment"):
+        folder = getattr(config.run, name) or ""
         if PurePath(folder).is_absolute() or ".." in PurePath(folder).parts or "\\" in folder:
-            yield Problem(path, f"a file may name a folder below the current one only, got {folder!r}; pass {flag}")
+            message = f"a file may name a folder below the current one only, got {folder!r}; pass --{name}"
+            yield Problem(f"run.{name}", message)
     if config.run.resume not in (None, "auto"):
         yield Problem("run.resume", f"a file may not name a run to continue, got {config.run.resume!r}; pass --resume")
     if "/" in config.data.dataset and not config.data.dataset.startswith("wds/"):

@@ -16,18 +16,9 @@ from inline_attention.engine.config.schema import TrainConfig, TrainingSection
 
 @dataclass(frozen=True)
 class ResolvedValues:
-    """Values that a run uses.
+    """Values that a run uses: the settings, and what follows from them for a number of devices.
 
-    Attributes:
-        config: The settings from which the rest follows.
-        world_size: Number of devices.
-        batch_size: Images of one forward pass on one device.
-        grad_accum_steps: Forward passes per update.
-        total_batch_size: Images per update, over all devices.
-        lr: Learning rate at its highest.
-        min_lr: Learning rate at the end.
-        warmup_lr: Learning rate at the start.
-        ema_decay: Decay of the averaged weights per update; None without them.
+    `batch_size` is per forward pass and device, `total_batch_size` per update. `ema_decay` is None without averaging.
     """
 
     config: TrainConfig
@@ -80,11 +71,7 @@ class ResolvedValues:
 
 
 def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
-    """Compute the values that follow from the settings.
-
-    Args:
-        config: The settings.
-        world_size: Number of devices, each with a process of its own.
+    """Compute the values that follow from the settings for a number of devices.
 
     Raises:
         ConfigError: If the devices cannot share the total batch.
@@ -133,12 +120,7 @@ def _devices(world_size: int) -> str:
 
 
 def model_arguments(config: TrainConfig, num_classes: int | None = None) -> dict[str, Any]:
-    """Return the arguments of `create_model` besides the name.
-
-    Args:
-        config: The settings.
-        num_classes: Number of classes in the data, used if the settings name none.
-    """
+    """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""
     settings = config.model
     named = {
         "num_classes": settings.num_classes or num_classes,
