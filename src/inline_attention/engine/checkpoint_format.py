@@ -18,7 +18,7 @@ import pickle
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,14 +42,7 @@ LONGEST_MODEL_NAME = 200
 
 
 class LoadedCheckpoint(NamedTuple):
-    """The content of a checkpoint, on the CPU.
-
-    Attributes:
-        weights: Weights of the model, without the name prefixes of DDP and `torch.compile`.
-        ema_weights: Averaged weights; None if none were saved.
-        state: The state that was saved.
-        metadata: Metadata of the file of weights, such as `model` and `class_names`.
-    """
+    """The content of a checkpoint, on the CPU; `metadata` is that of the file of weights."""
 
     weights: dict[str, Tensor]
     ema_weights: dict[str, Tensor] | None
@@ -57,8 +50,7 @@ class LoadedCheckpoint(NamedTuple):
     metadata: dict[str, str]
 
 
-@dataclass(frozen=True)
-class StoredFile:
+class StoredFile(NamedTuple):
     """Size in bytes and SHA-256 of a file."""
 
     size: int
@@ -87,8 +79,8 @@ class TrainingCheckpoint:
     model: str
     files: Mapping[str, StoredFile]
 
-    def check_sizes(self) -> None:
-        """Check that all files exist with the right sizes, without reading them.
+    def verify(self, *, contents: bool = True) -> None:
+        """Check that all files exist with the right sizes and, unless told otherwise, contents.
 
         Raises:
             CheckpointError: With the first file that differs.
@@ -102,22 +94,10 @@ class TrainingCheckpoint:
             if not stat.S_ISREG(found.st_mode):
                 raise CheckpointError(f"{path} is a link or not a regular file, expected a file; {USE_ANOTHER}")
             if found.st_size != stored.size:
-                raise CheckpointError(
-                    f"{path} is damaged: it has {found.st_size} bytes, expected {stored.size}; {USE_ANOTHER}"
-                )
-
-    def verify(self) -> None:
-        """Check every byte of every file.
-
-        Raises:
-            CheckpointError: With the first file that differs.
-        """
-        self.check_sizes()
-        for name, stored in self.files.items():
-            if _checksum(self.path / name) != stored.sha256:
-                raise CheckpointError(
-                    f"{self.path / name} is damaged: its contents do not match its checksum; {USE_ANOTHER}"
-                )
+                size = f"it has {found.st_size} bytes, expected {stored.size}"
+                raise CheckpointError(f"{path} is damaged: {size}; {USE_ANOTHER}")
+            if contents and _checksum(path) != stored.sha256:
+                raise CheckpointError(f"{path} is damaged: its contents do not match its checksum; {USE_ANOTHER}")
 
     def load(self) -> LoadedCheckpoint:
         """Verify and read all files. Nothing in them is run.
@@ -182,7 +162,6 @@ def write_training_checkpoint(
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    files = {path.name: StoredFile(path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
     content = {
         "format": FORMAT,
         "model": metadata.get("model", ""),
@@ -191,17 +170,16 @@ def write_training_checkpoint(
         "epoch": epoch,
         # JSON has no NaN and no infinities
         "metric": metric if metric is None or math.isfinite(metric) else str(metric),
-        "files": {name: asdict(file) for name, file in files.items()},
+        "files": {
+            path.name: StoredFile(path.stat().st_size, _checksum(path))._asdict() for path in sorted(folder.iterdir())
+        },
     }
     write_durably(folder / MANIFEST, _render(content))
     sync_folder(folder)
 
 
 def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint:
-    """Read the manifest of a checkpoint, and none of its other files.
-
-    Args:
-        path: Folder, or a pointer to it such as `checkpoints/last`.
+    """Read the manifest of a checkpoint, a folder or a pointer such as `checkpoints/last`, and none of its other files.
 
     Raises:
         CheckpointError: If there is none, it was altered, or a later version of this library wrote it.
@@ -212,10 +190,9 @@ def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
             raise CheckpointError(f"{folder} is a link to {os.readlink(folder)}; name the checkpoint's own folder")
         raw = read_bounded(folder / MANIFEST, LARGEST_MANIFEST)
     except (OSError, ValueError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else error
-        raise CheckpointError(
-            f"{folder} is no complete checkpoint: {MANIFEST} cannot be read ({reason}); {USE_ANOTHER}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        message = f"{folder} is no complete checkpoint: {MANIFEST} cannot be read ({reason})"
+        raise CheckpointError(f"{message}; {USE_ANOTHER}") from error
     try:
         content = parse_json(raw)
         if content["format"] > FORMAT:
@@ -233,28 +210,24 @@ def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
 
 def _described(folder: Path, content: Mapping[str, Any]) -> TrainingCheckpoint:
     """Return what a manifest says. Its checksum is no proof: a stranger can compute one too."""
-    numbers = {name: _whole_number(name, content[name]) for name in ("sequence", "step", "epoch")}
-    files: dict[str, StoredFile] = {}
-    for name, described in content["files"].items():
+    sequence, step, epoch = (_whole_number(name, content[name]) for name in ("sequence", "step", "epoch"))
+    files = {name: StoredFile(**described) for name, described in content["files"].items()}
+    for name, stored in files.items():
         if name not in (WEIGHTS, EMA_WEIGHTS, STATE):
             raise ValueError(f"it names the file {printable(name)!r}")
-        stored = StoredFile(**described)
         _whole_number(f"size of {name}", stored.size)
         if not isinstance(stored.sha256, str) or not re.fullmatch("[0-9a-f]{64}", stored.sha256):
             raise ValueError(f"the checksum of {name} is none")
-        files[name] = stored
     if not files.keys() >= {WEIGHTS, STATE}:
         raise ValueError(f"it must name {WEIGHTS} and {STATE}")
     metric, model = content["metric"], content["model"]
-    if isinstance(metric, str) and metric in ("nan", "inf", "-inf"):
+    if metric is not None:
+        if type(metric) not in (int, float) and metric not in ("nan", "inf", "-inf"):
+            raise ValueError(f"metric must be a number, got {printable(metric)[:40]!r}")
         metric = float(metric)
-    if metric is not None and type(metric) not in (int, float):
-        raise ValueError(f"metric must be a number, got {printable(metric)[:40]!r}")
-    if not isinstance(model, str) or len(model) > LONGEST_MODEL_NAME or not printable(model) == model:
+    if not isinstance(model, str) or len(model) > LONGEST_MODEL_NAME or printable(model) != model:
         raise ValueError("model must be a short name")
-    return TrainingCheckpoint(
-        folder, **numbers, metric=None if metric is None else float(metric), model=model, files=files
-    )
+    return TrainingCheckpoint(folder, sequence, step, epoch, metric, model, files)
 
 
 def _whole_number(name: str, value: object) -> int:
@@ -284,10 +257,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except pickle.UnpicklingError:  # torch's own message advises to switch the protection off
-        raise UnsafeCheckpointError(
-            f"{path} asks for more than plain data, which this library never writes. "
-            f"It was refused and nothing in it was run; {USE_ANOTHER}"
-        ) from None
+        message = f"{path} asks for more than plain data, which this library never writes"
+        raise UnsafeCheckpointError(f"{message}; nothing in it was run; {USE_ANOTHER}") from None
     except Exception as error:  # a damaged file can fail anywhere
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read as a training's state ({reason}); {USE_ANOTHER}") from error

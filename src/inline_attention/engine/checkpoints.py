@@ -9,7 +9,7 @@ import operator
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,13 +24,7 @@ from inline_attention.engine.checkpoint_format import (
     open_training_checkpoint,
     write_training_checkpoint,
 )
-from inline_attention.engine.durable_files import (
-    exclusive,
-    free_bytes,
-    point_to,
-    remove_folder,
-    remove_unfinished,
-)
+from inline_attention.engine.durable_files import exclusive, free_bytes, point_to, remove_folder, remove_unfinished
 from inline_attention.engine.plain_data import plain_copy, tensor_bytes
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.support.files import sync_folder, unfinished
@@ -60,8 +54,7 @@ class CheckpointWriteError(CheckpointError):
 
     def __init__(self, message: str, needed: int = 0, free: int | None = None):
         super().__init__(message)
-        self.needed = needed
-        self.free = free
+        self.needed, self.free = needed, free
 
 
 class CheckpointStore:
@@ -79,20 +72,11 @@ class CheckpointStore:
         keep_best: int = 1,
         higher_is_better: bool = True,
     ):
-        """Set up. The first save creates the folder.
-
-        Args:
-            folder: Folder, such as `RUN/checkpoints`.
-            keep_last: Number of newest checkpoints to keep.
-            keep_best: Number of best checkpoints to keep besides.
-            higher_is_better: True for accuracies, False for losses.
-        """
+        """Set up for a folder such as `RUN/checkpoints`, which the first save creates."""
         if keep_last < 1 or keep_best < 0:
             raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last=}, {keep_best=}")
         self.folder = Path(folder)
-        self.keep_last = keep_last
-        self.keep_best = keep_best
-        self.higher_is_better = higher_is_better
+        self.keep_last, self.keep_best, self.higher_is_better = keep_last, keep_best, higher_is_better
 
     def save(
         self,
@@ -113,7 +97,7 @@ class CheckpointStore:
             step: Number of updates.
             epoch: Epoch.
             weights: State dict. Name prefixes of DDP and `torch.compile` are removed.
-            state: Other state: dicts, lists, tuples, sets, numbers, strings and dense tensors.
+            state: Other state, as `plain_copy` accepts it.
             ema_weights: State dict of averaged weights.
             metric: Metric. A non-finite one never counts as best.
             metadata: Metadata of the weights, such as `model` and `class_names` (a JSON list).
@@ -131,8 +115,9 @@ class CheckpointStore:
             "state": plain_copy(dict(state), "state"),
             "metadata": metadata or {},
         }
+        tensors = [*weights.values(), *(ema_weights or {}).values()]  # each is written, even if memory is shared
         needed = HEADROOM + tensor_bytes(contents["state"])
-        needed += sum(_weights_bytes(tensors) for tensors in (weights, ema_weights or {}))
+        needed += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
         outer = sys.exception()  # an error that is being handled during this save is not its own
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +155,10 @@ class CheckpointStore:
         """Return the intact checkpoint with the best finite metric, or None. Damaged ones are named in the log."""
         return _first_valid(self._best_first(self._readable(report=True)))
 
+    def names(self) -> list[str]:
+        """Return the names of all checkpoints, intact or not."""
+        return [path.name for path in self._folders()]
+
     def _write(self, contents: Mapping[str, Any]) -> TrainingCheckpoint:
         sequence = 1 + max((checkpoint.sequence for checkpoint in self._readable()), default=0)
         final = self.folder / f"step-{contents['step']:08d}"
@@ -189,28 +178,18 @@ class CheckpointStore:
         Damaged checkpoints stay until their step is saved again, as parts of them may be rescued.
         """
         with _only_warning(saved):
+            same_step = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()}
+            replaced = same_step - {saved.path}
             complete = [checkpoint for checkpoint in self._readable() if _is_complete(checkpoint)]
-            replaced = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()} - {
-                saved.path
-            }
             current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
             best = self._best_first(current)[: self.keep_best]
             kept = {checkpoint.path for checkpoint in (*_newest_first(current)[: self.keep_last], *best)}
-            pointers = {LAST: saved.path.name, BEST: best[0].path.name if best else None}
-            for pointer, name in pointers.items():
+            for pointer, checkpoints in ((LAST, [saved]), (BEST, best)):
                 with _only_warning(saved):
-                    point_to(self.folder / pointer, name)
+                    point_to(self.folder / pointer, checkpoints[0].path.name if checkpoints else None)
             for path in replaced | {checkpoint.path for checkpoint in complete} - kept:
                 with _only_warning(saved):
                     remove_folder(path)
-
-    def names(self) -> list[str]:
-        """Return the names of all checkpoints, intact or not.
-
-        Raises:
-            CheckpointError: If the folder cannot be read.
-        """
-        return [path.name for path in self._folders()]
 
     def _folders(self) -> list[Path]:
         """Checkpoints, and links in their place, which `open_training_checkpoint` refuses."""
@@ -242,12 +221,12 @@ class CheckpointStore:
     def _best_first(self, checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
         """Return those with a finite metric; of equals, the earlier first."""
         sign = -1 if self.higher_is_better else 1
-        measured = [
+        ranked = [
             (sign * checkpoint.metric, checkpoint.sequence, checkpoint)
             for checkpoint in checkpoints
             if checkpoint.metric is not None and math.isfinite(checkpoint.metric)
         ]
-        return [checkpoint for _, _, checkpoint in sorted(measured, key=lambda entry: entry[:2])]
+        return [checkpoint for _, _, checkpoint in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def _newest_first(checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
@@ -255,7 +234,7 @@ def _newest_first(checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingChe
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence, reverse=True)
 
 
-def _first_valid(checkpoints: Sequence[TrainingCheckpoint]) -> TrainingCheckpoint | None:
+def _first_valid(checkpoints: Iterable[TrainingCheckpoint]) -> TrainingCheckpoint | None:
     for checkpoint in checkpoints:
         try:
             checkpoint.verify()
@@ -268,7 +247,7 @@ def _first_valid(checkpoints: Sequence[TrainingCheckpoint]) -> TrainingCheckpoin
 
 def _is_complete(checkpoint: TrainingCheckpoint) -> bool:
     try:
-        checkpoint.check_sizes()
+        checkpoint.verify(contents=False)
     except CheckpointError:
         return False
     return True
@@ -285,12 +264,11 @@ def _rename_to_free_name(source: Path, target: Path) -> Path:
         free = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:
             if not os.path.lexists(free):
-                source.rename(free)
-                return free
+                return source.rename(free)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-    raise AssertionError("count ends never")
+    raise AssertionError("count never ends")
 
 
 @contextmanager
@@ -304,9 +282,7 @@ def _only_warning(saved: TrainingCheckpoint) -> Iterator[None]:
 def _disk_trouble(error: BaseException, outer: BaseException | None) -> str | None:
     """Return the file system's message behind an error of torch or safetensors; None if there is none.
 
-    Args:
-        error: The error.
-        outer: Error that was being handled before, at which the search ends.
+    The search through its causes ends at `outer`, an error that was being handled before.
     """
     link: BaseException | None = error
     while link is not None and link is not outer:
@@ -316,11 +292,6 @@ def _disk_trouble(error: BaseException, outer: BaseException | None) -> str | No
             return str(link)
         link = link.__cause__ or link.__context__
     return None
-
-
-def _weights_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Return the bytes of all tensors; shared memory is written for each."""
-    return sum(value.nbytes for value in weights.values() if isinstance(value, Tensor))
 
 
 def _megabytes(size: int | None) -> str:

@@ -51,10 +51,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def point_to(pointer: Path, name: str | None) -> None:
-    """Point to `name` beside `pointer`, by a symbolic link or, without links, a text file. None removes it.
-
-    It is replaced atomically.
-    """
+    """Point to `name` beside `pointer`, by a link or, without links, a text file, atomically. None removes it."""
     if name is None:
         pointer.unlink(missing_ok=True)
         return
@@ -70,12 +67,7 @@ def point_to(pointer: Path, name: str | None) -> None:
 
 
 def follow_pointer(path: Path, *, links: bool = False) -> Path:
-    """Return what a pointer points to, a folder beside it; any other path as it is.
-
-    Args:
-        path: A pointer that is a text file with a name, or another path.
-        links: Follow symbolic links, too, if they lead to a folder beside them.
-    """
+    """Return the folder beside it that a pointer, a text file or optionally a link, names; any other path as it is."""
     try:
         if links and path.is_symlink():
             name = os.readlink(path)
@@ -98,12 +90,9 @@ def free_bytes(path: Path) -> int | None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Lock a folder against other threads and processes; wait for them first.
+    """Lock a folder against other threads and processes; wait for them first. Yields False where there are no locks.
 
     The lock is the operating system's, so it ends with the process.
-
-    Yields:
-        True if there is a lock; a few file systems have none.
 
     Raises:
         TimeoutError: If another process holds the lock for `LOCK_TIMEOUT` seconds.

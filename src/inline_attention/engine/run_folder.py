@@ -25,8 +25,10 @@ from inline_attention.engine.durable_files import free_bytes, try_lock, unlock
 from inline_attention.engine.processes import Processes
 from inline_attention.support.files import unfinished
 from inline_attention.support.text import printable
-from inline_attention.support.untrusted import UntrustedDataError, parse_json
+from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, parse_json
 
+CHECKPOINTS, CURVES = "checkpoints", "tensorboard"
+WANDB = "wandb"  # written by Weights & Biases
 LOCK_FILE = ".run-lock"
 LONGEST_NOTE = 4096  # bytes
 HEARTBEAT = 5.0  # seconds between two touches of the lock file
@@ -91,26 +93,24 @@ def run_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _beat(lock_file: int | Path, is_over: threading.Event) -> None:
+    while not is_over.wait(HEARTBEAT):
+        with suppress(OSError):
+            os.utime(lock_file)
+
+
 def _acquire(path: Path) -> int:
     """Return the descriptor of the locked file, with our note in it."""
-    own = Holder(
-        socket.gethostname(),
-        os.getpid(),
-        time.strftime("%Y-%m-%d %H:%M:%S"),
-        _process_identity(os.getpid()),
-        secrets.token_hex(8),
-    )
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    own = Holder(socket.gethostname(), os.getpid(), started, _process_identity(os.getpid()), secrets.token_hex(8))
     deadline = time.monotonic() + GRACE
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
-        is_ours = False
-        try:
-            is_ours = _is_acquired(descriptor, path, own, is_last=time.monotonic() > deadline)
-        finally:
-            if not is_ours:
-                os.close(descriptor)
-        if is_ours:
-            return descriptor
+        with ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            stack.callback(os.close, descriptor)
+            if _is_acquired(descriptor, path, own, is_last=time.monotonic() > deadline):
+                stack.pop_all()
+                return descriptor
         time.sleep(0.1)
 
 
@@ -131,7 +131,10 @@ def _is_acquired(descriptor: int, path: Path, own: Holder, *, is_last: bool) -> 
         return False
     if holder is not None and _is_alive(holder, own, path, is_locked=bool(is_locked)):
         raise _refusal(path, holder)
-    _write(descriptor, own)
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.write(descriptor, json.dumps(asdict(own)).encode())
+    os.fsync(descriptor)
     if not is_locked:
         time.sleep(0.2)  # two runs may have come this far at once: the last note wins
         if (winner := _read(descriptor)) != own:
@@ -147,35 +150,19 @@ def _is_alive(holder: Holder, own: Holder, path: Path, *, is_locked: bool) -> bo
         if (running := _is_running(holder, own)) is not None:
             return running
     logger.warning("%s is locked by %s; waiting up to %.0f s for a sign of life", path.parent, holder, PATIENCE)
-    return _is_touched(path, PATIENCE)
-
-
-def _is_touched(path: Path, seconds: float) -> bool:
-    """True if a file is touched within some seconds. Clocks of machines may differ, so ages do not count."""
-    before, deadline = _touched_at(path), time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(min(0.5, seconds))
-        now = _touched_at(path)
-        if now != before:
-            return now is not None
-    return False
+    # Clocks of machines may differ: a touch counts, not the age of the last one.
+    before, deadline = _touched_at(path), time.monotonic() + PATIENCE
+    while (now := _touched_at(path)) == before and time.monotonic() < deadline:
+        time.sleep(min(0.5, PATIENCE))
+    return now not in (before, None)
 
 
 def _touched_at(path: Path) -> int | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY)  # NFS asks the server only when a file is opened
+        with path.open("rb") as file:  # NFS asks the server only when a file is opened
+            return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
-
-
-def _beat(lock_file: int | Path, is_over: threading.Event) -> None:
-    while not is_over.wait(HEARTBEAT):
-        with suppress(OSError):
-            os.utime(lock_file)
 
 
 def _is_running(holder: Holder, own: Holder) -> bool | None:
@@ -186,7 +173,7 @@ def _is_running(holder: Holder, own: Holder) -> bool | None:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # a process of another user
+    except OSError:  # a process of another user
         pass
     return not holder.process or _process_identity(holder.pid) in ("", holder.process)
 
@@ -204,20 +191,10 @@ def _process_identity(pid: int) -> str:
 def _read(descriptor: int) -> Holder | None:
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
-        content = parse_json(os.read(descriptor, LONGEST_NOTE))
-        holder = Holder(**content)
-    except (OSError, UntrustedDataError, TypeError):
+        holder = build_dataclass(Holder, parse_json(os.read(descriptor, LONGEST_NOTE)))
+    except (OSError, UntrustedDataError):
         return None  # empty, or not ours
-    texts = (holder.host, holder.started, holder.process, holder.token)
-    is_valid = all(isinstance(text, str) for text in texts) and type(holder.pid) is int and 0 < holder.pid < 2**31
-    return holder if is_valid else None
-
-
-def _write(descriptor: int, holder: Holder) -> None:
-    os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.write(descriptor, json.dumps(asdict(holder)).encode())
-    os.fsync(descriptor)
+    return holder if 0 < holder.pid < 2**31 else None
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
@@ -245,10 +222,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-CHECKPOINTS, CURVES = "checkpoints", "tensorboard"
-WANDB = "wandb"  # written by Weights & Biases
-
-
 @contextmanager
 def claimed(folder: Path, processes: Processes) -> Iterator[None]:
     """Create a run's folder and lock it. What is still empty at the end is removed again.
@@ -262,7 +235,9 @@ def claimed(folder: Path, processes: Processes) -> Iterator[None]:
         trouble = ""
         if processes.is_main:
             try:
-                _make(folder, stack)
+                for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+                    stack.callback(_remove_empty, path)
+                folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(run_lock(folder))
                 for name in (CHECKPOINTS, CURVES, WANDB):
                     _check_writable(folder / name)
@@ -274,14 +249,6 @@ def claimed(folder: Path, processes: Processes) -> Iterator[None]:
         if trouble := next(filter(None, processes.gather(trouble)), ""):
             raise ConfigError([Problem("run.output", trouble)])
         yield
-
-
-def _make(folder: Path, stack: ExitStack) -> None:
-    """Create a folder and its parents; those that are new are removed in the end if they are still empty."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
-        stack.callback(_remove_empty, path)
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -304,21 +271,14 @@ def _check_writable(folder: Path) -> None:
 
 
 def check_output(folder: Path, needed: int = 0) -> list[Problem]:
-    """Return what is wrong with a folder to write to.
-
-    Args:
-        folder: Folder of the run, which need not exist yet.
-        needed: Bytes that its checkpoints will take.
-    """
+    """Return what is wrong with a run's folder, which need not exist, for checkpoints of `needed` bytes."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free, problem = free_bytes(nearest), ""
     if not nearest.is_dir():
-        return [Problem("run.output", f"expected a folder, but {nearest} is a file; choose another with --output")]
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return [Problem("run.output", f"may not write to {nearest}; choose another folder with --output")]
-    free = free_bytes(nearest)
-    if free is not None and free < needed:
+        problem = f"expected a folder, but {nearest} is a file; choose another with --output"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"may not write to {nearest}; choose another folder with --output"
+    elif free is not None and free < needed:
         message = f"{nearest} has {free / 1e6:,.0f} MB free, the run's checkpoints will take {needed / 1e6:,.0f} MB"
-        return [
-            Problem("run.output", f"{message}; make room, set checkpoints.keep_last lower, or choose another folder")
-        ]
-    return []
+        problem = f"{message}; make room, set checkpoints.keep_last lower, or choose another folder"
+    return [Problem("run.output", problem)] if problem else []
