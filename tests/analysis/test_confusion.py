@@ -6,11 +6,11 @@ import torch
 from inline_attention.analysis.confusion import (
     TOLERANCES,
     ConfusedImage,
-    WorstImages,
     by_image,
     connected_groups,
     count_confusion,
     pairwise_difference,
+    worst_images,
 )
 from inline_attention.analysis.layer_attention import LayerAttention, MixingRule
 
@@ -113,10 +113,12 @@ def test_the_picture_of_an_image_leaves_prefix_tokens_out():
 
 
 def test_only_the_worst_images_are_kept():
-    worst = WorstImages(2)
-    for name, pairs in (("a", 3), ("b", 0), ("c", 9), ("d", 3), ("e", 1)):
-        worst.add(ConfusedImage(name, torch.zeros(3, 2, 2), pairs, 0, 0, (1, 1), torch.zeros(1, 1)))
-    assert [image.name for image in worst.sorted()] == ["c", "a"]
+    images = [
+        ConfusedImage(name, torch.zeros(3, 2, 2), pairs, 0, 0, torch.zeros(1, 1))
+        for name, pairs in (("a", 3), ("b", 0), ("c", 9), ("d", 3), ("e", 1))
+    ]
+    assert [image.name for image in worst_images(images, 2)] == ["c", "a"]
+    assert [image.name for image in worst_images(images, 9)] == ["c", "a", "d", "e"]
 
 
 def test_pairs_are_added_up_per_image():

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from analysis.small_models import DEIT
@@ -33,13 +34,14 @@ def coarse(monkeypatch):
 def words(monkeypatch):
     """All words of the figures saved during a test."""
     found = []
-    save = figures.save
+    savefig = Figure.savefig
 
-    def keep(figure, folder, name, *formats):
-        found.extend(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
-        return save(figure, folder, name, *formats)
+    def keep(figure, path, **options):
+        if path.suffix == ".png":
+            found.extend(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+        savefig(figure, path, **options)
 
-    monkeypatch.setattr(figures, "save", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
     return found
 
 
@@ -90,7 +92,7 @@ def test_confusion(subjects, words, tmp_path, confused):
 def test_worst_images(subjects, tmp_path):
     picture = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)
     groups = torch.tensor([[0, 1, 1], [2, 2, 9]])
-    image = ConfusedImage("a/very/long/name/of/a/picture-that-does-not-end.png", picture, 7, 1, 0, (2, 3), groups)
+    image = ConfusedImage("a/very/long/name/of/a/picture-that-does-not-end.png", picture, 7, 1, 0, groups)
     worst = {subject.label: [image] * 2 if subject.kind == "linear" else [] for subject in subjects}
     files = draw_worst_images(worst, 0.01, "Note.", tmp_path)
     assert_written(files, "confusion-worst")

@@ -53,10 +53,8 @@ NAMES = [
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_counts_all_and_keeps_the_hardest_whatever_the_batches(subject, batch_size):
-    seen = []
-    found = predict_dataset(subject, pictures(GREYS, NAMES), keep=3, batch_size=batch_size, on_progress=seen.append)
+    found = predict_dataset(subject, pictures(GREYS, NAMES), keep=3, batch_size=batch_size)
     assert (found.images, found.right, found.broken) == (9, 6, 0)
-    assert sum(seen) == 9
     assert [picture.name for picture in found.hardest] == ["greys[8]", "greys[2]", "greys[7]"]
     worst = found.hardest[0]
     assert (worst.truth, worst.guess, worst.is_right) == ("bright", "dark", False)
@@ -90,12 +88,11 @@ def drawn(monkeypatch, tmp_path):
     """Draws predictions and returns the figure, laid out."""
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    from inline_attention.support import figures
+    from matplotlib.figure import Figure
 
     def draw(predictions: Predictions):
         saved = []
-        monkeypatch.setattr(figures, "save", lambda figure, folder, name: saved.append(figure) or [])
+        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: saved.append(figure))
         draw_predictions(predictions, "greys", "grey pictures", tmp_path)
         FigureCanvasAgg(saved[0]).draw()
         return saved[0]

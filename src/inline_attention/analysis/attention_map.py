@@ -5,7 +5,7 @@ Shapes: `h`×`w` token grid, `H` heads, `P` prefix tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -19,11 +19,11 @@ from inline_attention.analysis.layer_attention import LayerAttention
 from inline_attention.analysis.probes import capture_attention, choose_heads, choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
+from inline_attention.support.figures import INK, KIND_LABELS, MUTED, draw_picture, new_figure, save
 from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.gridspec import SubplotSpec
 
@@ -35,19 +35,12 @@ MOST_KERNELS = 12
 
 @dataclass(frozen=True)
 class TokenMap:
-    """The weights of one token, averaged over the chosen heads.
-
-    Attributes:
-        token: Row and column of the query.
-        weights: `[h, w]` float64 weights of the grid tokens, without the local term.
-        prefix_weights: `[P]` weights of the class or register tokens.
-        uniform: Weight of every visible key under uniform attention.
-    """
+    """The weights of one token, averaged over the chosen heads, without the local term."""
 
     token: Place
-    weights: Tensor
-    prefix_weights: Tensor
-    uniform: float
+    weights: Tensor  # [h, w] float64, of the grid tokens
+    prefix_weights: Tensor  # [P], of class or register tokens
+    uniform: float  # weight of every visible key under uniform attention
 
     @property
     def times_uniform(self) -> Tensor:
@@ -57,19 +50,7 @@ class TokenMap:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """The maps of one model.
-
-    Attributes:
-        label: Label of the model.
-        attention: Attention of the layer.
-        layer: Number of the layer.
-        layer_name: Path of the layer in the model.
-        heads: Numbers of the heads that are averaged.
-        grid_size: (h, w).
-        pixels: `[3, height, width]` uint8, the picture as the model sees it.
-        maps: One map per token.
-        kernels: `[heads, 3, 3]` float64 kernels of the local term, means over channels; None without one.
-    """
+    """The maps of one layer of a model, one per token, averaged over heads."""
 
     label: str
     attention: AttentionKind
@@ -77,9 +58,9 @@ class AttentionMaps:
     layer_name: str
     heads: tuple[int, ...]
     grid_size: tuple[int, int]
-    pixels: Tensor
+    pixels: Tensor  # [3, height, width] uint8, as the model sees them
     maps: tuple[TokenMap, ...]
-    kernels: Tensor | None
+    kernels: Tensor | None  # [heads, 3, 3] float64, of the local term, means over channels
 
 
 def measure_attention_maps(
@@ -100,14 +81,9 @@ def measure_attention_maps(
         heads: Numbers of the heads to average; all by default.
         tokens: Rows and columns on the layer's grid; by default three where the picture has detail.
         token_grid: (h, w) of the grid that `tokens` refer to, if it is another model's.
-
-    Raises:
-        ValueError: If there is no such layer, head or token.
-        MatrixTooLargeError: If the weights of these tokens do not fit.
     """
-    everything = choose_layers(subject.model, None)
-    chosen = [everything[len(everything) // 2] if layer is None else layer]
-    (attention,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=chosen)
+    layer = len(choose_layers(subject.model, None)) // 2 if layer is None else layer
+    (attention,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=[layer])
     picked = choose_heads(attention, heads)
     places = list(tokens) if tokens else interesting_tokens(pixels, attention.grid_size)
     if token_grid is not None:
@@ -129,13 +105,7 @@ def measure_attention_maps(
 
 
 def interesting_tokens(pixels: Tensor, grid_size: tuple[int, int], count: int = 3) -> list[Place]:
-    """Return places with high contrast, far from each other and, on larger grids, from the border.
-
-    Args:
-        pixels: `[3, height, width]` uint8.
-        grid_size: (h, w).
-        count: Number of places; fewer on a smaller grid.
-    """
+    """Return places of a grid with high contrast, far from each other and, on larger grids, from the border."""
     height, width = grid_size
     gray = pixels.float().mean(0)[None, None]
     brightness = F.adaptive_avg_pool2d(gray, (height, width))
@@ -155,30 +125,19 @@ def interesting_tokens(pixels: Tensor, grid_size: tuple[int, int], count: int = 
 
 def corresponding_tokens(tokens: Sequence[Place], grid_size: tuple[int, int], other: tuple[int, int]) -> list[Place]:
     """Return the tokens of another grid over the same picture at the same places."""
-    return [
-        (
-            min(other[0] - 1, int((row + 0.5) / grid_size[0] * other[0])),
-            min(other[1] - 1, int((column + 0.5) / grid_size[1] * other[1])),
-        )
-        for row, column in tokens
-    ]
+    down, across = other[0] / grid_size[0], other[1] / grid_size[1]
+    return [(int((row + 0.5) * down), int((column + 0.5) * across)) for row, column in tokens]
 
 
 def weight_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
     """Yield a row per model, token and key of the grid, for result files."""
     for item in maps:
         for token_map in item.maps:
-            for row, weights in enumerate(token_map.weights.tolist()):
-                for column, weight in enumerate(weights):
-                    yield {
-                        "model": item.label,
-                        "layer": item.layer,
-                        "token_row": token_map.token[0],
-                        "token_column": token_map.token[1],
-                        "key_row": row,
-                        "key_column": column,
-                        "weight": weight,
-                    }
+            row, column = token_map.token
+            query = {"model": item.label, "layer": item.layer, "token_row": row, "token_column": column}
+            for place, weight in enumerate(token_map.weights.flatten().tolist()):
+                key_row, key_column = divmod(place, item.grid_size[1])
+                yield {**query, "key_row": key_row, "key_column": key_column, "weight": weight}
 
 
 def kernel_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
@@ -193,16 +152,7 @@ def kernel_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
 
 
 def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: str, folder: Path) -> list[Path]:
-    """Write `attention-map.png` and `.svg`: a row per token, a column per model, kernels below.
-
-    Args:
-        maps: Maps of each model, of corresponding tokens.
-        picture_name: Name of the picture, for the title.
-        note: Start of the small print.
-        folder: An existing folder.
-    """
-    from inline_attention.support.figures import KIND_LABELS, new_figure, save
-
+    """Write `attention-map.png` and `.svg`: a row per token, a column per model, kernels below."""
     tokens = len(maps[0].maps)
     small_print = (
         f"{note} Weights in multiples of the uniform weight. Red is positive, blue negative; one scale per model, "
@@ -220,10 +170,14 @@ def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: 
         for row in range(tokens):
             _draw_query(figure.add_subplot(grid[row, 0]), maps[0], maps[0].maps[row])
         for column, item in enumerate(maps, start=1):
-            norm, colormap = _scale(item)
+            # One scale for all tokens of a model, diverging around zero if any weight is negative.
+            values = torch.cat([token_map.times_uniform.flatten() for token_map in item.maps])
+            limit = max(values.abs().quantile(0.995).item(), 1e-9)
+            signed = values.min().item() < 0
+            scale = {"vmin": -limit * signed, "vmax": limit, "cmap": "RdBu_r" if signed else "Reds"}
             panels = [figure.add_subplot(grid[row, column]) for row in range(tokens)]
             for axes, token_map in zip(panels, item.maps, strict=True):
-                _draw_map(axes, item, token_map, norm, colormap)
+                _draw_map(axes, item, token_map, scale)
             figure.colorbar(panels[0].images[0], ax=panels, shrink=0.7, pad=0.02, aspect=24, label="× uniform")
             heads = f"head {item.heads[0]}" if len(item.heads) == 1 else f"mean of {len(item.heads)} heads"
             panels[0].set_title(
@@ -239,54 +193,31 @@ def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: 
 
 
 def _draw_query(axes: Axes, item: AttentionMaps, token_map: TokenMap) -> None:
-    from inline_attention.support.figures import without_ticks
-
-    rows, columns = item.grid_size
-    axes.imshow(item.pixels.permute(1, 2, 0).cpu().numpy(), extent=(0, columns, rows, 0), aspect=_cell_aspect(item))
+    draw_picture(axes, item.pixels.permute(1, 2, 0).cpu().numpy(), item.grid_size)
     _mark(axes, token_map)
-    without_ticks(axes)
-    row, column = token_map.token
-    axes.set_ylabel(f"row {row}, column {column}")
+    axes.set_ylabel("row {}, column {}".format(*token_map.token))
 
 
-def _draw_map(axes: Axes, item: AttentionMaps, token_map: TokenMap, norm: Normalize, colormap: str) -> None:
-    from inline_attention.support.figures import without_ticks
-
+def _draw_map(axes: Axes, item: AttentionMaps, token_map: TokenMap, scale: Mapping[str, Any]) -> None:
     rows, columns = item.grid_size
-    axes.imshow(
-        token_map.times_uniform.numpy(),
-        norm=norm, cmap=colormap, extent=(0, columns, rows, 0), aspect=_cell_aspect(item), interpolation="nearest",
-    )  # fmt: skip
+    aspect = (item.pixels.shape[1] / rows) / (item.pixels.shape[2] / columns)  # that of the picture
+    weights = token_map.times_uniform.numpy()
+    draw_picture(axes, weights, item.grid_size, aspect=aspect, interpolation="nearest", **scale)
     _mark(axes, token_map)
-    without_ticks(axes)
     if len(token_map.prefix_weights):
         names = ", ".join(f"{weight / token_map.uniform:.2f}" for weight in token_map.prefix_weights.tolist())
         axes.set_xlabel(f"class token: {names} × uniform", fontsize=8, labelpad=2)
 
 
-def _scale(item: AttentionMaps) -> tuple[Normalize, str]:
-    """Return one scale for all tokens of a model, diverging around zero if any weight is negative."""
-    from matplotlib.colors import Normalize, TwoSlopeNorm
-
-    values = torch.cat([token_map.times_uniform.flatten() for token_map in item.maps])
-    limit = max(values.abs().quantile(0.995).item(), 1e-9)
-    if values.min().item() < 0:
-        return TwoSlopeNorm(0, -limit, limit), "RdBu_r"
-    return Normalize(0, limit), "Reds"
-
-
 def _draw_kernels(figure: Figure, place: SubplotSpec, item: AttentionMaps) -> None:
-    from inline_attention.support.figures import MUTED, without_ticks
-
     assert item.kernels is not None
     kernels = item.kernels[:MOST_KERNELS]
     columns = min(6, len(kernels))
     tiles = place.subgridspec(-(-len(kernels) // columns), columns)
     limit = max(item.kernels.abs().max().item(), 1e-9)
     for number, kernel in enumerate(kernels):
-        axes = figure.add_subplot(tiles[number // columns, number % columns])
-        axes.imshow(kernel.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
-        without_ticks(axes)
+        axes = figure.add_subplot(tiles[divmod(number, columns)])
+        draw_picture(axes, kernel.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
         axes.set_title(f"head {item.heads[number]}", fontsize=7, color=MUTED, pad=2, loc="center")
         if number == len(kernels) - 1:
             axes.annotate(f"±{limit:.2g}", (1, 0), (2, 0), "axes fraction", "offset points", fontsize=7, color=MUTED)
@@ -295,17 +226,9 @@ def _draw_kernels(figure: Figure, place: SubplotSpec, item: AttentionMaps) -> No
 def _mark(axes: Axes, token_map: TokenMap) -> None:
     from matplotlib.patches import Rectangle
 
-    from inline_attention.support.figures import INK
-
     row, column = token_map.token
-    axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=INK, linewidth=3.2))
-    axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=QUERY_COLOR, linewidth=1.7))
-
-
-def _cell_aspect(item: AttentionMaps) -> float:
-    """Return height over width of a token in pixels: grids are drawn in the shape of the picture."""
-    rows, columns = item.grid_size
-    return (item.pixels.shape[1] / rows) / (item.pixels.shape[2] / columns)
+    for color, width in ((INK, 3.2), (QUERY_COLOR, 1.7)):
+        axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=color, linewidth=width))
 
 
 def _token_map(attention: LayerAttention, heads: Sequence[int], place: Place) -> TokenMap:

@@ -13,17 +13,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from inline_attention.ops import attention_weights
 from inline_attention.ops.reference import AttentionKind
+from inline_attention.support.figures import ALARM, DOTS_PER_INCH, FAINT, INK, KIND_LABELS, MUTED, STYLE, light_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Verdict: TypeAlias = Literal["collide", "distinct"]
 
 KINDS: tuple[AttentionKind, ...] = ("softmax", "linear", "inline")
 # Weights are float64 and of order one: rounding stays below 1e-14, and what these cases tell apart differs by 1e-2.
@@ -44,23 +43,14 @@ KEYS = ((2.6, 0.4), (2.3, 1.7), (1.4, 2.0), (0.8, 2.5), (0.1, 2.2), (0.4, 0.9))
 
 @dataclass(frozen=True)
 class CollisionCase:
-    """Queries with parallel features, and the keys they attend to.
-
-    Attributes:
-        name: Short name for tables.
-        feature_map_name: Formula of phi.
-        matrix: A of phi(x) = relu(Ax + b), `[2, 2]`, invertible.
-        bias: b, `[2]`.
-        keys: `[M, 2]`, float64.
-        queries: `[N, 2]`, float64, pairwise different, with phi(q) > 0 and parallel.
-    """
+    """Queries with parallel features, and the keys they attend to, in float64."""
 
     name: str
     feature_map_name: str
-    matrix: torch.Tensor
-    bias: torch.Tensor
-    keys: torch.Tensor
-    queries: torch.Tensor
+    matrix: torch.Tensor  # A of phi(x) = relu(Ax + b), [2, 2], invertible
+    bias: torch.Tensor  # b, [2]
+    keys: torch.Tensor  # [M, 2]
+    queries: torch.Tensor  # [N, 2], pairwise different, with phi(q) > 0 and parallel
 
     @property
     def apex(self) -> torch.Tensor:
@@ -73,21 +63,13 @@ class CollisionCase:
 
 
 class InjectivityResult(NamedTuple):
-    """The weights that one attention gives to the queries of one case.
-
-    Attributes:
-        case: Queries and keys.
-        kind: Attention. "linear" and "inline" use the phi of the case; softmax has none.
-        weights: `[N, M]`, float64; rows sum to one.
-        largest_difference: max |Δw| of the pair of queries that differs most.
-        smallest_difference: max |Δw| of the pair of queries that differs least.
-    """
+    """The weights that one attention gives to the queries of one case."""
 
     case: CollisionCase
-    kind: AttentionKind
-    weights: torch.Tensor
-    largest_difference: float
-    smallest_difference: float
+    kind: AttentionKind  # "linear" and "inline" use the phi of the case; softmax has none
+    weights: torch.Tensor  # [N, M]; rows sum to one
+    largest_difference: float  # max |Δw| of the pair of queries that differs most
+    smallest_difference: float  # max |Δw| of the pair of queries that differs least
 
     @property
     def feature_map_name(self) -> str:
@@ -95,18 +77,21 @@ class InjectivityResult(NamedTuple):
         return "none" if self.kind == "softmax" else self.case.feature_map_name
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Literal["collide", "distinct"]:
         """ "distinct" when every two queries differ by more than `COLLISION_TOLERANCE`, "collide" otherwise."""
         return "distinct" if self.smallest_difference > COLLISION_TOLERANCE else "collide"
 
 
 def measure_injectivity() -> list[InjectivityResult]:
-    """Return the weights of softmax, linear and InLine attention in both cases; deterministic.
-
-    Returns:
-        One result per case and attention, cases in the outer loop.
-    """
-    return [_measure(case, kind) for case in collision_cases() for kind in KINDS]
+    """Return the weights of softmax, linear and InLine attention in both cases; deterministic."""
+    results = []
+    for case, kind in itertools.product(collision_cases(), KINDS):
+        feature_map = "identity" if kind == "softmax" else case.feature_map
+        q, k = case.queries[None, :, None], case.keys[None, :, None]  # [1, N, 1, 2], [1, M, 1, 2]
+        weights = attention_weights(q, k, kind=kind, feature_map=feature_map)[0, 0]
+        differences = torch.pdist(weights, p=torch.inf)  # one per pair of queries
+        results.append(InjectivityResult(case, kind, weights, differences.max().item(), differences.min().item()))
+    return results
 
 
 def collision_cases() -> list[CollisionCase]:
@@ -133,25 +118,11 @@ def _parallel_queries(
     return torch.linalg.solve(matrix, (features - bias).T).T
 
 
-def _measure(case: CollisionCase, kind: AttentionKind) -> InjectivityResult:
-    feature_map = "identity" if kind == "softmax" else case.feature_map
-    q, k = case.queries[None, :, None], case.keys[None, :, None]  # [1, N, 1, 2], [1, M, 1, 2]
-    weights = attention_weights(q, k, kind=kind, feature_map=feature_map)[0, 0]
-    differences = torch.pdist(weights, p=torch.inf)  # one per pair of queries
-    return InjectivityResult(case, kind, weights, differences.max().item(), differences.min().item())
-
-
 def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> None:
-    """Write a PNG with one row per case: the plane with keys and queries, then the weights under each attention.
-
-    Args:
-        results: Results of `measure_injectivity`.
-        path: File to write.
-    """
+    """Write a PNG with one row per case: the plane with keys and queries, then the weights under each attention."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
-
-    from inline_attention.support.figures import DOTS_PER_INCH, MUTED, STYLE
+    from matplotlib.lines import Line2D
 
     rows = [list(group) for _, group in itertools.groupby(results, key=lambda result: result.case.name)]
     with mpl.rc_context({**STYLE, "text.parse_math": True}):
@@ -168,9 +139,16 @@ def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> No
             for axes, result in zip(row_panels, row, strict=True):
                 _draw_weights(axes, result)
             row_panels[0].set_ylabel("attention weight")
+        handles = [
+            Line2D([], [], linestyle="", markersize=8, marker=marker, color=color, label=f"$q_{number}$")
+            for number, (marker, color) in enumerate(zip(QUERY_MARKERS, QUERY_COLORS, strict=True), start=1)
+        ]
+        keys = Line2D(
+            [], [], linestyle="", markersize=11, marker="o", color=MUTED, markerfacecolor="white", label="keys"
+        )
         figure.legend(
-            handles=_query_and_key_handles(len(rows[0][0].weights)), loc="upper right", bbox_to_anchor=(0.995, 0.997),
-            ncols=8, fontsize=10.5, handletextpad=0.3, columnspacing=1.3,
+            handles=[*handles, keys], loc="upper right", bbox_to_anchor=(0.995, 0.997), ncols=8, fontsize=10.5,
+            handletextpad=0.3, columnspacing=1.3,
         )  # fmt: skip
         title = "Linear attention cannot tell these queries apart; softmax and InLine can"
         figure.text(0.012, 0.985, title, va="top", fontsize=15, fontweight="bold")
@@ -179,15 +157,13 @@ def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> No
 
 
 def _draw_plane(axes: Axes, case: CollisionCase) -> None:
-    from inline_attention.support.figures import FAINT, INK, MUTED
-
     keys, queries, (apex_x, apex_y) = case.keys.tolist(), case.queries.tolist(), case.apex.tolist()
     starts_at_origin = apex_x == apex_y == 0
     axes.spines["left"].set_visible(True)
     axes.axhline(0, color=FAINT, linewidth=0.8, zorder=0)
     axes.axvline(0, color=FAINT, linewidth=0.8, zorder=0)
-    end = [start + 1.1 * (query - start) for start, query in zip(case.apex.tolist(), queries[-1], strict=True)]
-    axes.plot((apex_x, end[0]), (apex_y, end[1]), color="#CFCFCF", linewidth=5, solid_capstyle="round", zorder=1)
+    end_x, end_y = (case.apex + 1.1 * (case.queries[-1] - case.apex)).tolist()
+    axes.plot((apex_x, end_x), (apex_y, end_y), color="#CFCFCF", linewidth=5, solid_capstyle="round", zorder=1)
     if not starts_at_origin:
         for x, y in queries:
             axes.plot((0, x), (0, y), color=MUTED, linewidth=0.9, linestyle=(0, (2, 2.5)), zorder=1)
@@ -207,18 +183,15 @@ def _draw_plane(axes: Axes, case: CollisionCase) -> None:
 
 
 def _draw_weights(axes: Axes, result: InjectivityResult) -> None:
-    from inline_attention.support.figures import ALARM, INK, KIND_LABELS, light_grid
-
     queries, keys = result.weights.shape
     width = 0.8 / queries
-    for number, weights in enumerate(result.weights.tolist()):
-        positions = [key + (number - (queries - 1) / 2) * width for key in range(1, keys + 1)]
-        axes.bar(positions, weights, width, color=QUERY_COLORS[number])
+    for number, weights in enumerate(result.weights):
+        positions = torch.arange(1, keys + 1) + (number - (queries - 1) / 2) * width
+        axes.bar(positions.tolist(), weights.tolist(), width, color=QUERY_COLORS[number])
     axes.axhline(0, color=INK, linewidth=0.9)
     light_grid(axes)
     axes.spines["bottom"].set_visible(False)
-    axes.set_xticks(range(1, keys + 1))
-    axes.set_xlabel("key")
+    axes.set(xticks=range(1, keys + 1), xlabel="key")
     if result.verdict == "distinct":
         statement, color = "every query gets its own weights", INK
     elif result.largest_difference <= COLLISION_TOLERANCE:
@@ -227,19 +200,6 @@ def _draw_weights(axes: Axes, result: InjectivityResult) -> None:
         statement, color = "some queries get the same weights", ALARM
     name = KIND_LABELS[result.kind]
     _title(axes, name[0].upper() + name[1:], statement, color)
-
-
-def _query_and_key_handles(queries: int) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    from inline_attention.support.figures import MUTED
-
-    handles = [
-        Line2D([], [], linestyle="", markersize=8, marker=QUERY_MARKERS[i], color=QUERY_COLORS[i], label=f"$q_{i + 1}$")
-        for i in range(queries)
-    ]
-    key = Line2D([], [], linestyle="", markersize=11, marker="o", color=MUTED, markerfacecolor="white", label="keys")
-    return [*handles, key]
 
 
 def _title(axes: Axes, name: str, statement: str, color: str) -> None:

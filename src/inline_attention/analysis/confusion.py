@@ -14,8 +14,8 @@ Shapes: `N` tokens, which are all queries, `T` tolerances.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -28,12 +28,12 @@ from inline_attention.analysis.pictures import OnProgress, PictureSample, captur
 from inline_attention.analysis.probes import choose_heads
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
+from inline_attention.support import figures
+from inline_attention.support.figures import Chart, DotRow, LegendEntry, Panel, Style, dot_panel
 from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from inline_attention.support.figures import Panel, Style
 
 TOLERANCES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TOLERANCE = 1e-2
@@ -44,29 +44,17 @@ LONGEST_NAME = 26
 
 @dataclass(frozen=True)
 class ConfusionCount:
-    """The confused pairs of one head of one image.
-
-    Attributes:
-        image: Name of the image.
-        layer: Number of the layer.
-        head: Number of the head.
-        attention: Attention of the layer.
-        tokens: N.
-        distinct_pairs: Pairs of queries that differ.
-        confused_pairs: Pairs among them with equal rows, at the chosen tolerance.
-        confused_tokens: Tokens in at least one such pair.
-        by_tolerance: Confused pairs at each of `TOLERANCES`.
-    """
+    """The confused pairs of one head of one image."""
 
     image: str
     layer: int
     head: int
     attention: AttentionKind
     tokens: int
-    distinct_pairs: int
-    confused_pairs: int
-    confused_tokens: int
-    by_tolerance: tuple[int, ...]
+    distinct_pairs: int  # pairs of queries that differ
+    confused_pairs: int  # those with equal rows, at the chosen tolerance
+    confused_tokens: int  # in at least one such pair
+    by_tolerance: tuple[int, ...]  # confused pairs at each of TOLERANCES
 
 
 @dataclass(frozen=True)
@@ -85,46 +73,14 @@ class ImageConfusion:
 
 @dataclass(frozen=True)
 class ConfusedImage:
-    """An image to show.
-
-    Attributes:
-        name: Name of the image.
-        pixels: `[3, H, W]` uint8.
-        pairs: Confused pairs over all layers and heads.
-        layer: Layer of the worst head.
-        head: Head with most confused pairs.
-        grid_size: (h, w) of that layer.
-        groups: `[h, w]`: grid tokens with equal positive numbers are confused with each other there; 0 for tokens that
-            are confused with none. The largest group has number 1.
-    """
+    """An image to show, with the tokens that its worst head confuses."""
 
     name: str
-    pixels: Tensor
-    pairs: int
+    pixels: Tensor  # [3, H, W] uint8
+    pairs: int  # over all layers and heads
     layer: int
-    head: int
-    grid_size: tuple[int, int]
-    groups: Tensor
-
-
-@dataclass
-class WorstImages:
-    """The images with most confused pairs so far; memory does not grow with the number of images."""
-
-    limit: int
-    _heap: list[tuple[int, int, ConfusedImage]] = field(default_factory=list)
-    _seen: int = 0
-
-    def add(self, image: ConfusedImage) -> None:
-        """Keep the image if it is among the worst."""
-        self._seen += 1  # of equal images, the first is kept
-        heapq.heappush(self._heap, (image.pairs, -self._seen, image))
-        if len(self._heap) > self.limit:
-            heapq.heappop(self._heap)
-
-    def sorted(self) -> list[ConfusedImage]:
-        """Return the worst first, without images that have no confused pair."""
-        return [image for pairs, _, image in sorted(self._heap, reverse=True) if pairs > 0]
+    head: int  # with most confused pairs
+    groups: Tensor  # [h, w]: equal numbers are confused, 0 with none; the largest group has number 1
 
 
 def survey_confusion(
@@ -137,70 +93,38 @@ def survey_confusion(
     worst: int = 4,
     on_progress: OnProgress | None = None,
 ) -> tuple[list[ConfusionCount], list[ConfusedImage]]:
-    """Return the confused pairs of every image, layer and head, and the images with most of them.
-
-    Args:
-        subject: The model.
-        sample: The pictures.
-        layers: Numbers of the layers; all by default.
-        heads: Numbers of the heads; all by default.
-        tolerance: Relative difference up to which rows count as equal.
-        worst: Number of images to keep.
-        on_progress: Called with the share of the work just done.
-    """
+    """Return the confused pairs of every image, layer and head, and the `worst` images with most of them."""
     counts: list[ConfusionCount] = []
-    worst_images = WorstImages(worst)
+    shown: list[ConfusedImage] = []
     for batch, captured in captured_batches(subject, sample, layers, on_progress):
         for image, index in enumerate(batch.indices.tolist()):
-            name = sample.source.name(index)
-            worst_images.add(_count_image(captured, image, name, batch.images[image], heads, tolerance, counts))
-    return counts, worst_images.sorted()
+            name, pairs = sample.source.name(index), 0
+            most: tuple[ConfusionCount, LayerAttention, Tensor] | None = None
+            for layer in captured:
+                for head in choose_heads(layer, heads):
+                    count, confused = count_confusion(layer, image, head, name, tolerance=tolerance)
+                    counts.append(count)
+                    pairs += count.confused_pairs
+                    if most is None or count.confused_pairs > most[0].confused_pairs:
+                        most = count, layer, confused
+            assert most is not None, "a model has a layer, and a layer a head"
+            count, layer, confused = most
+            groups = connected_groups(confused)[layer.num_prefix_tokens :].view(layer.grid_size)
+            pixels = batch.images[image].clone()  # a view of one image would keep the whole batch
+            found = ConfusedImage(name, pixels, pairs, layer.index, count.head, groups)
+            shown = worst_images([*shown, found], worst)
+    return counts, shown
 
 
-def _count_image(
-    captured: Sequence[LayerAttention],
-    image: int,
-    name: str,
-    pixels: Tensor,
-    heads: Sequence[int] | None,
-    tolerance: float,
-    counts: list[ConfusionCount],
-) -> ConfusedImage:
-    """Add the counts of one image of a batch, and return it with the confused tokens of its worst head."""
-    first = len(counts)
-    worst: tuple[int, LayerAttention, Tensor] | None = None
-    for layer in captured:
-        for head in choose_heads(layer, heads):
-            count, confused = count_confusion(layer, image, head, name, tolerance=tolerance)
-            counts.append(count)
-            if worst is None or count.confused_pairs > counts[worst[0]].confused_pairs:
-                worst = len(counts) - 1, layer, confused
-    assert worst is not None, "a model has a layer, and a layer a head"
-    number, layer, confused = worst
-    groups = connected_groups(confused)[layer.num_prefix_tokens :].view(layer.grid_size)
-    pairs = sum(count.confused_pairs for count in counts[first:])
-    pixels = pixels.clone()  # a view of one image would keep the whole batch
-    return ConfusedImage(name, pixels, pairs, layer.index, counts[number].head, layer.grid_size, groups)
+def worst_images(images: Iterable[ConfusedImage], limit: int) -> list[ConfusedImage]:
+    """Return the images with most confused pairs, the worst first, without those that have none."""
+    return [image for image in heapq.nlargest(limit, images, key=lambda image: image.pairs) if image.pairs > 0]
 
 
 def count_confusion(
     layer: LayerAttention, image: int, head: int, name: str = "", *, tolerance: float = TOLERANCE
 ) -> tuple[ConfusionCount, Tensor]:
-    """Count the confused pairs of one head of one image.
-
-    Args:
-        layer: The layer.
-        image: Number in the batch.
-        head: Number of the head.
-        name: Name of the image, for the result.
-        tolerance: t.
-
-    Returns:
-        The count, and `[N, N]` bool, True for confused pairs.
-
-    Raises:
-        MatrixTooLargeError: If there are too many tokens for explicit weights.
-    """
+    """Return the confused pairs of one head of one image: their count, and `[N, N]` bool, True for confused pairs."""
     check_matrix_size(layer.num_tokens, layer.num_tokens)
     distinct = pairwise_difference(layer.q[image, :, head].double()) > DISTINCT_QUERIES
     reach = layer.reach(head)
@@ -259,14 +183,7 @@ def by_image(counts: Sequence[ConfusionCount]) -> list[ImageConfusion]:
 
 
 def confusion_panel(styles: Mapping[str, Style], images: Mapping[str, Sequence[ImageConfusion]]) -> Panel:
-    """Return a row of dots per model: each picture's share of confused pairs.
-
-    Args:
-        styles: Styles by model.
-        images: Confused pairs of each image, by model.
-    """
-    from inline_attention.support.figures import DotRow, dot_panel
-
+    """Return a row of dots per model: each picture's share of confused pairs."""
     rows: list[DotRow] = []
     for label, items in images.items():
         shares = [item.percent for item in items]
@@ -283,29 +200,20 @@ def draw_confusion(
     note: str,
     folder: Path,
 ) -> list[Path]:
-    """Write `confusion.png` and `.svg`: confused pairs of each image, and their share by tolerance.
-
-    Args:
-        styles: Styles by model.
-        counts: Counts by model.
-        tolerance: Tolerance of `confused_pairs`.
-        note: Start of the small print.
-        folder: An existing folder.
-    """
-    from inline_attention.support.figures import MUTED, Chart, LegendEntry, Panel, draw_line, light_grid
+    """Write `confusion.png` and `.svg`: confused pairs of each image, and their share by tolerance."""
 
     def draw(axes: Axes) -> None:
         for label, items in counts.items():
             distinct = max(1, sum(item.distinct_pairs for item in items))
-            shares = [sum(item.by_tolerance[i] for item in items) / distinct for i in range(len(TOLERANCES))]
-            points = [(bound, share) for bound, share in zip(TOLERANCES, shares, strict=True) if share > 0]
-            draw_line(axes, styles[label], points)
-        axes.axvline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+            confused = [sum(pairs) for pairs in zip(*(item.by_tolerance for item in items), strict=True)]
+            points = [(bound, pairs / distinct) for bound, pairs in zip(TOLERANCES, confused, strict=True) if pairs]
+            figures.draw_line(axes, styles[label], points)
+        axes.axvline(tolerance, color=figures.MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         axes.set(xscale="log", yscale="log", xlabel="tolerance", ylabel="share of distinct pairs")
         axes.set(xlim=(TOLERANCES[0] / 2, TOLERANCES[-1] * 2))
         if not axes.dataLim.y1 > 0:  # no pair is confused: a log scale has nothing to fit to
             axes.set(ylim=(1e-6, 1))
-        light_grid(axes)
+        figures.light_grid(axes)
 
     images = {label: by_image(items) for label, items in counts.items()}
     small_print = (
@@ -324,17 +232,8 @@ def draw_worst_images(
 ) -> list[Path]:
     """Write `confusion-worst.png` and `.svg`: a row per model with its most confused images, confused tokens marked.
 
-    Args:
-        worst: Images by model, the worst first.
-        tolerance: Tolerance of the count.
-        note: Start of the small print.
-        folder: An existing folder.
-
-    Returns:
-        The files; none if no image has a confused pair.
+    Nothing is written if no image has a confused pair.
     """
-    from inline_attention.support.figures import new_figure, save, without_ticks
-
     shown = {label: images for label, images in worst.items() if images}
     if not shown:
         for suffix in ("png", "svg"):  # those of an earlier analysis would be misleading
@@ -347,34 +246,28 @@ def draw_worst_images(
         f"{LARGEST_GROUPS} largest. Pairs are counted over all analyzed layers and heads."
     ) + "".join(f" {label}: no confused pair in any image." for label in worst if label not in shown)
     size = (max(8.0, 2.6 * columns), 2.95 * len(shown) + 1.4)
-    with new_figure(*size, "Where attention confuses tokens most", small_print) as figure:
+    with figures.new_figure(*size, "Where attention confuses tokens most", small_print) as figure:
         panels = figure.subplots(len(shown), columns, squeeze=False)
         for (label, images), row in zip(shown.items(), panels, strict=True):
             for axes in row:
-                without_ticks(axes)
+                figures.without_ticks(axes)
             for axes, image in zip(row, images, strict=False):
                 _draw_confused_image(axes, image)
             row[0].set_ylabel(label, fontweight="bold", fontsize=10)
-        return save(figure, folder, "confusion-worst")
+        return figures.save(figure, folder, "confusion-worst")
 
 
 def _draw_confused_image(axes: Axes, image: ConfusedImage) -> None:
     from matplotlib import color_sequences
-    from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle
 
-    from inline_attention.support.figures import MUTED
-
-    picture = image.pixels.permute(1, 2, 0).cpu().numpy()
-    height, width = picture.shape[:2]
-    rows, columns = image.grid_size
-    axes.imshow(picture, extent=(0, columns, rows, 0), aspect=(height / rows) / (width / columns), alpha=0.75)
+    rows, columns = image.groups.shape
+    figures.draw_picture(axes, image.pixels.permute(1, 2, 0).cpu().numpy(), (rows, columns), alpha=0.75)
     for row, column in image.groups.nonzero().tolist():
         group = int(image.groups[row, column])
-        color = color_sequences["tab10"][group - 1] if group <= LARGEST_GROUPS else MUTED
-        cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=to_rgba(color, 0.35))
-        cell.set(edgecolor=color, linewidth=1.4)
-        axes.add_patch(cell)
+        color = color_sequences["tab10"][group - 1] if group <= LARGEST_GROUPS else figures.MUTED
+        place = (column + 0.06, row + 0.06)
+        axes.add_patch(Rectangle(place, 0.88, 0.88, facecolor=(color, 0.35), edgecolor=color, linewidth=1.4))
     name = printable(Path(image.name).name)
     name = name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
     pairs = f"{image.pairs:,} pair{'s' if image.pairs > 1 else ''}"

@@ -35,6 +35,7 @@ from inline_attention.data.randomness import derived_seed
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.ops.feature_maps import EXP_RATE, FEATURE_MAPS, LEAKY_RELU_SLOPE
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
+from inline_attention.support.figures import KIND_LABELS, LIGHT, MUTED, light_grid, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,71 +54,41 @@ DISTINCT_QUERIES = 0.1
 FOUND = 1e-2  # share of the tolerance at which a search stops
 KIND_ORDER = ("softmax", "inline", "magnitude", "linear")
 BAR = 0.38
-SEARCHED = 0.45  # opacity of collisions found by search
 
 
 @dataclass(frozen=True)
 class CollisionRate:
-    """How many queries of one head have a partner with equal weights.
-
-    Attributes:
-        layer: Number of the layer.
-        head: Number of the head.
-        attention: Attention rule tried on the layer's queries and keys.
-        feature_map: Feature map of the rule.
-        is_own: True for the layer's own rule.
-        queries: Number of queries tried.
-        constructed: Queries with a constructed partner.
-        found: Queries with a partner found by search.
-        colliding: Queries with a partner either way.
-        smallest_difference: Smallest relative difference of rows over all partners that differ enough from their query.
-        tolerance: Relative difference up to which rows count as equal.
-    """
+    """How many queries of one head have a partner with equal weights, under one rule."""
 
     layer: int
     head: int
     attention: AttentionKind
     feature_map: str
-    is_own: bool
+    is_own: bool  # the layer's own rule
     queries: int
-    constructed: int
-    found: int
-    colliding: int
-    smallest_difference: float
-    tolerance: float
+    constructed: int  # queries with a constructed partner
+    found: int  # queries with a partner found by search
+    colliding: int  # queries with a partner either way
+    smallest_difference: float  # relative, of rows, over all partners that differ enough from their query
+    tolerance: float  # relative difference up to which rows count as equal
 
 
 @dataclass(frozen=True)
 class KeyCondition:
-    """The keys of one head of one image, and what follows from them.
-
-    Attributes:
-        layer: Number of the layer.
-        head: Number of the head.
-        attention: Attention of the layer.
-        feature_map: Feature map of the layer.
-        keys: M; in windows, of the window with the worst keys.
-        rank: Rank of [K, 1] for mapped keys K: one more than the number of singular values above rounding.
-        needed: d + 1.
-        largest: Largest singular value of the centered mapped keys.
-        smallest: The smallest of all d; zero where there are too few keys.
-        injective: True if different queries always get different weights; None if unknown.
-        reason: Reason for `injective`.
-        singular_values: All d of them, descending.
-    """
+    """The keys of one head of one image, and what follows from them."""
 
     layer: int
     head: int
     attention: AttentionKind
     feature_map: str
-    keys: int
-    rank: int
-    needed: int
-    largest: float
-    smallest: float
-    injective: bool | None
+    keys: int  # M; in windows, of the window with the worst keys
+    rank: int  # of [K, 1] for mapped keys K: one more than the number of singular values above rounding
+    needed: int  # d + 1
+    largest: float  # singular value of the centered mapped keys
+    smallest: float  # of all d; zero where there are too few keys
+    injective: bool | None  # True if different queries always get different weights; None if unknown
     reason: str
-    singular_values: tuple[float, ...]
+    singular_values: tuple[float, ...]  # all d, descending
 
     @property
     def condition(self) -> float:
@@ -137,18 +108,10 @@ def survey_injectivity(
 ) -> tuple[list[CollisionRate], list[KeyCondition]]:
     """Return collisions on the queries and keys of some layers, and the condition of the keys of all layers.
 
-    Args:
-        subject: The model.
-        sample: The pictures.
-        layers: Layers to look for collisions in, which takes time; the first, the middle and the last by default.
-        heads: Numbers of the heads; all by default.
-        queries: Queries to try per head and image.
-        seed: Random seed.
-        on_progress: Called with the share of the work just done.
+    Looking for collisions takes time: the first, the middle and the last layer are searched by default.
     """
-    everything = choose_layers(subject.model, None)
-    some = [everything[0], everything[len(everything) // 2], everything[-1]]
-    searched = choose_layers(subject.model, layers or some)
+    count = len(choose_layers(subject.model, None))
+    searched = choose_layers(subject.model, layers or [0, count // 2, count - 1])
     rates: list[CollisionRate] = []
     conditions: list[KeyCondition] = []
     for batch, captured in captured_batches(subject, sample, None, None):
@@ -200,7 +163,6 @@ def key_condition(rule: MixingRule, keys: Tensor, layer: int = 0, head: int = 0)
 
 
 def _verdict(rule: MixingRule, rank: int, width: int, count: int, *, keeps_width: bool) -> tuple[bool | None, str]:
-    """Return whether the attention is one-to-one, and why."""
     is_built_in = isinstance(rule.feature_map, str)
     if rule.normalization == "divide" and keeps_width:
         return False, "division cancels the length of φ(q)"
@@ -209,9 +171,9 @@ def _verdict(rule: MixingRule, rank: int, width: int, count: int, *, keeps_width
     if is_built_in and rule.normalization == "magnitude" and rule.feature_map not in POSITIVE_MAPS:
         return False, f"φ = {rule.feature_map_name} is not positive: all queries of mean score -1 get uniform weights"
     missing = width + 1 - rank
+    if missing > 0 and keeps_width and count <= width:
+        return False, f"{count} keys cannot span {width} channels: {missing} directions of φ(q) are lost"
     if missing > 0 and keeps_width:
-        if count <= width:
-            return False, f"{count} keys cannot span {width} channels: {missing} directions of φ(q) are lost"
         return False, f"the centered keys lose {missing} of {width} directions of φ(q)"
     if not is_built_in:
         return None, f"φ = {rule.feature_map_name} is not built in: it may be one-to-one or not"
@@ -230,16 +192,9 @@ def rules_to_try(own: MixingRule) -> list[MixingRule]:
 def measure_collisions(
     layer: LayerAttention, image: int, head: int, *, queries: int = 16, seed: int = 0
 ) -> list[CollisionRate]:
-    """Try all rules on the queries and keys of one head of one image; in windows, of one window.
+    """Try all rules on random queries and the keys of one head of one image; in windows, of one window.
 
     A position bias is left out, since it does not decide which queries collide.
-
-    Args:
-        layer: The layer.
-        image: Number in the batch.
-        head: Number of the head.
-        queries: Number of queries to try, drawn at random.
-        seed: Random seed.
     """
     members = torch.arange(layer.num_tokens, device=layer.q.device)
     if layer.groups is not None:
@@ -258,14 +213,14 @@ def measure_collisions(
 
 def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
     """Return the collisions of queries `[Q, D]` on keys `[M, D]`, both float64, under one rule."""
-    rows = _compared_rows(rule, q, k)
-    constructed = torch.zeros(len(q), dtype=torch.bool, device=q.device)
-    smallest = torch.inf
-    for partner in constructed_partners(rule, q, k):
-        collides, difference = _compare(rule, rows, q, partner, k)
-        constructed |= collides
-        smallest = min(smallest, difference)
-    found, difference = _compare(rule, rows, q, search_partner(rule, q, k), k)
+    tolerance = _tolerance(rule)
+    # The query itself comes first, so that its weights are rounded as those of its partners.
+    queries = torch.stack([q, *constructed_partners(rule, q, k), search_partner(rule, q, k)])  # [..., Q, D]
+    rows = _compared_rows(rule, queries, k)
+    difference = relative_difference(rows, rows[0])
+    difference[relative_difference(queries, q) < DISTINCT_QUERIES] = torch.inf
+    collides = difference <= tolerance
+    constructed, found = collides[:-1].any(0), collides[-1]
     return CollisionRate(
         layer=0,
         head=0,
@@ -276,8 +231,8 @@ def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
         constructed=int(constructed.sum()),
         found=int(found.sum()),
         colliding=int((constructed | found).sum()),
-        smallest_difference=min(smallest, difference),
-        tolerance=_tolerance(rule),
+        smallest_difference=difference.min().item(),
+        tolerance=tolerance,
     )
 
 
@@ -297,7 +252,9 @@ def constructed_partners(rule: MixingRule, q: Tensor, k: Tensor) -> list[Tensor]
     partners = [preimage(RAY_FACTOR * features, q)]
     if name == "relu":
         partners.append(torch.where(q < 0, RAY_FACTOR * q, q))
-    unseen = _least_seen_direction(rule.features(k))
+    keys = rule.features(k)
+    keys = keys - keys.mean(0)
+    unseen = torch.linalg.eigh(keys.mT @ keys).eigenvectors[:, 0]  # the direction in which keys vary least
     length = SEARCH_DISTANCE * features.norm(dim=-1, keepdim=True)
     for direction in (unseen, -unseen):
         moved = features + length * direction
@@ -374,28 +331,12 @@ def _gauss_newton_step(x: Tensor, residual: Tensor, jacobian: Tensor) -> Tensor:
     return x - (vectors @ in_basis[..., None])[..., 0]
 
 
-def _compare(rule: MixingRule, rows: Tensor, q: Tensor, partner: Tensor, k: Tensor) -> tuple[Tensor, float]:
-    """Return which partners collide with their queries, and the smallest difference over distinct partners."""
-    difference = relative_difference(_compared_rows(rule, partner, k), rows)
-    distinct = relative_difference(partner, q) >= DISTINCT_QUERIES
-    smallest = difference[distinct].min().item() if distinct.any() else torch.inf
-    return distinct & (difference <= _tolerance(rule)), smallest
-
-
 def _compared_rows(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
-    """Return rows of weights minus uniform attention, `[Q, M]`."""
     return beyond_uniform(rule.weights(q, k), 1 / len(k))
 
 
 def _tolerance(rule: MixingRule) -> float:
     return EQUAL_ROWS if isinstance(rule.feature_map, str) else EQUAL_ROWS_OF_CALLABLES
-
-
-def _least_seen_direction(features: Tensor) -> Tensor:
-    """Return the unit vector along which mapped keys `[M, D]` vary least, `[D]`."""
-    centerd = features - features.mean(0)
-    _, vectors = torch.linalg.eigh(centerd.mT @ centerd)
-    return vectors[:, 0]
 
 
 # phi⁻¹: queries with the given features. ReLU drops negative coordinates, which are taken from the query itself.
@@ -414,16 +355,7 @@ def draw_injectivity(
     note: str,
     folder: Path,
 ) -> list[Path]:
-    """Write `injectivity.png` and `.svg`: collisions by rule above, singular values of the centered keys below.
-
-    Args:
-        rates: Collision rates by model.
-        conditions: Key conditions by model.
-        note: Start of the small print.
-        folder: An existing folder.
-    """
-    from inline_attention.support.figures import new_figure, save
-
+    """Write `injectivity.png` and `.svg`: collisions by rule above, singular values of the centered keys below."""
     small_print = (
         f"{note} A query collides if another one, at least 10 % away, has the same weights up to {EQUAL_ROWS:g} of "
         "their difference from uniform attention. All rules are tried on the model's own queries and keys; ◂ marks its "
@@ -444,8 +376,6 @@ def draw_injectivity(
 
 
 def _draw_rates(axes: Axes, rates: Sequence[CollisionRate]) -> None:
-    from inline_attention.support.figures import KIND_LABELS, LIGHT, MUTED, light_grid, percent_axis
-
     groups: dict[tuple[str, str], list[CollisionRate]] = {}
     for rate in sorted(rates, key=lambda rate: KIND_ORDER.index(rate.attention)):
         groups.setdefault((rate.attention, rate.feature_map), []).append(rate)
@@ -453,7 +383,7 @@ def _draw_rates(axes: Axes, rates: Sequence[CollisionRate]) -> None:
         total = sum(item.queries for item in items)
         constructed, found = (sum(getattr(item, way) for item in items) / total for way in ("constructed", "found"))
         axes.barh(position - BAR / 2, constructed, BAR, color=LIGHT[kind])
-        axes.barh(position + BAR / 2, found, BAR, color=LIGHT[kind], alpha=SEARCHED)
+        axes.barh(position + BAR / 2, found, BAR, color=LIGHT[kind], alpha=0.45)
         if constructed == found == 0:
             axes.text(0.015, position, "none", va="center", fontsize=9, color=MUTED)
         if any(item.is_own for item in items):
@@ -461,14 +391,12 @@ def _draw_rates(axes: Axes, rates: Sequence[CollisionRate]) -> None:
     names = [KIND_LABELS[kind] + ("" if name == "none" else f", φ = {name}") for kind, name in groups]
     axes.set_yticks(range(len(groups)), names)
     axes.set(ylim=(len(groups) - 0.4, -0.6), xlim=(0, 1), xlabel="queries that collide")
-    percent_axis(axes, "x")
+    axes.xaxis.set_major_formatter("{x:.0%}")
     light_grid(axes, "x")
 
 
 def _draw_spectra(axes: Axes, conditions: Sequence[KeyCondition]) -> None:
     from matplotlib import colormaps
-
-    from inline_attention.support.figures import light_grid
 
     layers = sorted({condition.layer for condition in conditions})
     for place, layer in enumerate(layers):

@@ -1,11 +1,12 @@
 """What one attention layer did with a batch, and the weights that follow from it.
 
 Shapes: `B` batch, `b` some of its images, `N` tokens (prefix first, then an h×w grid row by row), `M` keys, `H` heads,
-`D` head dim, `L` tokens of a window, `Q` chosen queries.
+`D` head dim, `Q` chosen queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +28,10 @@ class MatrixTooLargeError(ValueError):
 
 @dataclass(frozen=True)
 class MixingRule:
-    """How queries and keys become weights.
+    """How queries and keys become weights."""
 
-    Attributes:
-        normalization: Normalization of linear-time attention; None for softmax.
-        feature_map: phi; softmax has none, that is, the identity.
-        scale: Factor on the inner products.
-    """
-
-    normalization: Normalization | None
-    feature_map: str | FeatureMap
+    normalization: Normalization | None  # None for softmax
+    feature_map: str | FeatureMap  # phi; the identity for softmax
     scale: float
 
     @property
@@ -68,35 +63,18 @@ class MixingRule:
         visible: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return weights `[..., N, M]`.
+        """Return weights `[..., N, M]` of queries `[..., N, D]` for keys `[..., M, D]`, computed in `dtype`.
 
         Args:
-            q: Queries `[..., N, D]`.
-            k: Keys `[..., M, D]`.
-            bias: Term added to the scores of softmax, broadcast to `[..., N, M]`.
+            q: Queries.
+            k: Keys.
+            bias: Term added to the scores of softmax, broadcast to the weights.
             visible: Keys that each query sees, see `weights_from_scores`.
             dtype: Dtype of the computation.
         """
         assert bias is None or self.normalization is None, "only softmax has a bias"
         scores = self.scale * self.features(q, dtype) @ self.features(k, dtype).mT
         return weights_from_scores(scores if bias is None else scores + bias.to(dtype), self.normalization, visible)
-
-
-@dataclass(frozen=True)
-class PositionBias:
-    """The relative position bias of windows.
-
-    Attributes:
-        table: `[H, L, L]`, by the places of query and key in their window.
-        places: `[N]` place of each token in its window.
-    """
-
-    table: Tensor
-    places: Tensor
-
-    def of(self, head: int, queries: Tensor) -> Tensor:
-        """Return the bias `[Q, N]`; it has no meaning for tokens of different windows."""
-        return self.table[head][self.places[queries][:, None], self.places[None, :]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +93,7 @@ class LayerAttention:
         grid_size: (h, w).
         num_prefix_tokens: Tokens before the grid.
         groups: `[H, N]`: tokens with equal numbers see each other, as in a window; None when all see all.
-        position_bias: Bias of softmax in windows.
+        position_bias: Function from a head and queries `[Q]` to the bias `[Q, N]` of softmax in windows.
     """
 
     name: str
@@ -129,12 +107,7 @@ class LayerAttention:
     grid_size: tuple[int, int]
     num_prefix_tokens: int
     groups: Tensor | None = None
-    position_bias: PositionBias | None = None
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return self.q.shape[0]
+    position_bias: Callable[[int, Tensor], Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -152,11 +125,7 @@ class LayerAttention:
         return self.q.shape[3]
 
     def token(self, row: int, column: int) -> int:
-        """Return the number of the token at a place of the grid.
-
-        Raises:
-            ValueError: If the place is outside.
-        """
+        """Return the number of the token at a place of the grid; raise `ValueError` if the place is outside."""
         height, width = self.grid_size
         if not (0 <= row < height and 0 <= column < width):
             raise ValueError(
@@ -198,7 +167,7 @@ class LayerAttention:
         visible = self.reach(head, queries)
         if hidden is not None:
             visible = ~hidden if visible is None else visible & ~hidden
-        bias = None if self.position_bias is None else self.position_bias.of(head, queries)
+        bias = None if self.position_bias is None else self.position_bias(head, queries)
         q, k = self.q[images, :, head], self.k[images, :, head]
         return self.rule.weights(q[..., queries, :], k, bias=bias, visible=visible, dtype=dtype)
 
@@ -211,13 +180,7 @@ class LayerAttention:
         return numbers, exists
 
     def local_term(self, images: slice, head: int, hidden: Tensor | None = None) -> Tensor | None:
-        """Return the local term's output `[b, N, D]`, in the dtype of v; None without one.
-
-        Args:
-            images: Slice of the batch.
-            head: Number of the head.
-            hidden: `[N, N]` bool, True where a token is hidden from another one's kernel.
-        """
+        """Return the output `[b, N, D]` of the local term in v's dtype; `hidden` `[N, N]` hides tokens from kernels."""
         if self.local_weight is None:
             return None
         numbers, exists = self.neighbors(head)
@@ -236,12 +199,7 @@ class LayerAttention:
 def beyond_uniform(rows: Tensor, uniform: Tensor | float) -> Tensor:
     """Return float64 rows of weights `[..., M]` minus uniform attention; a row that is uniform up to rounding is zero.
 
-    Rows are compared by this difference. All rows share the uniform part, so with it nearly uniform rows would look
-    equal.
-
-    Args:
-        rows: Weights.
-        uniform: Weights of uniform attention, broadcast to the rows.
+    Rows are compared by this difference: with the uniform part, which all share, nearly uniform rows would look equal.
     """
     beyond = rows - uniform
     is_uniform = beyond.norm(dim=-1, keepdim=True) <= ROUNDING * rows.norm(dim=-1, keepdim=True)
@@ -249,11 +207,7 @@ def beyond_uniform(rows: Tensor, uniform: Tensor | float) -> Tensor:
 
 
 def check_matrix_size(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> None:
-    """Refuse a matrix of weights that would fill the memory.
-
-    Raises:
-        MatrixTooLargeError: If it is too large; the message says what to do.
-    """
+    """Raise `MatrixTooLargeError` for a matrix of weights that would fill the memory."""
     needed = rows * columns * dtype.itemsize
     if needed > LARGEST_MATRIX:
         raise MatrixTooLargeError(
@@ -266,34 +220,21 @@ def check_matrix_size(rows: int, columns: int, dtype: torch.dtype = torch.float6
 def neighbor_table(
     grid_size: tuple[int, int], num_prefix_tokens: int, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the 3×3 neighbors of every token, the token itself in the middle.
+    """Return the 3×3 neighbors of every token, itself in the middle: their numbers, and which exist, `[N, 9]` each.
 
-    Returns:
-        Token numbers `[N, 9]`, and `[N, 9]` bool: False beyond the border and for prefix tokens, where the number has
-        no meaning.
+    Beyond the border, and for prefix tokens, there are none, and the number has no meaning.
     """
     height, width = grid_size
-    place = torch.arange(height * width, device=device)
-    tap = torch.arange(TAPS, device=device)
-    row = place[:, None] // width + tap // 3 - 1
-    column = place[:, None] % width + tap % 3 - 1
-    exists = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    numbers = num_prefix_tokens + row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    above = (0, 0, num_prefix_tokens, 0)
-    return F.pad(numbers, above), F.pad(exists, above)
+    place = torch.arange(1.0, height * width + 1, dtype=torch.float64, device=device)
+    around = F.unfold(place.view(1, 1, height, width), 3, padding=1)[0].T.long()  # 0 beyond the border
+    around = F.pad(around, (0, 0, num_prefix_tokens, 0))
+    return (around + num_prefix_tokens - 1).clamp(min=0), around > 0
 
 
 def neighborhood_mask(
     grid_size: tuple[int, int], num_prefix_tokens: int, side: int, device: torch.device | None = None
 ) -> Tensor:
-    """Return `[N, N]` bool, True where a key is in the side×side square around a query; prefix tokens never are.
-
-    Args:
-        grid_size: (h, w).
-        num_prefix_tokens: Tokens before the grid.
-        side: Side of the square in tokens, odd.
-        device: Device of the mask.
-    """
+    """Return `[N, N]` bool, True where a key is in the side×side square around a query; prefix tokens never are."""
     if side < 1 or side % 2 == 0:
         raise ValueError(f"a neighborhood has its query in the middle, so its side must be odd, got {side}; try 3")
     height, width = grid_size

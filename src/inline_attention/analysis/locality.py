@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from inline_attention.analysis.layer_attention import TAPS, LayerAttention, neighborhood_mask
@@ -29,39 +29,28 @@ from inline_attention.analysis.pictures import OnProgress, PictureSample, captur
 from inline_attention.analysis.probes import choose_heads
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
+from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from inline_attention.support.figures import Chart, Style
-
 SIDES = (3, 5, 7)
+AVERAGED = ("share", "signed", "uniform")
 LocalTerm: TypeAlias = Literal["without", "with"]
 
 
 @dataclass(frozen=True)
 class Locality:
-    """Attention inside the neighborhoods of one head, averaged over queries and images.
-
-    Attributes:
-        layer: Number of the layer.
-        head: Number of the head; None for the mean over heads.
-        attention: Attention of the layer.
-        local_term: Without or with the 3×3 term; only layers that have one give both.
-        side: Side of the neighborhood in tokens.
-        share: Share of |w|.
-        signed: Sum of w.
-        uniform: Value of both for uniform attention.
-    """
+    """Attention inside the neighborhoods of one head, averaged over queries and images."""
 
     layer: int
-    head: int | None
+    head: int | None  # None for the mean over heads
     attention: AttentionKind
-    local_term: LocalTerm
-    side: int
-    share: float
-    signed: float
-    uniform: float
+    local_term: LocalTerm  # only layers that have a 3×3 term give both
+    side: int  # of the neighborhood in tokens
+    share: float  # of |w|
+    signed: float  # sum of w
+    uniform: float  # value of both for uniform attention
 
 
 def survey_locality(
@@ -73,16 +62,7 @@ def survey_locality(
     sides: Sequence[int] = SIDES,
     on_progress: OnProgress | None = None,
 ) -> list[Locality]:
-    """Return the locality of every layer and head, averaged over images.
-
-    Args:
-        subject: The model.
-        sample: The pictures.
-        layers: Numbers of the layers; all by default.
-        heads: Numbers of the heads; all by default.
-        sides: Sides of the neighborhoods in tokens.
-        on_progress: Called with the share of the work just done.
-    """
+    """Return the locality of every layer and head, averaged over images."""
     measured = [
         item
         for batch, captured in captured_batches(subject, sample, layers, on_progress)
@@ -97,12 +77,7 @@ def survey_locality(
 def measure_locality(
     layer: LayerAttention, image: int, head: int, *, sides: Sequence[int] = SIDES
 ) -> Iterator[Locality]:
-    """Measure one head of one image: for each side without the local term, then with it where there is one.
-
-    Raises:
-        ValueError: If a side is below 3, or even.
-        MatrixTooLargeError: If there are too many tokens for explicit weights.
-    """
+    """Measure one head of one image: for each side without the local term, then with it where there is one."""
     if any(side < 3 for side in sides):
         raise ValueError(f"neighborhoods must be at least 3 tokens wide, as the local term is, got {list(sides)}")
     rows = layer.rows(image, head)
@@ -134,25 +109,13 @@ def average(measured: Sequence[Locality], *, over_heads: bool = False) -> list[L
         item = replace(item, head=None) if over_heads else item
         groups.setdefault((item.layer, item.head, item.attention, item.local_term, item.side), []).append(item)
     return [
-        replace(
-            items[0],
-            share=fmean(item.share for item in items),
-            signed=fmean(item.signed for item in items),
-            uniform=fmean(item.uniform for item in items),
-        )
+        replace(items[0], **{name: fmean(getattr(item, name) for item in items) for name in AVERAGED})
         for items in groups.values()
     ]
 
 
 def locality_chart(styles: Mapping[str, Style], measured: Mapping[str, Sequence[Locality]]) -> Chart:
-    """Return a panel per neighborhood: its share of |w| by layer, mean over heads.
-
-    Args:
-        styles: Styles by model.
-        measured: Measurements by model.
-    """
-    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, light_grid, whole_numbers
-
+    """Return a panel per neighborhood: its share of |w| by layer, mean over heads."""
     means = {label: average(items, over_heads=True) for label, items in measured.items()}
 
     def draw(axes: Axes, side: int) -> None:
@@ -167,38 +130,25 @@ def locality_chart(styles: Mapping[str, Style], measured: Mapping[str, Sequence[
                 chosen = [item for item in items if (item.side, item.local_term) == (side, term)]
                 points = sorted((item.layer, 100 * item.share) for item in chosen)
                 draw_line(axes, styles[label], points, hollow=term == "with")
-        axes.set(xlabel="layer", ylabel="% of |w|")
-        axes.set_ylim(0, 1.07 * axes.dataLim.ymax)
-        whole_numbers(axes)
-        light_grid(axes)
+        axes.set(ylabel="% of |w|", ylim=(0, 1.07 * axes.dataLim.ymax))
+        whole_numbers(axes, "layer")
 
     legend = [
         LegendEntry(f"{label} with its 3×3 term" if term == "with" else label, styles[label], hollow=term == "with")
         for label, items in means.items()
         for term in dict.fromkeys(item.local_term for item in items)
     ]
-    panels = [
-        Panel(
-            f"{side}×{side} tokens",
-            lambda axes, side=side: draw(axes, side),
-            f"Share of attention in the {side}×{side} neighborhood by layer.",
-        )
-        for side in sorted({item.side for items in measured.values() for item in items})
-    ]
+    panels = []
+    for side in sorted({item.side for items in measured.values() for item in items}):
+        description = f"Share of attention in the {side}×{side} neighborhood by layer."
+        panels.append(Panel(f"{side}×{side} tokens", partial(draw, side=side), description))
     return Chart(panels, [*legend, LegendEntry("uniform attention", Style("uniform"))])
 
 
 def draw_locality(
     styles: Mapping[str, Style], measured: Mapping[str, Sequence[Locality]], note: str, folder: Path
 ) -> list[Path]:
-    """Write `locality.png` and `.svg`.
-
-    Args:
-        styles: Styles by model.
-        measured: Measurements by model.
-        note: Start of the small print.
-        folder: An existing folder.
-    """
+    """Write `locality.png` and `.svg`; the small print starts with the note."""
     small_print = (
         f"{note} Share: sum of |w| over the neighborhood ÷ sum of |w| over all keys, mean over queries, heads and "
         "images. Hollow: with the 3×3 local term, mean over channels."
@@ -213,8 +163,7 @@ def _changes_by_local_term(layer: LayerAttention, image: int, head: int, rows: T
     numbers, exists = layer.neighbors(head)
     weights = rows.gather(1, numbers)  # [N, 9]
     kernel = layer.local_weight[image, head].double().flatten(-2)  # [D, 9]
-    added = rows.new_zeros(layer.num_tokens, layer.head_dim)
-    added_absolute = torch.zeros_like(added)
+    added, added_absolute = rows.new_zeros(2, layer.num_tokens, layer.head_dim)
     for tap in range(TAPS):
         weight, present = weights[:, tap, None], exists[:, tap, None]
         added += kernel[None, :, tap] * present

@@ -24,11 +24,10 @@ from inline_attention.analysis.probes import attention_layers, observed
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
+from inline_attention.support.figures import INK, LIGHT, Chart, LegendEntry, Panel, Style, light_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from inline_attention.support.figures import Chart
 
 Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]  # in British spelling, as in result files
 LocalTerm: TypeAlias = Literal["none", "kept", "hidden"]
@@ -41,34 +40,20 @@ LEAST_FOR_LABEL = 12.0  # percent of top-1 that leave room for a label inside th
 
 @dataclass(frozen=True)
 class Hiding:
-    """What is hidden from each query.
+    """What is hidden from each query."""
 
-    Attributes:
-        where: "neighbourhood" (the query and what is around it), as many tokens at "random", or "nothing".
-        side: Side of the neighborhood in tokens; 0 for "nothing".
-        local_term: Whether the 3×3 term still reads hidden tokens ("kept") or not ("hidden"); "none" for a model
-            without such a term.
-    """
-
-    where: Where
-    side: int
-    local_term: LocalTerm
+    where: Where  # "neighbourhood": the query and what is around it; "random": as many tokens
+    side: int  # of the neighborhood in tokens; 0 for "nothing"
+    local_term: LocalTerm  # "kept": the 3×3 term still reads hidden tokens; "none": the model has no such term
 
 
 @dataclass(frozen=True)
 class MaskingResult:
-    """Accuracy under one hiding.
-
-    Attributes:
-        hiding: What was hidden.
-        top1: Percent.
-        baseline_top1: Percent with nothing hidden.
-        images: Number of images.
-    """
+    """Accuracy under one hiding."""
 
     hiding: Hiding
-    top1: float
-    baseline_top1: float
+    top1: float  # percent
+    baseline_top1: float  # percent, with nothing hidden
     images: int
 
     @property
@@ -91,15 +76,7 @@ def survey_masking(
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> list[MaskingResult]:
-    """Measure accuracy under every hiding, on labeled pictures.
-
-    Args:
-        subject: The model.
-        sample: The pictures, which are read once per hiding.
-        sides: Sides of the neighborhoods in tokens.
-        seed: Random seed.
-        on_progress: Called with the share of the work just done.
-    """
+    """Measure accuracy under every hiding, on labeled pictures, which are read once per hiding."""
     hidings = len(planned_hidings(subject.model, sides))
 
     def batches() -> Iterator[Batch]:
@@ -113,49 +90,30 @@ def survey_masking(
 
 def planned_hidings(model: nn.Module, sides: Sequence[int]) -> list[Hiding]:
     """Return nothing hidden, then for each side neighborhood and random tokens, with the 3×3 term hidden and kept."""
-    has_local_term = any(
-        getattr(layer, "residual", None) is not None or getattr(layer, "static_local", None) is not None
-        for layer in attention_layers(model).values()
-    )
+    layers = attention_layers(model).values()
+    has_local_term = any(getattr(layer, name, None) for layer in layers for name in ("residual", "static_local"))
     local_terms: tuple[LocalTerm, ...] = ("hidden", "kept") if has_local_term else ("none",)
-    hidings = [Hiding("nothing", 0, "kept" if has_local_term else "none")]
     wheres: tuple[Where, ...] = ("neighbourhood", "random")
-    return hidings + [Hiding(where, side, local) for local in local_terms for side in sides for where in wheres]
+    hidings = [Hiding(where, side, term) for term in local_terms for side in sides for where in wheres]
+    return [Hiding("nothing", 0, local_terms[-1]), *hidings]
 
 
 def measure_masking(
     model: nn.Module, batches: Callable[[], Iterable[Batch]], *, sides: Sequence[int] = (3, 5, 7), seed: int = 0
 ) -> list[MaskingResult]:
-    """Evaluate a classifier under every hiding.
-
-    Args:
-        model: Classifier in evaluation mode.
-        batches: Function that returns labeled images, normalized and on the model's device; called once per hiding.
-        sides: Sides of neighborhoods in tokens.
-        seed: Random seed.
-
-    Raises:
-        ValueError: If there is no image.
-    """
+    """Evaluate a classifier under every hiding, each time on the normalized, labeled images that `batches` returns."""
     results: list[MaskingResult] = []
     for hiding in planned_hidings(model, sides):
-        with hidden_tokens(model, hiding, seed=seed):
-            correct, images = count_correct(model, batches())
+        correct = images = 0
+        with torch.no_grad(), hidden_tokens(model, hiding, seed=seed):
+            for batch in batches():
+                correct += int((model(batch.images).argmax(1) == batch.targets).sum())
+                images += len(batch)
+        if images == 0:
+            raise ValueError("there is no image to evaluate on; check --data-dir and --split")
         top1 = 100 * correct / images
         results.append(MaskingResult(hiding, top1, results[0].top1 if results else top1, images))
     return results
-
-
-@torch.no_grad()
-def count_correct(model: nn.Module, batches: Iterable[Batch]) -> tuple[int, int]:
-    """Return how many images a classifier gets right, and how many there are."""
-    correct = images = 0
-    for batch in batches:
-        correct += int((model(batch.images).argmax(1) == batch.targets).sum())
-        images += len(batch)
-    if images == 0:
-        raise ValueError("there is no image to evaluate on; check --data-dir and --split")
-    return correct, images
 
 
 @contextmanager
@@ -204,17 +162,14 @@ def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generato
 def mixed_values(layer: LayerAttention, hidden: Tensor | None = None, *, hide_from_local_term: bool = True) -> Tensor:
     """Return the input of the layer's output projection, `[B, N, C]`, computed with explicit weights.
 
-    Args:
-        layer: The layer.
-        hidden: `[H, N, N]` bool, True where a key is hidden from a query; nothing by default.
-        hide_from_local_term: Hide tokens from the 3×3 term too.
+    `hidden` `[H, N, N]` is True where a key is hidden from a query.
     """
     dtype = torch.promote_types(layer.v.dtype, torch.float32)
     at_once = max(1, BYTES_AT_ONCE // (layer.num_tokens**2 * dtype.itemsize))
     out = torch.empty_like(layer.v)
     for head in range(layer.num_heads):
         hide = None if hidden is None else hidden[head]
-        for start in range(0, layer.batch_size, at_once):
+        for start in range(0, len(layer.q), at_once):
             images = slice(start, start + at_once)
             weights = layer.rows(images, head, hidden=hide, dtype=dtype)
             mixed = (weights @ layer.v[images, :, head].to(dtype)).to(out.dtype)
@@ -224,13 +179,7 @@ def mixed_values(layer: LayerAttention, hidden: Tensor | None = None, *, hide_fr
 
 
 def masking_chart(results: Mapping[str, Sequence[MaskingResult]]) -> Chart:
-    """Return a panel per model, and per treatment of its local term: top-1 by the side of what is hidden.
-
-    Args:
-        results: Results by model.
-    """
-    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style
-
+    """Return a panel per model, and per treatment of its local term: top-1 by the side of what is hidden."""
     panels: list[Panel] = []
     for label, items in results.items():
         for term in dict.fromkeys(item.hiding.local_term for item in items if item.hiding.side):
@@ -247,13 +196,7 @@ def masking_chart(results: Mapping[str, Sequence[MaskingResult]]) -> Chart:
 
 
 def draw_masking(results: Mapping[str, Sequence[MaskingResult]], note: str, folder: Path) -> list[Path]:
-    """Write `masking.png` and `.svg`.
-
-    Args:
-        results: Results by model.
-        note: Start of the small print.
-        folder: An existing folder.
-    """
+    """Write `masking.png` and `.svg`; the small print starts with the note."""
     images = max(item.images for items in results.values() for item in items)
     small_print = (
         f"{note} {images:,} images. Hidden tokens count nowhere for their query: weights are normalized over the rest, "
@@ -264,8 +207,6 @@ def draw_masking(results: Mapping[str, Sequence[MaskingResult]], note: str, fold
 
 
 def _draw_masking(axes: Axes, items: Sequence[MaskingResult]) -> None:
-    from inline_attention.support.figures import INK, LIGHT, light_grid
-
     sides = sorted({item.hiding.side for item in items})
     for item in items:
         position = sides.index(item.hiding.side) + (-0.17 if item.hiding.where == "neighbourhood" else 0.17)

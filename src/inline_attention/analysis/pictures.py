@@ -13,13 +13,13 @@ from PIL import Image
 from inline_attention.analysis.layer_attention import LayerAttention
 from inline_attention.analysis.probes import capture_attention
 from inline_attention.analysis.subjects import Subject
-from inline_attention.data.batch import Batch, Normalize
+from inline_attention.data.batch import Batch
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import find_images, load_image
 from inline_attention.data.loading import ImageLoader
 from inline_attention.data.randomness import derived_seed
-from inline_attention.data.sampling import BatchKey
+from inline_attention.data.sampling import EvaluationBatches
 from inline_attention.data.sources import DataError, ImageSource
 
 OnProgress: TypeAlias = Callable[[float], None]  # called with the share of the work just done; shares sum to one
@@ -29,7 +29,6 @@ class UnlabelledPictures(ImageSource):
     """Picture files without classes."""
 
     def __init__(self, location: Path, files: Sequence[Path]):
-        """Keep the list of files."""
         super().__init__(str(location), [""], np.zeros(len(files)))
         self._files = list(files)
 
@@ -43,16 +42,7 @@ class UnlabelledPictures(ImageSource):
 
 
 def open_pictures(dataset: str, data_dir: Path | None, split: str) -> ImageSource:
-    """Open pictures whose classes do not matter: a folder need not be sorted by class.
-
-    Args:
-        dataset: Dataset name, as for `open_dataset`.
-        data_dir: Folder of the dataset; for "folder", any folder with pictures below it, or a single picture.
-        split: Split, as for `open_dataset`; ignored for "folder".
-
-    Raises:
-        DataError: If there are no pictures.
-    """
+    """Open pictures whose classes do not matter: a folder need not be sorted by class, and may be a single picture."""
     if dataset not in ("", "folder") or data_dir is None:
         return open_dataset(dataset, data_dir, split)
     files = find_images([data_dir])
@@ -62,37 +52,14 @@ def open_pictures(dataset: str, data_dir: Path | None, split: str) -> ImageSourc
     return UnlabelledPictures(data_dir, files)
 
 
-class SampledBatches:
-    """Batches of samples drawn at random without repetition, in the order of the dataset."""
+class SampledBatches(EvaluationBatches):
+    """Batches of `count` samples drawn at random without repetition, in the order of the dataset; None draws all."""
 
     def __init__(self, length: int, count: int | None, batch_size: int, seed: int):
-        """Draw the samples.
-
-        Args:
-            length: Samples in the dataset.
-            count: Samples to draw; None for all.
-            batch_size: Samples per batch; the last batch may have fewer.
-            seed: Random seed.
-        """
-        self._indices = torch.arange(length)
+        super().__init__(length, batch_size)
         if count is not None and count < length:
             generator = torch.Generator().manual_seed(derived_seed("sampled pictures", seed))
             self._indices = torch.randperm(length, generator=generator)[:count].sort().values
-        self._batch_size = batch_size
-
-    @property
-    def samples(self) -> int:
-        """Number of samples in all batches."""
-        return len(self._indices)
-
-    def __len__(self) -> int:
-        return -(-len(self._indices) // self._batch_size)
-
-    def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
-        """Yield the batches in order, the same in every epoch."""
-        for number in range(start_batch, len(self)):
-            first = number * self._batch_size
-            yield BatchKey(epoch, number, self._indices[first : first + self._batch_size])
 
 
 class PictureSample:
@@ -106,15 +73,7 @@ class PictureSample:
     def __init__(
         self, source: ImageSource, *, images: int | None = None, seed: int = 0, batch_size: int = 8, workers: int = 0
     ):
-        """Plan the draw.
-
-        Args:
-            source: Pictures to draw from.
-            images: Number of pictures; None for all.
-            seed: Random seed.
-            batch_size: Pictures per batch.
-            workers: Processes that read pictures.
-        """
+        """Plan to draw so many images, or all, and to read them with so many worker processes."""
         self.source = source
         self.skipped: dict[str, str] = {}
         self._images, self._seed, self._batch_size, self._workers = images, seed, batch_size, workers
@@ -124,25 +83,17 @@ class PictureSample:
         return len(self.source) if self._images is None else min(self._images, len(self.source))
 
     def batches(self, subject: Subject, *, normalized: bool = False) -> Iterator[Batch]:
-        """Yield the pictures in a model's size and crop; unreadable ones are left out and recorded.
+        """Yield uint8 pictures in a model's size and crop; unreadable ones are left out and recorded.
 
-        Args:
-            subject: The model.
-            normalized: Yield model inputs on the model's device, with classes numbered as in the model, instead of
-                uint8 pixels.
-
-        Raises:
-            BrokenImagesError: If too many pictures are broken.
-            DataError: If the model does not know their classes.
+        Normalized, they are inputs on the model's device, with classes numbered as in the model. Raises
+        `BrokenImagesError` if too many are broken, `DataError` if the model does not know their classes.
         """
-        batches = SampledBatches(len(self.source), self._images, self._batch_size, self._seed)
-        broken = BrokenImages(batches.samples, BrokenImageLimit())
-        config = subject.data_config
+        broken = BrokenImages(len(self), BrokenImageLimit())
         loader = ImageLoader(
             _with_classes_of(subject, self.source) if normalized else self.source,
             subject.transform(),
-            batches,
-            normalize=Normalize(config["mean"], config["std"]) if normalized else None,
+            SampledBatches(len(self.source), self._images, self._batch_size, self._seed),
+            normalize=subject.normalization() if normalized else None,
             broken=broken,
             replace_broken=False,
             workers=self._workers,

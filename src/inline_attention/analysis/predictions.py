@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
+from inline_attention.support.figures import ALARM, INK, draw_picture, new_figure, save, shortened
 from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
@@ -33,25 +34,15 @@ SMALL_SIDE = 64  # pixels; smaller pictures are shown as squares
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model takes one picture for.
+    """What the model takes one picture for; probabilities are from 0 to 1."""
 
-    Attributes:
-        index: Number of the picture in its dataset.
-        name: Path or other name of the picture.
-        truth: Name of its class.
-        truth_probability: Probability of the true class, from 0 to 1.
-        guess: Name of the likeliest class.
-        probability: Probability of the guess, from 0 to 1.
-        is_right: True if the guess is the true class; different classes may have equal names.
-    """
-
-    index: int
+    index: int  # of the picture in its dataset
     name: str
     truth: str
     truth_probability: float
     guess: str
-    probability: float
-    is_right: bool
+    probability: float  # of the guess
+    is_right: bool  # different classes may have equal names
 
 
 @dataclass(frozen=True)
@@ -63,47 +54,18 @@ class PredictedPicture(Answer):
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions on a whole dataset.
+    """Predictions on a whole dataset."""
 
-    Attributes:
-        images: Number of pictures read.
-        right: Number of correct guesses.
-        broken: Number of pictures that could not be read.
-        hardest: Pictures whose true class got the smallest probability, the smallest first.
-    """
-
-    images: int
+    images: int  # that could be read
     right: int
-    broken: int
-    hardest: tuple[PredictedPicture, ...]
+    broken: int  # could not be read
+    hardest: tuple[PredictedPicture, ...]  # by the probability of their true class, the smallest first
 
 
-def predict_dataset(
-    subject: Subject,
-    source: ImageSource,
-    *,
-    keep: int,
-    batch_size: int = 64,
-    workers: int = 0,
-    on_progress: Callable[[int], None] | None = None,
-) -> Predictions:
-    """Classify every picture of a dataset, and keep the pixels of the hardest.
-
-    Args:
-        subject: Classifier whose classes are named.
-        source: Labeled pictures of these classes, in any order.
-        keep: Number of hardest pictures to keep.
-        batch_size: Pictures per batch.
-        workers: Processes that read pictures.
-        on_progress: Called with the number of pictures of each batch.
-
-    Raises:
-        ValueError: If the subject's classes have no names, or there is no readable picture.
-        DataError: If the dataset has classes that the subject does not know.
-        BrokenImagesError: If too many pictures cannot be read.
-    """
+def predict_dataset(subject: Subject, source: ImageSource, *, keep: int, batch_size: int = 64) -> Predictions:
+    """Classify every picture of a dataset whose classes the subject knows, and keep the pixels of the hardest."""
     source = source.with_classes(_class_names(subject))
-    sample = PictureSample(source, batch_size=batch_size, workers=workers)
+    sample = PictureSample(source, batch_size=batch_size)
     images = right = 0
     hardest: list[PredictedPicture] = []
     for batch, answers in answer_batches(subject, sample):
@@ -113,19 +75,13 @@ def predict_dataset(
         found = sorted(zip(answers, batch.images, strict=True), key=lambda item: item[0].truth_probability)[:keep]
         new = [PredictedPicture(**vars(answer), pixels=pixels.clone()) for answer, pixels in found]
         hardest = heapq.nsmallest(keep, [*hardest, *new], key=lambda picture: picture.truth_probability)
-        if on_progress is not None:
-            on_progress(len(batch))
     if not images:
         raise ValueError(f"there is no readable picture in {source.location}; check the dataset and its split")
     return Predictions(images, right, len(sample.skipped), tuple(hardest))
 
 
 def answer_batches(subject: Subject, sample: PictureSample) -> Iterator[tuple[Batch, list[Answer]]]:
-    """Yield batches of uint8 pictures with the model's answers; a class that the model does not know gets 0.
-
-    Raises:
-        ValueError: If the subject's classes have no names, or the model returns NaN.
-    """
+    """Yield batches of uint8 pictures with the model's answers; a class that the model does not know gets 0."""
     names = _class_names(subject)
     numbers = {name: number for number, name in enumerate(names)}
     for batch in sample.batches(subject):
@@ -145,20 +101,8 @@ def answer_batches(subject: Subject, sample: PictureSample) -> Iterator[tuple[Ba
         yield batch, answers
 
 
-def draw_predictions(
-    predictions: Predictions, label: str, dataset: str, folder: Path, *, name: str = "predictions"
-) -> list[Path]:
-    """Write `NAME.png` and `.svg`: the hardest pictures with the model's guess; wrong ones have a frame.
-
-    Args:
-        predictions: Result of `predict_dataset` with at least one picture.
-        label: Name of the model.
-        dataset: Name of the dataset.
-        folder: An existing folder.
-        name: Name of the files without suffix.
-    """
-    from inline_attention.support import figures
-
+def draw_predictions(predictions: Predictions, label: str, dataset: str, folder: Path) -> list[Path]:
+    """Write `predictions.png` and `.svg`: the hardest pictures with the model's guess; wrong ones have a frame."""
     shown = predictions.hardest
     rows = math.ceil(len(shown) / COLUMNS)
     names_are_short = all(len(picture.guess) <= SHORT_NAME for picture in shown)
@@ -172,29 +116,25 @@ def draw_predictions(
         small_print += f" {predictions.broken:,} pictures could not be read and are not counted."
     title = f"{label} on {dataset}: {100 * predictions.right / predictions.images:.1f} % right"
     height = rows * (CELL + (0.5 if names_are_short else 0.65)) + 1.2
-    with figures.new_figure(COLUMNS * CELL, height, title, small_print) as figure:
+    with new_figure(COLUMNS * CELL, height, title, small_print) as figure:
         panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
         for axes, picture in zip(panels, shown, strict=False):
             _draw_picture(axes, picture, names_are_short=names_are_short)
         for axes in panels[len(shown) :]:
             axes.set_axis_off()
-        return figures.save(figure, folder, name)
+        return save(figure, folder, "predictions")
 
 
 def _draw_picture(axes: Axes, picture: PredictedPicture, *, names_are_short: bool) -> None:
-    from inline_attention.support.figures import ALARM, INK, shortened, without_ticks
-
     pixels = picture.pixels.permute(1, 2, 0).cpu().numpy()
-    axes.imshow(pixels, interpolation="nearest" if max(pixels.shape) < SMALL_SIDE else "antialiased")
-    without_ticks(axes)
+    draw_picture(axes, pixels, interpolation="nearest" if max(pixels.shape) < SMALL_SIDE else "antialiased")
     guess, truth = (shortened(printable(name), LONGEST_NAME) for name in (picture.guess, picture.truth))
     lines = f"{guess}{'  ' if names_are_short else chr(10)}{100 * picture.probability:.0f} %"
     # The last line says what it is: color alone is not enough.
     text = lines if picture.is_right else f"{lines}\nis {truth}"
     axes.set_title(text, color=INK if picture.is_right else ALARM, fontsize=9.5)
     if not picture.is_right:
-        for spine in axes.spines.values():
-            spine.set(visible=True, color=ALARM, linewidth=3)
+        axes.spines[:].set(visible=True, color=ALARM, linewidth=3)
 
 
 def _class_names(subject: Subject) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ All attention of this library is supported: over the whole map (softmax, linear,
 in stripes (CSWin), also in models whose attention `convert_attention` has replaced. A hook before the layer computes
 queries, keys and values from the layer's input once more; a hook before its output projection replaces the values.
 
-Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` head dim, `W` windows.
+Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` head dim, `L` tokens of a window, `Q` queries, `W` windows.
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from inline_attention.analysis.layer_attention import LayerAttention, MixingRule, PositionBias
+from inline_attention.analysis.layer_attention import LayerAttention, MixingRule
 from inline_attention.layers.attention import SoftmaxAttention, TokenAttention
 from inline_attention.layers.grids import Windows
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention, relative_position_index
 
 AnyAttention: TypeAlias = TokenAttention | WindowAttention | StripeAttention
-OnLayer: TypeAlias = Callable[[LayerAttention], Tensor | None]
 
 
 def attention_layers(model: nn.Module) -> dict[str, AnyAttention]:
-    """Return the attention layers of a model by their path in it, in order.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Return the attention layers of a model by their path in it, in order; raise `ValueError` if there are none."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, AnyAttention)}
     if not layers:
         raise ValueError(
@@ -42,33 +37,23 @@ def attention_layers(model: nn.Module) -> dict[str, AnyAttention]:
 
 
 def choose_layers(model: nn.Module, wanted: Sequence[int] | None) -> list[int]:
-    """Return valid layer numbers in order: negative ones count from the end, all if none are given.
-
-    Raises:
-        ValueError: If the model has fewer layers.
-    """
+    """Return valid layer numbers in order: negative ones count from the end, all if none are given."""
     count = len(attention_layers(model))
-    if not wanted:
-        return list(range(count))
-    for number in wanted:
+    for number in wanted or ():
         if not -count <= number < count:
             raise ValueError(f"the model has {count} attention layers, got layer {number}; give 0 to {count - 1}")
-    return sorted({number % count for number in wanted})
+    return sorted({number % count for number in wanted or range(count)})
 
 
 def choose_heads(layer: LayerAttention, wanted: Sequence[int] | None) -> list[int]:
-    """Return valid head numbers in order; all if none are given.
-
-    Raises:
-        ValueError: If the layer has fewer heads.
-    """
+    """Return valid head numbers in order; all if none are given."""
     for number in wanted or ():
         if not 0 <= number < layer.num_heads:
             raise ValueError(
                 f"layer {layer.index} ({layer.name}) has {layer.num_heads} heads, got head {number}; "
                 f"give 0 to {layer.num_heads - 1}"
             )
-    return sorted(set(wanted)) if wanted else list(range(layer.num_heads))
+    return sorted(set(wanted or range(layer.num_heads)))
 
 
 @torch.no_grad()
@@ -87,7 +72,9 @@ def capture_attention(model: nn.Module, images: Tensor, *, layers: Sequence[int]
 
 
 @contextmanager
-def observed(model: nn.Module, on_layer: OnLayer, *, layers: Sequence[int] | None = None) -> Iterator[None]:
+def observed(
+    model: nn.Module, on_layer: Callable[[LayerAttention], Tensor | None], *, layers: Sequence[int] | None = None
+) -> Iterator[None]:
     """Call `on_layer` with every attention layer that runs inside the `with` block.
 
     Args:
@@ -100,40 +87,38 @@ def observed(model: nn.Module, on_layer: OnLayer, *, layers: Sequence[int] | Non
     with ExitStack() as hooks:
         for index, (name, attention) in enumerate(attention_layers(model).items()):
             if index in chosen:
-                for handle in _add_hooks(attention, name, index, on_layer):
-                    hooks.callback(handle.remove)
+                hooks.enter_context(_hooks(attention, name, index, on_layer))
         yield
 
 
-def _add_hooks(
-    attention: AnyAttention, name: str, index: int, on_layer: OnLayer
-) -> list[torch.utils.hooks.RemovableHandle]:
+@contextmanager
+def _hooks(
+    attention: AnyAttention, name: str, index: int, on_layer: Callable[[LayerAttention], Tensor | None]
+) -> Iterator[None]:
     signature = inspect.signature(attention.forward)
     replacement: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        replacement.clear()
         arguments = signature.bind(*args, **kwargs).arguments
         if arguments.get("key_padding_mask") is not None or arguments.get("attn_mask") is not None:
             raise ValueError("images of unequal size cannot be analyzed in one batch; run them one by one")
         mixed = on_layer(_read_layer(attention, name, index, arguments))
-        if mixed is not None:
-            replacement.append(mixed)
+        replacement[:] = [] if mixed is None else [mixed]
 
     def before_projection(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
         return (replacement.pop().to(args[0].dtype),) if replacement else None
 
-    return [
+    with (
         attention.register_forward_pre_hook(before, with_kwargs=True),
         attention.proj.register_forward_pre_hook(before_projection),
-    ]
+    ):
+        yield
 
 
 def _read_layer(attention: AnyAttention, name: str, index: int, arguments: dict[str, Any]) -> LayerAttention:
     x: Tensor = arguments["x"]
     if isinstance(attention, TokenAttention):
-        grid, local_input = arguments.get("grid_size"), arguments.get("local_input")
-        return _read_token_attention(attention, name, index, x, grid, local_input)
+        return _read_token_attention(attention, name, index, x, arguments)
     grid_size: tuple[int, int] = arguments["grid_size"]
     q, k, v = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
     rule = MixingRule(None, "identity", q.shape[-1] ** -0.5)
@@ -151,16 +136,12 @@ def _read_layer(attention: AnyAttention, name: str, index: int, arguments: dict[
 
 
 def _read_token_attention(
-    attention: TokenAttention,
-    name: str,
-    index: int,
-    x: Tensor,
-    grid_size: tuple[int, int] | None,
-    local_input: Tensor | None,
+    attention: TokenAttention, name: str, index: int, x: Tensor, arguments: dict[str, Any]
 ) -> LayerAttention:
     normalization = None if isinstance(attention, SoftmaxAttention) else attention.normalization
+    local_input = arguments.get("local_input")
     local_weight = attention._local_weight(x if local_input is None else local_input, None)
-    grid = attention._resolve_grid(x.shape[1], grid_size, x)
+    grid = attention._resolve_grid(x.shape[1], arguments.get("grid_size"), x)
     q, k, v = attention._project(x, None, local_weight, grid)[:3]
     static = attention.static_local
     return LayerAttention(
@@ -175,18 +156,23 @@ def _read_token_attention(
 
 def _windows(
     attention: WindowAttention, grid_size: tuple[int, int], device: torch.device
-) -> tuple[Tensor, PositionBias]:
+) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
     """Return the groups `[H, N]` of tokens in one window, and the position bias."""
     side = attention.window_size
     windows = Windows.cover(grid_size, (side, side))
     shift = attention._shift(*grid_size)
     regions = windows.regions(shift, device)  # [W, side, side]
     window = torch.arange(len(regions), device=device)[:, None, None]
-    place = torch.arange(side * side, device=device).view(1, side, side).expand_as(regions)
     groups = _per_token(windows, window * (1 + regions.max()) + regions, shift)
+    places = torch.arange(side * side, device=device).view(1, side, side).expand_as(regions)
+    places = _per_token(windows, places, shift)  # [N], in the token's window
     table = attention.relative_position_bias_table.detach()
-    bias = table[relative_position_index(device, side)].permute(2, 0, 1)  # [H, L, L]
-    return groups.expand(attention.num_heads, -1), PositionBias(bias, _per_token(windows, place, shift))
+    table = table[relative_position_index(device, side)].permute(2, 0, 1)  # [H, L, L]
+
+    def position_bias(head: int, queries: Tensor) -> Tensor:
+        return table[head][places[queries][:, None], places]  # without meaning for tokens of different windows
+
+    return groups.expand(attention.num_heads, -1), position_bias
 
 
 def _stripes(attention: StripeAttention, grid_size: tuple[int, int], device: torch.device) -> Tensor | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,6 +21,7 @@ from inline_attention.benchmark.model_size import measure_model_size
 from inline_attention.benchmark.timing import interleaved_timings, prepare_throughput, release_memory
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import TWINS
+from inline_attention.support.figures import KIND_LABELS, Chart, LegendEntry, Panel, Style, draw_line, log_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,41 +33,23 @@ KINDS = ("inline", *TWINS)
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The cost of one model at one size.
-
-    Attributes:
-        model: Model name.
-        attention: "inline", "softmax" or "linear".
-        axis: What grows: the "resolution" of images, or the "window" of windowed attention.
-        size: Side of the image in pixels.
-        window: Side of the window in tokens; None for the model's own.
-        batch: Images per forward pass.
-        milliseconds: Median time of one forward pass; None if it failed.
-        spread: 90th minus 10th percentile, over the median.
-        peak_bytes: Peak memory of one forward pass.
-        macs: Multiply-adds of the batch.
-        note: Reason for missing values.
-    """
+    """The cost of one forward pass of one model at one size."""
 
     model: str
     attention: str
-    axis: Axis
-    size: int
-    window: int | None
+    axis: Axis  # what grows
+    size: int  # side of the image in pixels
+    window: int | None  # side of the window in tokens; None for the model's own
     batch: int
-    milliseconds: float | None
-    spread: float | None
+    milliseconds: float | None  # median; None if it failed
+    spread: float | None  # 90th minus 10th percentile, over the median
     peak_bytes: int | None
-    macs: int
-    note: str = ""
+    macs: int  # of the batch
+    note: str = ""  # reason for missing values
 
 
 def twins_of(name: str) -> dict[str, str]:
-    """Return the names of a model and its twins, by their attention.
-
-    Raises:
-        ValueError: If there is no such model in this library.
-    """
+    """Return the names of a model and its twins, by their attention."""
     kind, _, rest = name.partition("_")
     if kind not in KINDS or name not in list_models():
         raise ValueError(f"there is no model {name!r} in this library; `inline models --all` lists them")
@@ -92,21 +76,13 @@ def measure_scaling(
         device: Device; the CPU by default.
         seconds: Seconds to spend on each size, unless `LEAST_ROUNDS` take longer.
         on_progress: Called with each point.
-
-    Raises:
-        ValueError: If there is no such model, or windows are given for one that has none.
     """
     names = twins_of(name)
     if windows and "_swin_" not in name:
         raise ValueError(f"{name} has no windows to enlarge; leave out --windows, or choose a Swin model")
-    device = device or torch.device("cpu")
-    steps: list[tuple[int, int | None]] = [(size, None) for size in sizes]
-    steps += [(sizes[0], window) for window in windows]
     points: list[ScalingPoint] = []
-    for size, window in steps:
-        axis: Axis = "resolution" if window is None else "window"
-        arguments = {} if window is None else {"window_size": window}
-        for point in _measure_step(names, axis, size, window, arguments, batch, device, seconds):
+    for size, window in [*((size, None) for size in sizes), *((sizes[0], window) for window in windows)]:
+        for point in _measure_step(names, size, window, batch, device or torch.device("cpu"), seconds):
             points.append(point)
             if on_progress is not None:
                 on_progress(point)
@@ -114,15 +90,9 @@ def measure_scaling(
 
 
 def _measure_step(
-    names: dict[str, str],
-    axis: Axis,
-    size: int,
-    window: int | None,
-    arguments: dict[str, Any],
-    batch: int,
-    device: torch.device,
-    seconds: float,
+    names: dict[str, str], size: int, window: int | None, batch: int, device: torch.device, seconds: float
 ) -> list[ScalingPoint]:
+    arguments = {} if window is None else {"window_size": window}
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
     works: dict[str, Any] = {}
     peaks: dict[str, int] = {}
@@ -142,7 +112,7 @@ def _measure_step(
         ScalingPoint(
             model=model_name,
             attention=kind,
-            axis=axis,
+            axis="resolution" if window is None else "window",
             size=size,
             window=window,
             batch=batch,
@@ -168,11 +138,7 @@ def _forward_pass(model_name: str, images: torch.Tensor, arguments: dict[str, An
 
 
 class TensorMemory(TorchDispatchMode):
-    """Record the peak memory of tensors made inside the `with` block, without scratch memory inside operations.
-
-    Attributes:
-        peak_bytes: Most bytes alive at once.
-    """
+    """Record the peak memory of tensors made inside the `with` block, without scratch memory inside operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,20 +155,15 @@ class TensorMemory(TorchDispatchMode):
         self._known.update(_storages((args, kwargs)))
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
-            self._count(storage)
+            if storage not in self._known:
+                self._known.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
+    def _add(self, size: int) -> None:
         self._bytes += size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self._bytes -= size
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
@@ -224,27 +185,28 @@ def peak_tensor_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 def draw_scaling(points: Sequence[ScalingPoint], machine: str, folder: Path) -> list[Path]:
-    """Write `scaling.png` and `.svg`: a row per axis (resolution, window), a column per quantity.
+    """Write `scaling.png` and `.svg`: a row per axis (resolution, window), a column per quantity."""
+    quantities: dict[str, Callable[[ScalingPoint], float | None]] = {
+        "Time of a forward pass (ms)": lambda point: point.milliseconds,
+        "Peak memory of tensors (MiB)": lambda point: None if point.peak_bytes is None else point.peak_bytes / 2**20,
+        "Multiply-adds (billions)": lambda point: point.macs / 1e9,
+    }
 
-    Args:
-        points: Points of one model and its twins.
-        machine: Description of the machine, for the small print.
-        folder: An existing folder.
-    """
-    from inline_attention.support.figures import KIND_LABELS, Chart, LegendEntry, Panel, Style
+    def draw(axes: Axes, axis: str, title: str) -> None:
+        shown = [point for point in points if point.axis == axis]
+        for kind in KINDS:
+            values = [
+                (point.window or point.size, quantities[title](point)) for point in shown if point.attention == kind
+            ]
+            draw_line(axes, Style(kind), [(step, value) for step, value in values if value])
+        log_axes(axes, sorted({point.window or point.size for point in shown}), "{x:.0f}²")
+        axes.set_xlabel(f"window (tokens), image of {shown[0].size}² pixels" if axis == "window" else "image (pixels)")
 
-    quantities: tuple[tuple[str, Callable[[ScalingPoint], float | None]], ...] = (
-        ("Time of a forward pass (ms)", lambda point: point.milliseconds),
-        ("Peak memory of tensors (MiB)", lambda point: None if point.peak_bytes is None else point.peak_bytes / 2**20),
-        ("Multiply-adds (billions)", lambda point: point.macs / 1e9),
-    )
-    panels: list[Panel] = []
-    for axis in ("resolution", "window"):
-        chosen = [point for point in points if point.axis == axis]
-        for title, value_of in quantities if chosen else ():
-            panels.append(
-                Panel(title, lambda axes, chosen=chosen, value_of=value_of: _draw_quantity(axes, chosen, value_of))
-            )
+    panels = [
+        Panel(title, partial(draw, axis=axis, title=title))
+        for axis in dict.fromkeys(point.axis for point in points)
+        for title in quantities
+    ]
     small_print = (
         f"{machine}. Batch {points[0].batch}, float32, random weights and images. Memory without weights and images. "
         "Median times."
@@ -252,19 +214,3 @@ def draw_scaling(points: Sequence[ScalingPoint], machine: str, folder: Path) -> 
     title = f"Cost of {points[0].model.partition('_')[2]} with each attention"
     legend = [LegendEntry(KIND_LABELS[kind], Style(kind)) for kind in KINDS]
     return Chart(panels, legend).save(folder, "scaling", title=title, small_print=small_print, columns=3)
-
-
-def _draw_quantity(
-    axes: Axes, points: Sequence[ScalingPoint], value_of: Callable[[ScalingPoint], float | None]
-) -> None:
-    from inline_attention.support.figures import Style, draw_line, log_axes
-
-    def step(point: ScalingPoint) -> int:
-        return point.size if point.window is None else point.window
-
-    for kind in KINDS:
-        of_kind = [point for point in points if point.attention == kind]
-        draw_line(axes, Style(kind), [(step(point), value) for point in of_kind if (value := value_of(point))])
-    log_axes(axes, sorted({step(point) for point in points}), "{:.0f}²")
-    by_window = points[0].axis == "window"
-    axes.set_xlabel(f"window (tokens), image of {points[0].size}² pixels" if by_window else "image (pixels)")

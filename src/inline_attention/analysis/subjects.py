@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from timm.data.config import resolve_data_config
+from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
 from inline_attention.analysis.probes import attention_layers
@@ -29,27 +30,16 @@ from inline_attention.tasks.classification.prediction import ImageClassifier
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to analyze.
+    """A model to analyze."""
 
-    Attributes:
-        label: Name in tables and pictures.
-        model_name: Registered name.
-        kind: Attention of the first layer (InLine pyramids end in softmax).
-        model: Model in evaluation mode, on its device.
-        weights: Weights file; None for untrained weights.
-        class_names: Class names, if the file has them.
-        image_size: (H, W) of its images.
-        data_config: timm's data config: mean, std, interpolation, crop.
-    """
-
-    label: str
+    label: str  # in tables and pictures
     model_name: str
-    kind: AttentionKind
-    model: nn.Module
-    weights: Path | None
-    class_names: tuple[str, ...] | None
+    kind: AttentionKind  # of the first layer: InLine pyramids end in softmax
+    model: nn.Module  # in evaluation mode
+    weights: Path | None  # None if untrained
+    class_names: tuple[str, ...] | None  # if the file has them
     image_size: tuple[int, int]
-    data_config: dict[str, Any]
+    data_config: dict[str, Any]  # timm's: mean, std, interpolation, crop
 
     @property
     def device(self) -> torch.device:
@@ -65,9 +55,13 @@ class Subject:
         """Return the transform from a picture to a uint8 tensor `[3, H, W]`."""
         return evaluation_transform(self.image_size, **evaluation_options(self.data_config))
 
+    def normalization(self) -> Normalize:
+        """Return the module that turns uint8 pixels into model inputs."""
+        return Normalize(self.data_config["mean"], self.data_config["std"])
+
     def normalize(self, pixels: Tensor) -> Tensor:
         """Return model inputs `[B, 3, H, W]` from uint8 pixels, on the model's device."""
-        return Normalize(self.data_config["mean"], self.data_config["std"])(pixels).to(self.device)
+        return self.normalization()(pixels).to(self.device)
 
     def described(self) -> dict[str, Any]:
         """Return a description for result files; layers by their number."""
@@ -84,17 +78,10 @@ class Subject:
 def trained_subject(
     path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
 ) -> Subject:
-    """Load a model with its weights.
+    """Load a model with its weights; of a run folder, the best checkpoint is taken.
 
-    Args:
-        path: Weights file, checkpoint, or run folder, whose best checkpoint is taken.
-        model_name: Model name, if the file does not have it.
-        size: (H, W) of images; as in training by default.
-        device: "auto", "cpu", "cuda", ….
-
-    Raises:
-        CheckpointError: If there are no weights, or they do not fit.
-        ValueError: If there is no such model or device.
+    Images are as large as in training unless a size (H, W) is given. Raises `CheckpointError` if there are no weights,
+    or they do not fit.
     """
     file = find_weights(path)
     classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
@@ -111,29 +98,15 @@ def trained_subject(
 
 
 def untrained_subject(
-    model_name: str,
-    *,
-    size: tuple[int, int] | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    **arguments: Any,
+    model_name: str, *, size: tuple[int, int] | None = None, seed: int = 0, device: str = "auto", **arguments: Any
 ) -> Subject:
-    """Build a model with random weights.
-
-    Args:
-        model_name: Registered name.
-        size: (H, W) of images; the model's own by default.
-        seed: Random seed of the weights.
-        device: "auto", "cpu", "cuda", ….
-        **arguments: Arguments of `create_model`.
-    """
+    """Build a model with random weights; `arguments` are those of `create_model`."""
     torch.manual_seed(seed)
-    model = create_model(model_name, **arguments)
-    classifier = ImageClassifier(model, [], device=device)
-    native = size or _pair(arguments.get("img_size"))
+    classifier = ImageClassifier(create_model(model_name, **arguments), [], device=device)
+    native: Any = to_2tuple(arguments["img_size"]) if "img_size" in arguments else None
     # A trained model of unusual size is evaluated on the whole picture.
-    crop_pct = 1.0 if "img_size" in arguments else None
-    return _subject(classifier.model, model_name, None, None, native, crop_pct)
+    crop_pct = 1.0 if native else None
+    return _subject(classifier.model, model_name, None, None, size or native, crop_pct)
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
@@ -167,9 +140,7 @@ def _subject(
     size: tuple[int, int] | None,
     crop_pct: float | None,
 ) -> Subject:
-    wanted: dict[str, Any] = {"crop_pct": crop_pct}
-    if size is not None:
-        wanted["input_size"] = (3, *size)
+    wanted = {"crop_pct": crop_pct} | ({} if size is None else {"input_size": (3, *size)})
     config: dict[str, Any] = resolve_data_config(wanted, model=model)
     height, width = config["input_size"][1:]
     least = getattr(model, "largest_stride", 1)
@@ -186,9 +157,3 @@ def _run_name(weights: Path) -> str:
     """Return the name of the run's folder: not `checkpoints`, `best` or `last`."""
     parts = [part for part in weights.parent.parts if part not in ("checkpoints", "best", "last", "/")]
     return parts[-1] if parts else weights.stem
-
-
-def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -5,22 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inline_attention.engine.config import ConfigError, TrainConfig, read_config
 from inline_attention.engine.reporting import SUMMARY
+from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, numbered_styles, whole_numbers
 from inline_attention.support.files import read_bounded
 from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from inline_attention.support.figures import Chart, Style
-
 SETTINGS = "args.yaml"
+OPTIONAL = ("val_loss", "top1", "ema_top1")  # columns of summary.csv
 MAX_SUMMARY_BYTES = 2**25
 LABEL_HEIGHT = 0.085  # of the axes
 LARGEST_LOSS_RATIO = 20  # beyond it a linear axis hides the end of training
@@ -32,21 +32,13 @@ class RunFolderError(ValueError):
 
 @dataclass(frozen=True)
 class EpochFigures:
-    """One row of a run's summary.csv; None for values that were not measured or not finite.
+    """One row of a run's summary.csv; None for values that were not measured or not finite."""
 
-    Attributes:
-        epoch: Number from 1.
-        train_loss: Mean over the epoch's updates, with augmentation.
-        validation_loss: Loss on the validation images after the epoch.
-        top1: Top-1 of the validation images in percent, after the epoch.
-        averaged_top1: The same for the averaged weights.
-    """
-
-    epoch: int
-    train_loss: float | None
+    epoch: int  # from 1
+    train_loss: float | None  # mean over the epoch's updates, with augmentation
     validation_loss: float | None
-    top1: float | None
-    averaged_top1: float | None
+    top1: float | None  # of the validation images, in percent
+    averaged_top1: float | None  # of the averaged weights
 
     @property
     def best_known_top1(self) -> float | None:
@@ -56,28 +48,17 @@ class EpochFigures:
 
 @dataclass(frozen=True)
 class TrainingCurves:
-    """The epochs of a run.
-
-    Attributes:
-        label: Name in pictures.
-        model_name: Model name.
-        dataset: Dataset name in its settings.
-        planned_epochs: Epochs in its settings; the run may have fewer so far.
-        epochs: Finished epochs in order.
-    """
+    """The epochs of a run."""
 
     label: str
     model_name: str
     dataset: str
     planned_epochs: int
-    epochs: tuple[EpochFigures, ...]
+    epochs: tuple[EpochFigures, ...]  # those that are finished
 
 
 def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
-    """Read runs; the label is the model, or the folder where several runs are of one model.
-
-    Args:
-        folders: Run folders of `inline train`.
+    """Read runs of `inline train`; the label is the model, or the folder where several runs are of one model.
 
     Raises:
         RunFolderError: If a folder is not a run, or has not finished an epoch.
@@ -97,34 +78,24 @@ def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
 
 
 def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> Chart:
-    """Return two panels: top-1 with averaged weights dashed, and loss with the training loss dashed.
+    """Return two panels: top-1 with averaged weights dashed, and loss with the training loss dashed."""
 
-    Args:
-        styles: Styles by run.
-        runs: Runs to draw.
-    """
-    from inline_attention.support.figures import Chart, LegendEntry, Panel, draw_line, light_grid, whole_numbers
-
-    def draw(axes: Axes, value_of: Callable[[EpochFigures], float | None], *, secondary: bool = False) -> None:
-        for run in runs:
-            points = [(row.epoch, value) for row in run.epochs if (value := value_of(row)) is not None]
-            if points:
-                draw_line(axes, styles[run.label], points, secondary=secondary)
-        axes.set_xlabel("epoch")
-        whole_numbers(axes)
-        light_grid(axes)
+    def draw(axes: Axes, label: str, dashed: str, solid: str) -> None:
+        for name in (dashed, solid):
+            for run in runs:
+                points = [(row.epoch, value) for row in run.epochs if (value := getattr(row, name)) is not None]
+                if points:
+                    draw_line(axes, styles[run.label], points, secondary=name == dashed)
+        axes.set_ylabel(label)
+        whole_numbers(axes, "epoch")
 
     def draw_accuracy(axes: Axes) -> None:
-        draw(axes, lambda row: row.averaged_top1, secondary=True)
-        draw(axes, lambda row: row.top1)
-        axes.set_ylabel("top-1 (%)")
+        draw(axes, "top-1 (%)", dashed="averaged_top1", solid="top1")
         axes.set_ylim(bottom=0)
         _label_ends(axes, styles, runs)
 
     def draw_loss(axes: Axes) -> None:
-        draw(axes, lambda row: row.train_loss, secondary=True)
-        draw(axes, lambda row: row.validation_loss)
-        axes.set_ylabel("cross entropy")
+        draw(axes, "cross entropy", dashed="train_loss", solid="validation_loss")
         rows = [row for run in runs for row in run.epochs]
         losses = [value for row in rows for value in (row.train_loss, row.validation_loss) if value]
         if losses and max(losses) > LARGEST_LOSS_RATIO * min(losses):
@@ -144,16 +115,7 @@ def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) ->
 def draw_training_curves(
     runs: Sequence[TrainingCurves], folder: Path, *, name: str = "curves", formats: Sequence[str] = ("png", "svg")
 ) -> list[Path]:
-    """Write `NAME.png` and `.svg`: top-1 and loss by epoch, a color per attention.
-
-    Args:
-        runs: Runs of `read_training_curves`.
-        folder: An existing folder.
-        name: Name of the files without suffix.
-        formats: Suffixes of the files.
-    """
-    from inline_attention.support.figures import numbered_styles
-
+    """Write `NAME.png` and `.svg`: top-1 and loss by epoch, a color per attention."""
     kinds = [run.model_name.partition("_")[0] for run in runs]
     styles = dict(zip((run.label for run in runs), numbered_styles(kinds), strict=True))
     datasets = {run.dataset for run in runs}
@@ -175,10 +137,10 @@ def draw_training_curves(
 
 def _label_ends(axes: Axes, styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> None:
     """Write the last accuracy of each run beside its line, each above the one below."""
-    ends = []
+    ends: list[tuple[float, int, str]] = []
     for run in runs:
-        measured = [(row.epoch, row.top1) for row in run.epochs if row.top1 is not None]
-        ends += [(measured[-1][1], measured[-1][0], styles[run.label].color)] if measured else []
+        measured = [(row.top1, row.epoch) for row in run.epochs if row.top1 is not None]
+        ends += [(*place, styles[run.label].color) for place in measured[-1:]]
     if not ends:
         axes.text(0.5, 0.5, "not evaluated yet", transform=axes.transAxes, ha="center")
     lowest, highest = axes.get_ylim()
@@ -200,15 +162,17 @@ def _read_settings(folder: Path) -> TrainConfig:
     except (OSError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunFolderError(
-            f"{folder} is not a run folder of this version ({SETTINGS}: {reason}); expected one that `inline train` "
-            "made"
+            f"{folder} is not a run folder of this version ({SETTINGS}: {reason}); expected one of `inline train`"
         ) from error
 
 
 def _read_epochs(path: Path) -> tuple[EpochFigures, ...]:
     try:
         text = read_bounded(path, MAX_SUMMARY_BYTES).decode()
-        rows = [_figures(row) for row in csv.DictReader(io.StringIO(text, newline=""))]
+        rows = [
+            EpochFigures(int(row["epoch"]), _number(row["train_loss"]), *(_number(row.get(name)) for name in OPTIONAL))
+            for row in csv.DictReader(io.StringIO(text, newline=""))
+        ]
     except FileNotFoundError:
         rows = []
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
@@ -216,16 +180,6 @@ def _read_epochs(path: Path) -> tuple[EpochFigures, ...]:
     if not rows:
         raise RunFolderError(f"the run in {path.parent} has not finished an epoch yet; try again when it has")
     return tuple(rows)
-
-
-def _figures(row: Mapping[str, str]) -> EpochFigures:
-    return EpochFigures(
-        epoch=int(row["epoch"]),
-        train_loss=_number(row["train_loss"]),
-        validation_loss=_number(row.get("val_loss")),
-        top1=_number(row.get("top1")),
-        averaged_top1=_number(row.get("ema_top1")),
-    )
 
 
 def _number(text: str | None) -> float | None:

@@ -113,7 +113,7 @@ def _draw_speeds(axes: Axes, results: Sequence[ModelResult]) -> None:
             axes.bar_label(axes.bar(position, points[0][1], width=0.7, color=style.color), fmt="{:,.0f}", color=INK)
             position += 1
     if len(sizes) > 1:
-        log_axes(axes, sizes, "{:.0f}²")
+        log_axes(axes, sizes, "{x:.0f}²")
         axes.set(xlabel="image (pixels)", ylabel="images per second")
     else:
         axes.set(xticks=[], xlabel=f"images of {sizes[0]}² pixels", ylabel="images per second")

@@ -113,9 +113,7 @@ def render(evidence: Evidence) -> str:
 
 def _svgs(chart: Chart, prefix: str) -> list[tuple[Any, str, Markup]]:
     """Return panel, view box and content of each SVG; matplotlib has escaped the text in it."""
-    return [
-        (panel, svg.view_box, Markup(svg.content)) for panel, svg in zip(chart.panels, chart.svgs(prefix), strict=True)
-    ]
+    return [(svg.panel, svg.view_box, Markup(svg.content)) for svg in chart.svgs(prefix)]
 
 
 def _styles(evidence: Evidence) -> dict[str, Style]:

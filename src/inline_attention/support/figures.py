@@ -1,4 +1,4 @@
-"""Charts in one style, for files and for web pages. Needs matplotlib.
+"""Charts in one style, for files and for web pages. matplotlib is imported when something is drawn.
 
 A chart is a list of panels with one legend. `Chart.save` writes the panels side by side as PNG and SVG. `Chart.svgs`
 returns each panel as SVG for a page: text stays text, and colors are CSS variables, which follow the page's theme.
@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # One color for each attention everywhere: distinct with every common form of color blindness, and readable as text.
 LIGHT = {
@@ -37,7 +35,7 @@ PAPER, INK, MUTED, FAINT, ALARM = (LIGHT[name] for name in ("paper", "ink", "mut
 MARKERS = {"inline": "o", "softmax": "s", "linear": "^", "magnitude": "D", "other": "P", "uniform": ""}
 KIND_LABELS = {"softmax": "softmax", "linear": "linear", "inline": "InLine", "magnitude": "MALA"}
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 2, 1, 2)))
-STYLE: dict[Any, Any] = {  # matplotlib types the keys as a list of literals of its own
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the picture looks the same everywhere
     "font.size": 10,
     "axes.edgecolor": MUTED,
@@ -68,19 +66,12 @@ MOST_MARKERS = 24  # points of a line beyond which markers would hide it
 
 @dataclass(frozen=True)
 class Style:
-    """How a series is drawn: color and marker by its kind, dashes by its number among those of one kind.
+    """How a series is drawn: color and marker by its kind, dashes by its number among those of one kind."""
 
-    Attributes:
-        kind: Key of `LIGHT`.
-        number: Number among the series of this kind.
-        tint: Share of white in the color, for variants of one attention.
-        own_marker: matplotlib's marker, if it is not that of the kind.
-    """
-
-    kind: str
+    kind: str  # key of LIGHT
     number: int = 0
-    tint: float = 0.0
-    own_marker: str = ""
+    tint: float = 0.0  # share of white in the color, for variants of one attention
+    own_marker: str = ""  # instead of the kind's
 
     @property
     def color(self) -> str:
@@ -99,8 +90,7 @@ class Style:
         return DASHES[1 if self.kind == "uniform" else self.number % len(DASHES)]
 
 
-@dataclass(frozen=True)
-class LegendEntry:
+class LegendEntry(NamedTuple):
     """One line of a legend; bars have patches instead of lines."""
 
     label: str
@@ -109,16 +99,8 @@ class LegendEntry:
     is_patch: bool = False
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes.
-
-    Attributes:
-        title: Heading of the panel.
-        draw: Fills the axes.
-        description: The panel in words, for readers who cannot see it.
-        height: Inches.
-    """
+class Panel(NamedTuple):
+    """One pair of axes that `draw` fills, with a description for readers who cannot see it; the height is in inches."""
 
     title: str
     draw: Callable[[Axes], None]
@@ -126,21 +108,21 @@ class Panel:
     height: float = PANEL[1]
 
 
-class InlineSvg(NamedTuple):
-    """View box and content of an SVG element, to be written into a page."""
+class PageSvg(NamedTuple):
+    """A panel as an SVG element of a page."""
 
+    panel: Panel
     view_box: str
     content: str
 
 
-@dataclass(frozen=True)
-class DotRow:
-    """A row of dots, one per observation, with a mark at `mark` and `text` at the right end."""
+class DotRow(NamedTuple):
+    """A row of dots, one per observation, with a bar at `mark` and `text` at the right end."""
 
     label: str
     style: Style
     dots: Sequence[float]
-    mark: float | None
+    mark: float
     text: str
 
 
@@ -162,17 +144,7 @@ class Chart:
         width: float = PANEL[0],
         formats: Sequence[str] = ("png", "svg"),
     ) -> list[Path]:
-        """Write `NAME.png` and `NAME.svg` with all panels.
-
-        Args:
-            folder: An existing folder.
-            name: Name of the files without suffix.
-            title: Headline.
-            small_print: Text below the panels.
-            columns: Most panels side by side.
-            width: Inches of a panel.
-            formats: Suffixes of the files.
-        """
+        """Write `NAME.png` and `NAME.svg` with panels of `width` inches, at most `columns` side by side."""
         columns = min(columns, len(self.panels))
         rows = -(-len(self.panels) // columns)
         height = rows * (0.6 + max(panel.height for panel in self.panels)) + 1.3
@@ -185,15 +157,14 @@ class Chart:
             for axes in places[len(self.panels) :]:
                 axes.set_axis_off()
             if self.legend:
-                add_legend(figure, self.legend)
+                _add_legend(figure, self.legend)
             return save(figure, folder, name, formats)
 
-    def svgs(self, prefix: str) -> list[InlineSvg]:
-        """Return one SVG per panel.
+    def svgs(self, prefix: str) -> list[PageSvg]:
+        """Return one SVG per panel; ids inside start with the prefix, which differs for every chart of a page."""
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
 
-        Args:
-            prefix: Start of the ids inside, different for every chart of a page.
-        """
         drawn = []
         for number, panel in enumerate(self.panels):
             with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
@@ -205,7 +176,7 @@ class Chart:
                 # Without clipping there are no clip paths, which would have to be referred to by address.
                 for artist in axes.findobj():
                     artist.set_clip_on(False)
-                drawn.append(_page_svg(figure, f"{prefix}-{number}-"))
+                drawn.append(PageSvg(panel, *_page_svg(figure, f"{prefix}-{number}-")))
         return drawn
 
 
@@ -223,6 +194,9 @@ def numbered_styles(kinds: Iterable[str]) -> list[Style]:
 @contextmanager
 def new_figure(width: float, height: float, title: str, small_print: str) -> Iterator[Figure]:
     """Yield a figure of so many inches, to be filled and saved inside."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
@@ -231,8 +205,105 @@ def new_figure(width: float, height: float, title: str, small_print: str) -> Ite
         yield figure
 
 
-def add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
+def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write a figure to files `NAME.FORMAT`."""
+    files = [folder / f"{name}.{suffix}" for suffix in formats]
+    for file in files:
+        options: dict[str, Any] = {"dpi": DOTS_PER_INCH} if file.suffix == ".png" else {"metadata": {"Date": None}}
+        figure.savefig(file, facecolor=PAPER, **options)
+    return files
+
+
+def draw_line(
+    axes: Axes, style: Style, points: Iterable[tuple[float, float]], *, hollow: bool = False, secondary: bool = False
+) -> None:
+    """Draw a series; with empty markers and a thin line if hollow, dashed and without markers if secondary."""
+    places = list(points)
+    marker = "" if secondary or len(places) > MOST_MARKERS else style.marker
+    axes.plot(
+        [x for x, _ in places], [y for _, y in places], color=style.color, marker=marker, markersize=6.5,
+        linestyle=DASHES[1] if secondary else style.dashes, linewidth=1.3 if secondary or hollow else 2.2,
+        markerfacecolor=PAPER if hollow else style.color, alpha=0.8 if secondary else 1,
+    )  # fmt: skip
+
+
+def dot_panel(rows: Sequence[DotRow], label: str, description: str, *, from_zero: bool = False) -> Panel:
+    """Return a panel with a row per item on a common axis: its label above, every observation a dot."""
+
+    def draw(axes: Axes) -> None:
+        for number, row in enumerate(rows):
+            # Spread by their number, so that equal dots are seen to be several.
+            heights = [number + 0.55 + 0.16 * ((index * 0.618) % 1 - 0.5) for index in range(len(row.dots))]
+            axes.plot(row.dots, heights, "o", color=row.style.color, alpha=0.5, markersize=6, markeredgewidth=0)
+            axes.plot([row.mark] * 2, [number + 0.33, number + 0.77], color=INK, linewidth=2.2)
+            name = shortened(row.label, LONGEST_ROW_LABEL - len(row.text))
+            place = {"transform": axes.get_yaxis_transform(), "va": "center"}
+            axes.text(0, number + 0.12, name, fontweight="bold", **place)
+            axes.text(1, number + 0.12, row.text, ha="right", color=MUTED, **place)
+        axes.set(ylim=(len(rows), -0.15), yticks=[], xlabel=label)
+        axes.margins(x=0.03)
+        if from_zero:
+            # A limit below zero keeps the dots at zero whole.
+            highest = max([value for row in rows for value in row.dots] or [1.0]) or 1.0
+            axes.set_xlim(-0.02 * highest, 1.03 * highest)
+        axes.locator_params(axis="x", nbins=5)
+        light_grid(axes, "x")
+
+    return Panel("", draw, description, ROW_HEIGHT * len(rows) + 0.65)
+
+
+def log_axes(axes: Axes, ticks: Sequence[float], tick_format: str = "{x:,.0f}") -> None:
+    """Make both axes logarithmic, with these ticks on the x axis and plain numbers on the y axis."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes.set(xscale="log", yscale="log")
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(tick_format)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter("")
+    light_grid(axes)
+
+
+def whole_numbers(axes: Axes, label: str) -> None:
+    """Label an x axis of whole numbers, with a light grid."""
+    axes.set_xlabel(label)
+    axes.locator_params(axis="x", nbins=10, integer=True, steps=[1, 2, 5, 10])
+    light_grid(axes)
+
+
+def light_grid(axes: Axes, axis: Any = "y") -> None:
+    """Draw faint lines behind the data."""
+    axes.grid(axis=axis, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0)
+
+
+def draw_picture(axes: Axes, picture: Any, grid_size: tuple[int, int] | None = None, **options: Any) -> None:
+    """Draw a picture `[H, W, ...]` without ticks and frame; over a token grid, tokens are the unit of both axes."""
+    if grid_size is not None:
+        (height, width), (rows, columns) = picture.shape[:2], grid_size
+        options = {"extent": (0, columns, rows, 0), "aspect": (height / rows) / (width / columns), **options}
+    axes.imshow(picture, **options)
+    without_ticks(axes)
+
+
+def without_ticks(axes: Axes) -> None:
+    """Remove ticks and frame, as for a picture."""
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return at most `length` characters, the last of which is … if some are missing."""
+    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
+
+
+def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
     """Add one legend for all panels: beside the title where it fits, else right of the panels."""
+    from matplotlib.lines import Line2D
+
     handles = [
         Line2D(
             [], [], color=entry.style.color, linestyle="" if entry.is_patch else entry.style.dashes, linewidth=2,
@@ -249,108 +320,8 @@ def add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
         figure.legend(handles, labels, loc="outside right upper", fontsize=10)
 
 
-def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write a figure to files `NAME.FORMAT`."""
-    files = [folder / f"{name}.{suffix}" for suffix in formats]
-    for file in files:
-        options: dict[str, Any] = {"dpi": DOTS_PER_INCH} if file.suffix == ".png" else {"metadata": {"Date": None}}
-        figure.savefig(file, facecolor=PAPER, **options)
-    return files
-
-
-def draw_line(
-    axes: Axes, style: Style, points: Iterable[tuple[float, float]], *, hollow: bool = False, secondary: bool = False
-) -> None:
-    """Draw a series, with markers unless it has too many points.
-
-    Args:
-        axes: Where to draw.
-        style: Color, marker and dashes.
-        points: (x, y) in order.
-        hollow: Leave the markers empty and the line thin.
-        secondary: Draw a thin dashed line without markers.
-    """
-    places = list(points)
-    marker = "" if secondary or len(places) > MOST_MARKERS else style.marker
-    axes.plot(
-        [x for x, _ in places], [y for _, y in places], color=style.color, marker=marker, markersize=6.5,
-        linestyle=DASHES[1] if secondary else style.dashes, linewidth=1.3 if secondary or hollow else 2.2,
-        markerfacecolor=PAPER if hollow else style.color, alpha=0.8 if secondary else 1,
-    )  # fmt: skip
-
-
-def draw_dot_rows(axes: Axes, rows: Sequence[DotRow], label: str, *, from_zero: bool = False) -> None:
-    """Draw a row per item on a common axis: its label above, every observation a dot, a bar at the mark."""
-    for number, row in enumerate(rows):
-        # Spread by their number, so that equal dots are seen to be several.
-        heights = [number + 0.55 + 0.16 * ((index * 0.618) % 1 - 0.5) for index in range(len(row.dots))]
-        axes.plot(row.dots, heights, "o", color=row.style.color, alpha=0.5, markersize=6, markeredgewidth=0)
-        if row.mark is not None:
-            axes.plot([row.mark] * 2, [number + 0.33, number + 0.77], color=INK, linewidth=2.2)
-        name = shortened(row.label, LONGEST_ROW_LABEL - len(row.text))
-        place = {"transform": axes.get_yaxis_transform(), "va": "center"}
-        axes.text(0, number + 0.12, name, fontweight="bold", **place)
-        axes.text(1, number + 0.12, row.text, ha="right", color=MUTED, **place)
-    axes.set(ylim=(len(rows), -0.15), yticks=[], xlabel=label)
-    axes.spines["left"].set_visible(False)
-    axes.margins(x=0.03)
-    if from_zero:
-        # A limit below zero keeps the dots at zero whole.
-        highest = max([value for row in rows for value in row.dots] or [1.0]) or 1.0
-        axes.set_xlim(-0.02 * highest, 1.03 * highest)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    light_grid(axes, "x")
-
-
-def dot_panel(rows: Sequence[DotRow], label: str, description: str, *, from_zero: bool = False) -> Panel:
-    """Return a panel of `draw_dot_rows` that is high enough."""
-    height = ROW_HEIGHT * len(rows) + 0.65
-    return Panel("", lambda axes: draw_dot_rows(axes, rows, label, from_zero=from_zero), description, height)
-
-
-def log_axes(axes: Axes, ticks: Sequence[float], tick_format: str = "{:,.0f}") -> None:
-    """Make both axes logarithmic, with these ticks on the x axis and plain numbers on the y axis."""
-    axes.set(xscale="log", yscale="log")
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_format.format(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.yaxis.set_minor_formatter("")
-    axes.margins(x=0.08)
-    light_grid(axes)
-
-
-def whole_numbers(axes: Axes) -> None:
-    """Put ticks of the x axis at whole numbers only."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-
-
-def percent_axis(axes: Axes, axis: str = "y") -> None:
-    """Show shares from 0 to 1 as percentages."""
-    getattr(axes, f"{axis}axis").set_major_formatter(PercentFormatter(1))
-
-
-def light_grid(axes: Axes, axis: Any = "y") -> None:
-    """Draw faint lines behind the data."""
-    axes.grid(axis=axis, color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0)
-
-
-def without_ticks(axes: Axes) -> None:
-    """Remove ticks and frame, as for a picture."""
-    axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def shortened(text: str, length: int) -> str:
-    """Return at most `length` characters, the last of which is … if some are missing."""
-    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
-
-
-def _page_svg(figure: Figure, prefix: str) -> InlineSvg:
-    """Return a figure's SVG in the page's colors and font, with ids that no other figure of the page has."""
+def _page_svg(figure: Figure, prefix: str) -> tuple[str, str]:
+    """Return view box and content of a figure's SVG in the page's colors and font; its ids start with the prefix."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = file.getvalue()
@@ -370,4 +341,4 @@ def _page_svg(figure: Figure, prefix: str) -> InlineSvg:
         return re.sub(r"(\.\d\d)\d+", r"\1", text)  # hundredths of a point are enough
 
     content = re.sub(r"<[^>]*>", adapt, content)  # tags only: the text of labels stays as it is
-    return InlineSvg(view_box, re.sub(r">\s+<", "><", content).strip())
+    return view_box, re.sub(r">\s+<", "><", content).strip()
