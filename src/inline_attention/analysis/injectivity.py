@@ -220,7 +220,6 @@ def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
     difference = relative_difference(rows, rows[0])
     difference[relative_difference(queries, q) < DISTINCT_QUERIES] = torch.inf
     collides = difference <= tolerance
-    constructed, found = collides[:-1].any(0), collides[-1]
     return CollisionRate(
         layer=0,
         head=0,
@@ -228,9 +227,9 @@ def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
         feature_map=rule.feature_map_name,
         is_own=False,
         queries=len(q),
-        constructed=int(constructed.sum()),
-        found=int(found.sum()),
-        colliding=int((constructed | found).sum()),
+        constructed=int(collides[:-1].any(0).sum()),
+        found=int(collides[-1].sum()),
+        colliding=int(collides.any(0).sum()),
         smallest_difference=difference.min().item(),
         tolerance=tolerance,
     )
