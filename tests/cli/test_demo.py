@@ -161,7 +161,7 @@ def test_a_lead_is_explained_where_there_is_one(tmp_path, inline, leads):
         demo_training.TrainedModel(kind, tmp_path, 100, top1, 360, 60, 1.0, 1.0)
         for kind, top1 in (("inline", inline), ("softmax", 88.0), ("linear", 89.0))
     ]
-    assert ("3×3 local term" in demo_training.explain_lead(trained)) == leads
+    assert ("3×3 term" in demo_training.explain_lead(trained)) == leads
     assert "one seed" in str(demo_training.accuracy_table(trained).caption)
 
 

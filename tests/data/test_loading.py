@@ -4,6 +4,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -268,6 +270,24 @@ def test_a_worker_that_dies_or_hangs_is_named(folder, how, reason):
     with pytest.raises(DataWorkerError, match=rf"died or hangs: .*{reason}.*fewer workers"):
         list(loader.epoch())
     assert time.monotonic() - start < 60  # far less; this is about not waiting for ever
+
+
+def test_a_program_ends_though_a_worker_hangs_that_no_loader_has_closed(folder):
+    program = f"""
+from inline_attention.data.broken import BrokenImages
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.loading import ImageLoader
+from inline_attention.data.sampling import EvaluationBatches
+import time
+source = open_dataset("folder", {str(folder)!r})
+loader = ImageLoader(source, lambda image: time.sleep(600), EvaluationBatches(len(source), 2), replace_broken=False,
+                     broken=BrokenImages(len(source)), workers=1)
+iterator = loader._iterator()
+loader._loader._iterator = None
+print("leaving")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr
 
 
 def test_other_errors_in_workers_stay_what_they_are(folder):

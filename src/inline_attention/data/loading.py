@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import multiprocessing
 import os
 import re
 import signal
@@ -11,6 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batch import Batch, Normalize
@@ -143,6 +147,7 @@ class SampleLoader(Generic[BatchType]):
             workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
         if workers:
+            _end_workers_at_exit()
             options = {
                 "persistent_workers": True,
                 "prefetch_factor": prefetch,
@@ -189,12 +194,11 @@ class SampleLoader(Generic[BatchType]):
     def _iterator(self) -> Iterator[BatchType]:
         """One over the pending keys. Workers that are there already first finish what they were asked for before."""
         kept: Any = self._loader._iterator
-        if kept is None:
-            return iter(self._loader)
-        interval, kept._timeout = kept._timeout, self._timeout  # torch would give up after the interval of checks
-        iterator = iter(self._loader)
-        kept._timeout = interval
-        return iterator
+        if kept is not None:  # torch would wait for them too, but not notice at once that one has died
+            kept._sampler_iter = iter(())
+            while self._next(kept) is not None:
+                pass
+        return iter(self._loader)
 
     def _next(self, iterator: Iterator[BatchType]) -> BatchType | None:
         """The next batch, or None after the last; waited for as long as the workers live and the timeout allows."""
@@ -209,13 +213,23 @@ class SampleLoader(Generic[BatchType]):
                     raise RuntimeError(f"{TIMED_OUT} after {self._timeout:g} seconds") from None
 
     def close(self) -> None:
-        """End the worker processes."""
-        iterator, self._loader._iterator = self._loader._iterator, None
-        if iterator is not None:  # only a loader with workers keeps one
-            # Not left to the garbage collector: until then torch raises the death of a worker again and again.
-            iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
-            for worker in iterator._workers:  # pyright: ignore[reportAttributeAccessIssue]
-                worker.kill()  # one that hangs: torch's own way to end it is a signal that workers ignore
+        """End the worker processes, also if one of them died or hangs."""
+        iterator: Any = self._loader._iterator
+        if iterator is None:  # only a loader with workers keeps one
+            return
+        if iterator._worker_pids_set:  # else torch raises each death below, wherever the program is
+            _remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+        self._loader._iterator = None
+        # A worker that died may have held a lock for which torch would wait forever.
+        if all(worker.is_alive() for worker in iterator._workers):
+            iterator._shutdown_workers()
+        iterator._shutdown = True
+        if hasattr(iterator, "_pin_memory_thread_done_event"):
+            iterator._pin_memory_thread_done_event.set()
+        for worker in iterator._workers:
+            worker.kill()  # they ignore the signal by which torch would end one that hangs
+            worker.join()
 
 
 class ImageLoader(SampleLoader[Batch]):
@@ -334,6 +348,23 @@ def _stack(images: list[Tensor]) -> Tensor:
 
 def _as_it_is(batch: BatchType) -> BatchType:
     return batch
+
+
+@functools.cache
+def _end_workers_at_exit() -> None:
+    """Arrange it once: Python waits without end for workers that no loader closed, as they ignore its signal to end."""
+    atexit.register(_end_remaining_workers)
+
+
+def _end_remaining_workers() -> None:
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises their deaths
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    for process in daemons:  # other libraries' too: they get the chance that Python gives them
+        process.terminate()
+    for process in daemons:
+        process.join(timeout=1)
+        process.kill()
 
 
 def _ignore_signals(_worker: int) -> None:
