@@ -21,7 +21,7 @@ from inline_attention.engine import train, trainer
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
-from inline_attention.tasks.dense import SumOfLosses
+from inline_attention.tasks.dense import DenseTask
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -119,13 +119,13 @@ def test_a_run_is_as_long_as_its_updates_say(scenes, tmp_path):
 
 
 def test_nan_losses_are_skipped_and_then_end_the_run(scenes, tmp_path, monkeypatch):
-    loss, calls = SumOfLosses.__call__, []
+    loss, calls = DenseTask._loss, []
 
     def sometimes_nan(self, runnable, batch):
         calls.append(None)
         return loss(self, runnable, batch) * (torch.nan if len(calls) > 1 else 1.0)
 
-    monkeypatch.setattr(SumOfLosses, "__call__", sometimes_nan)
+    monkeypatch.setattr(DenseTask, "_loss", sometimes_nan)
     config = dense_config("retinanet", scenes, tmp_path, "run.experiment=run", "limits.nan_losses_in_a_row=2")
     with pytest.raises(trainer.DivergedError, match="3 losses or gradients in a row"):
         train.train(config)

@@ -17,8 +17,8 @@ from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
+from inline_attention.tasks.dense_prediction import ObjectFinder
 from inline_attention.tasks.detection.models import DetectionOptions, Detector
-from inline_attention.tasks.detection.prediction import ObjectFinder
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.task import DataSection, ModelChoice
 from tasks.small_backbones import SWIN
@@ -184,7 +184,7 @@ def test_a_detector_looks_at_another_size_as_it_does_to_predict(detector, monkey
     evaluated = seen.copy()
     seen.clear()
     pictures = sorted((scenes / "images" / "validation").iterdir())
-    list(ObjectFinder.from_checkpoint(open_checkpoint(path), shorter_side=128).predict_files(pictures))
+    list(ObjectFinder(open_checkpoint(path), shorter_side=128).predict_files(pictures))
     assert evaluated == seen
     assert max(map(max, seen)) == 160  # twice the longest side, as the shorter one is doubled
 

@@ -8,9 +8,9 @@ import torch
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.detection.models import DetectionOptions
-from inline_attention.tasks.detection.task import DetectionTask, load_detector
+from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.segmentation.models import SegmentationOptions
-from inline_attention.tasks.segmentation.task import SegmentationTask, load_segmenter
+from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import DataSection, ModelChoice
 from tasks.small_backbones import SWIN
 
@@ -58,9 +58,9 @@ def file_of(kind, tmp_path, **changes):
     ],
 )
 def test_a_bad_option_is_refused_in_a_sentence(tmp_path, kind, changes, message):
-    load = load_detector if kind == "detection" else load_segmenter
+    task = DetectionTask if kind == "detection" else SegmentationTask
     with pytest.raises(CheckpointError, match=message) as refused:
-        load(file_of(kind, tmp_path, **changes))
+        task.load(file_of(kind, tmp_path, **changes))
     assert "\n" not in str(refused.value)
     assert "\x1b" not in str(refused.value)
 
@@ -70,5 +70,5 @@ def test_options_that_are_no_mapping_are_refused_in_a_sentence(tmp_path, text):
     file = file_of("detection", tmp_path)
     file.metadata["task_options"] = text
     with pytest.raises(CheckpointError) as refused:
-        load_detector(file)
+        DetectionTask.load(file)
     assert "\n" not in str(refused.value)

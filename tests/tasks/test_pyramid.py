@@ -10,7 +10,7 @@ from inline_attention.models.checkpoints import CheckpointMismatchError, save_we
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.tasks.dense import initialize_from
 from inline_attention.tasks.detection.models import DetectionOptions, build_detector
-from inline_attention.tasks.pyramid import PyramidBackbone, cast_backbones, pad_images
+from inline_attention.tasks.pyramid import PyramidBackbone, pad_images
 from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
 from tasks.small_backbones import BACKBONES, PVT, SWIN
 
@@ -56,7 +56,7 @@ def test_a_backbone_in_half_precision_leaves_nothing_to_autocast(name):
     exact = randomized(PyramidBackbone(name, BACKBONES[name]))
     half = PyramidBackbone(name, BACKBONES[name]).eval()
     half.load_state_dict(exact.state_dict())
-    cast_backbones(torch.nn.Sequential(half), torch.bfloat16)
+    half.to(torch.bfloat16)
     padded = pad_images(images())
     expected, plain = exact(padded), half(padded)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -109,7 +109,7 @@ def test_a_backbone_takes_the_weights_of_a_classifier(tmp_path, name, arguments)
     classifier = create_model(name, num_classes=7, **arguments)
     save_weights(classifier, tmp_path / "classifier.safetensors")
     model = build_detector(DetectionOptions("retinanet", width=16), name, arguments, 3)
-    initialize_from(model, model.backbone, open_checkpoint(tmp_path / "classifier.safetensors"), "detection")
+    initialize_from(model, open_checkpoint(tmp_path / "classifier.safetensors"), "detection")
     own, theirs = model.backbone.model.state_dict(), classifier.state_dict()
     assert own
     assert all(torch.equal(value, theirs[key]) for key, value in own.items())
@@ -119,7 +119,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     save_weights(create_model("inline_swin_tiny", **SWIN), tmp_path / "swin.safetensors")
     model = build_detector(DetectionOptions("retinanet", width=16), "inline_pvt_tiny", PVT, 3)
     with pytest.raises(CheckpointMismatchError):
-        initialize_from(model, model.backbone, open_checkpoint(tmp_path / "swin.safetensors"), "detection")
+        initialize_from(model, open_checkpoint(tmp_path / "swin.safetensors"), "detection")
 
 
 def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbone(tmp_path):
@@ -129,14 +129,14 @@ def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbo
     file = open_checkpoint(tmp_path / "detector.safetensors")
     target = build_detector(DetectionOptions("mask_rcnn", width=16), "inline_swin_tiny", SWIN, 3)
     before = {key: value.clone() for key, value in target.state_dict().items()}
-    taken = initialize_from(target, target.backbone, file, "detection")
+    taken = initialize_from(target, file, "detection")
     assert taken == f"all of {file.path} but 6 tensors that go with its classes"
     after, theirs = target.state_dict(), source.state_dict()
     kept = {key for key in after if torch.equal(after[key], before[key]) and after[key].shape != theirs[key].shape}
     assert {key.split(".")[-2] for key in kept} == {"cls_score", "bbox_pred", "mask_fcn_logits"}
     assert all(torch.equal(after[key], theirs[key]) for key in after if key not in kept)
     segmenter = build_segmenter(SegmentationOptions("semantic_fpn", width=16), "inline_swin_tiny", SWIN, 5)
-    initialize_from(segmenter, segmenter.backbone, file, "segmentation")
+    initialize_from(segmenter, file, "segmentation")
     own = segmenter.backbone.model.state_dict()
     assert all(torch.equal(value, theirs[f"backbone.body.model.{key}"]) for key, value in own.items())
 
@@ -155,7 +155,7 @@ def test_a_model_with_other_heads_takes_the_backbone(theirs, ours, tmp_path):
     build, task = (build_detector, "detection") if is_detector else (build_segmenter, "segmentation")
     source, target = (build(options, "inline_swin_tiny", SWIN, 3) for options in (theirs, ours))
     save_weights(source, tmp_path / "other.safetensors", metadata={"task": task})
-    taken = initialize_from(target, target.backbone, open_checkpoint(tmp_path / "other.safetensors"), task)
+    taken = initialize_from(target, open_checkpoint(tmp_path / "other.safetensors"), task)
     assert taken == f"the backbone of {tmp_path / 'other.safetensors'}; all else is random"
     own, expected = target.backbone.model.state_dict(), source.backbone.model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in own.items())

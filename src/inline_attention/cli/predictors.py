@@ -13,9 +13,13 @@ from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
 from inline_attention.tasks.classification.prediction import ImageClassifier, ImageResult, find_device
 from inline_attention.tasks.dense import TASK
-from inline_attention.tasks.detection.prediction import DetectionResult, ObjectFinder
+from inline_attention.tasks.dense_prediction import (
+    DetectionResult,
+    ObjectFinder,
+    PixelClassifier,
+    SegmentationResult,
+)
 from inline_attention.tasks.drawing import annotate, annotate_objects, annotate_pixels
-from inline_attention.tasks.segmentation.prediction import PixelClassifier, SegmentationResult
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ def build_predictor(checkpoint: Path, options: PredictOptions) -> Predictor:
         raise ValueError(f"{path} is for {task}: it knows its model, and --size is one number, of the shorter side")
     arguments: dict[str, Any] = {"shorter_side": options.size, "device": find_device(options.device)}
     if task == "detection":
-        return _Detecting(ObjectFinder.from_checkpoint(file, least_score=options.least_score, **arguments), options)
-    return _Segmenting(PixelClassifier.from_checkpoint(file, **arguments), options)
+        return _Detecting(ObjectFinder(file, least_score=options.least_score, **arguments), options)
+    return _Segmenting(PixelClassifier(file, **arguments), options)
 
 
 class _Classifying:

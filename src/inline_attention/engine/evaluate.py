@@ -24,7 +24,7 @@ from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.detection.task import DetectionTask
-from inline_attention.tasks.pyramid import cast_backbones
+from inline_attention.tasks.pyramid import DenseModel
 from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelChoice, Reading, Task
 
@@ -148,8 +148,8 @@ def evaluate_checkpoint(
         load_checkpoint(model, file)
         model, precision = model.to(processes.device), Precision(amp, processes.device)
         # float16 has too small a range for the sums of blocks.
-        if precision.dtype == torch.bfloat16:
-            cast_backbones(model, precision.dtype)
+        if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
+            model.backbone.to(torch.bfloat16)
         broken = BrokenImages(len(source), BrokenImageLimit())
         reading = Reading(
             batch_size or (CLASSIFIERS_BATCH if file.metadata.get(TASK) is None else OTHERS_BATCH),
@@ -189,13 +189,8 @@ def _classification(
 
 def _dense(file: Checkpoint, data: DataSection, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
     """Return the task, its validation data, its class names and repair notes."""
-    if file.metadata[TASK] == DetectionTask.name:
-        task, class_names = DetectionTask.of_checkpoint(file, data)
-        if size is not None:
-            task.options = task.options.at_size(size)
-        source, notes = task.open_validation(class_names)
-        return task, source, class_names, notes
-    task, class_names = SegmentationTask.of_checkpoint(file, data)
+    kind = DetectionTask if file.metadata[TASK] == DetectionTask.name else SegmentationTask
+    task, class_names = kind.of_checkpoint(file, data)
     task.evaluation_side = size
     source, notes = task.open_validation(class_names)
     return task, source, class_names, notes

@@ -1,207 +1,233 @@
-"""What detectors and segmenters share: their metadata in files of weights, and their initial weights."""
+"""What detection and segmentation share: a task around a backbone, and its metadata in files of weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
 from inline_attention.data.batch import Normalize, Target, UnequalBatch
+from inline_attention.data.broken import BrokenImages
+from inline_attention.data.dense import DenseSamples
 from inline_attention.data.findings import DataReport
+from inline_attention.data.loading import Loader, SampleLoader
+from inline_attention.data.sampling import Batches
+from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
-from inline_attention.models.described import (
-    ModelDescriptionError,
-    check_description,
-    check_model_size,
-    parse_class_names,
-    parse_note,
-)
-from inline_attention.models.reading import Checkpoint
+from inline_attention.models.described import check_description, check_model_size, parse_class_names, parse_note
+from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
 from inline_attention.support.settings import read_settings, settings_of
 from inline_attention.support.text import printable, some_of
-from inline_attention.tasks.pyramid import PyramidBackbone
-from inline_attention.tasks.task import ModelChoice, UnusableDataError
+from inline_attention.tasks.pyramid import BACKBONE, BACKBONE_MODEL, DenseModel
+from inline_attention.tasks.task import DataSection, ModelChoice, Objective, Reading, Task, TaskData, UnusableDataError
 
 Options = TypeVar("Options")
-TASK = "task"  # entry of a file's metadata; files without it are of classifiers
-BACKBONE_PREFIX = "backbone."
-MODEL_PREFIX = "body.model."  # of the model inside a backbone
+TASK, OPTIONS = "task", "task_options"  # entries of a file's metadata; files without a task are of classifiers
 
 
-def initialize_from(model: nn.Module, backbone: PyramidBackbone, file: Checkpoint, task: str) -> str:
-    """Load the weights of a file that fit the model.
-
-    A file of the same task with the same heads is loaded completely, except for layers that depend on the number of
-    classes if that differs. From all other files, such as those of classifiers, the backbone is loaded.
-
-    Args:
-        model: Model to initialize.
-        backbone: Backbone of the model.
-        file: Opened checkpoint.
-        task: Task of the model.
-
-    Returns:
-        Description of the loaded weights.
-
-    Raises:
-        CheckpointMismatchError: If the weights do not fit.
-    """
-    recorded = file.metadata.get(TASK)
-    if recorded == task and _has_heads_of(model, file):
-        left_out = _load_all_but_other_classes(model, file)
-        return f"all of {file.path}" + (f" but {left_out} tensors that go with its classes" if left_out else "")
-    if recorded is None:
-        _load_backbone(backbone, file)
-    else:
-        prefix = BACKBONE_PREFIX + MODEL_PREFIX
-        inside = {name.removeprefix(prefix): value for name, value in file.weights.items() if name.startswith(prefix)}
-        _load_backbone(backbone, replace(file, weights=inside))
-    return f"the backbone of {file.path}; all else is random"
-
-
-def _has_heads_of(model: nn.Module, file: Checkpoint) -> bool:
-    """Whether all but the backbone is of one shape in both, the number of classes aside."""
-
-    def heads(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-        return {
-            name: value.shape[1:]  # the first dimension of a head's last layer is what goes with the number of classes
-            for name, value in weights.items()
-            if not name.startswith(BACKBONE_PREFIX)
-        }
-
-    return heads(model.state_dict()) == heads(file.weights)
-
-
-def _load_backbone(backbone: PyramidBackbone, file: Checkpoint) -> None:
-    # Not strict: a classifier's head, and the norm before it, have no place in a backbone.
-    _refuse_missing(file, load_checkpoint(backbone.model, file, strict=False).missing)
-
-
-def _load_all_but_other_classes(model: nn.Module, file: Checkpoint) -> int:
-    """Load what fits; how many tensors were left out."""
-    own = model.state_dict()
-    other_classes = {
-        name
-        for name, value in file.weights.items()
-        if name in own and value.shape != own[name].shape and value.shape[1:] == own[name].shape[1:]
-    }
-    kept = {name: value for name, value in file.weights.items() if name not in other_classes}
-    report = load_checkpoint(model, replace(file, weights=kept), strict=False)
-    _refuse_missing(file, tuple(name for name in report.missing if name not in other_classes))
-    return len(other_classes)
-
-
-def _refuse_missing(file: Checkpoint, missing: tuple[str, ...]) -> None:
-    if missing:
-        raise CheckpointMismatchError(
-            f"{file.path} lacks {len(missing)} weights of the model: {some_of(missing)}; it must be of the same model "
-            "with the same arguments",
-            missing,
-        )
-
-
-OPTIONS = "task_options"
-CLASS_NAMES = "class_names"
-
-
-def normalization(backbone: PyramidBackbone) -> Normalize:
-    """Return the normalization with the backbone's mean and standard deviation."""
-    described = resolve_data_config({}, model=backbone.model)
-    return Normalize(described["mean"], described["std"])
-
-
-@dataclass(frozen=True)
-class TaskMetadata(Generic[Options]):
-    """What the metadata of a detector's or segmenter's weights say, checked.
+class DenseTask(Task, Generic[Options]):
+    """A detector or segmenter around a backbone.
 
     Attributes:
-        backbone: Name and arguments of the backbone.
-        options: Options of the detector or segmenter.
-        flip: Probability of a flip in training.
-        flags: Further switches by name.
-        class_names: Class names.
+        options_type: Dataclass of the options.
+        flags: Switches of the data settings that are saved with the weights.
+        build: Builds the model from options, name and arguments of the backbone, and number of classes.
+        options: Options of the model.
+        evaluation_side: Shorter side in pixels of images to evaluate on; None for the options'.
     """
 
-    backbone: ModelChoice
-    options: Options
-    flip: float
-    flags: dict[str, bool]
-    class_names: list[str]
+    options_type: ClassVar[type[Any]]
+    flags: ClassVar[tuple[str, ...]] = ()
+    build: ClassVar[Callable[..., DenseModel]]
 
+    def __init__(self, data: DataSection, model: ModelChoice, options: Options | None = None, *, flip: float = 0.5):
+        """Choose data and model.
 
-def task_metadata(
-    task: str, backbone: ModelChoice, options: Any, class_names: Sequence[str], **others: Any
-) -> dict[str, str]:
-    """Return the metadata that `read_task_metadata` reads."""
-    described = {"backbone": backbone.name, "backbone_arguments": dict(backbone.arguments)}
-    return {
-        TASK: task,
-        "model": backbone.name,
-        OPTIONS: json.dumps({**asdict(options), **described, **others}),
-        CLASS_NAMES: json.dumps(list(class_names)),
-    }
+        Args:
+            data: Data settings.
+            model: The backbone. Its initial weights are a classifier's, a detector's or a segmenter's.
+            options: Options of the model.
+            flip: Probability of a horizontal flip in training.
+        """
+        self._data, self._model, self._flip = data, model, flip
+        self.options: Options = self.options_type() if options is None else options
+        self.evaluation_side: int | None = None
 
+    @classmethod
+    def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
+        """Return the task that a file of weights was trained for, and its class names.
 
-def read_task_metadata(
-    file: Checkpoint, task: str, kind: type[Options], flags: Sequence[str] = ()
-) -> TaskMetadata[Options]:
-    """Read and check the metadata of a detector's or segmenter's weights.
+        Raises:
+            CheckpointError: If the file is of another task or version, or damaged, or describes a refused model.
+        """
+        recorded = file.metadata.get(TASK, "classification")
+        if recorded != cls.name:
+            message = f"{file.path} is of a model for {printable(recorded)[:60]}, not for {cls.name}"
+            raise CheckpointError(f"{message}; choose another file")
+        content: dict[str, Any] | None = parse_note(file, OPTIONS, dict)
+        class_names = parse_class_names(file)
+        if content is None or class_names is None:
+            raise CheckpointError(f"{file.path} does not say how its model was built; train it again")
+        known = settings_of(cls.options_type)
+        if differing := sorted(content.keys() ^ {*known, "flip", "backbone", "backbone_arguments", *cls.flags}):
+            raise CheckpointError(
+                f"{file.path} is of another version of inline-attention: {printable(', '.join(differing[:3]))[:200]} "
+                "is known to one of the two alone; use the version that wrote it"
+            )
+        flip, flags = content["flip"], {name: content[name] for name in cls.flags}
+        try:
+            if type(flip) not in (int, float) or not 0 <= flip <= 1:
+                raise ValueError("flip must be a number from 0 to 1")
+            if not all(type(value) is bool for value in flags.values()):
+                raise ValueError(f"{' and '.join(flags)} must be true or false")
+            backbone = check_description(content["backbone"], content["backbone_arguments"], file.weights)
+            options = read_settings(cls.options_type, {name: content[name] for name in known})
+            cls._check_options(options)
+            task = cls(replace(data, **flags), ModelChoice(*backbone), options, flip=float(flip))
+            with torch.device("meta"):  # a model that is far larger than its weights is never allocated
+                model = task.build_model(class_names)
+            check_model_size("model", model, file.weights)
+        except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+            reason = printable(error)[:600]
+            raise CheckpointError(f"{file.path} describes a model that is refused: {reason}") from error
+        return task, class_names
 
-    Args:
-        file: File of weights.
-        task: Task that it must be of.
-        kind: Dataclass of the options.
-        flags: Names of further switches.
+    @classmethod
+    def load(cls, file: Checkpoint) -> tuple[Self, DenseModel, list[str]]:
+        """Return the task of a file of weights, its model with these weights, and its class names.
 
-    Raises:
-        CheckpointError: If the file is of another task or version, or damaged, or a value is refused.
-    """
-    recorded = file.metadata.get(TASK, "classification")
-    if recorded != task:
-        message = f"{file.path} is of a model for {printable(recorded)[:60]}, not for {task}"
-        raise CheckpointError(f"{message}; choose another file")
-    content: dict[str, Any] | None = parse_note(file, OPTIONS, dict)
-    class_names = parse_class_names(file)
-    if content is None or class_names is None:
-        raise CheckpointError(f"{file.path} does not say how its model was built; train it again")
-    known = settings_of(kind)
-    if differing := sorted(content.keys() ^ {*known, "flip", "backbone", "backbone_arguments", *flags}):
-        raise CheckpointError(
-            f"{file.path} is of another version of inline-attention: {printable(', '.join(differing[:3]))[:200]} is "
-            "known to one of the two alone; use the version that wrote it"
+        Raises:
+            CheckpointError: If the file is of another task, or does not fit.
+        """
+        task, class_names = cls.of_checkpoint(file, DataSection())
+        model = task.build_model(class_names)
+        load_checkpoint(model, file)
+        return task, model, class_names
+
+    def open(self) -> TaskData:
+        """Open and check both splits."""
+        choice = self._data
+        opened = self._open(
+            choice.dir or "",
+            train_split=choice.train_split,
+            validation_split=choice.val_split,
+            num_classes=self._model.num_classes,
+            repair=choice.repair,
+            allow_outside=choice.allow_outside_files,
         )
-    try:
-        name, arguments = check_description(content["backbone"], content["backbone_arguments"], file.weights)
-        options = read_settings(kind, {key: content[key] for key in known})
-        flip, switches = content["flip"], {key: content[key] for key in flags}
-        if type(flip) not in (int, float) or not 0 <= flip <= 1:
-            raise ValueError("flip must be a number from 0 to 1")
-        if not all(type(value) is bool for value in switches.values()):
-            raise ValueError(f"{' and '.join(flags)} must be true or false")
-    except (ModelDescriptionError, ValueError) as error:
-        raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
-    return TaskMetadata(ModelChoice(name, arguments), options, float(flip), switches, class_names)
+        if opened.problems:
+            is_repairable = any(report.problems for report in opened.reports)
+            advice = "--repair (data.repair=true) repairs what is marked so" if is_repairable else None
+            raise UnusableDataError(opened.problems, advice=advice)
+        return TaskData(opened.train, self._validation(opened), notes_of(opened.reports))
+
+    @abstractmethod
+    def open_validation(self, class_names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+        """Open and check the validation split alone, which must have the classes of a model.
+
+        Returns:
+            The images, and what was repaired.
+
+        Raises:
+            DataError: If it cannot be used.
+        """
+
+    def build_model(self, class_names: Sequence[str]) -> DenseModel:
+        """Build the model around its backbone."""
+        choice = self._model
+        model = self.build(self.options, choice.name, choice.arguments, len(class_names))
+        if choice.initial_checkpoint is not None:
+            self.start = initialize_from(model, open_checkpoint(choice.initial_checkpoint), self.name)
+        if choice.grad_checkpointing:
+            model.set_grad_checkpointing()
+        return model
+
+    def training_loader(
+        self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages
+    ) -> Loader[UnequalBatch]:
+        """Return transformed images."""
+        return _loader(self._training_samples(source), self._training_batches(source, reading), model, reading, broken)
+
+    def validation_loader(
+        self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages
+    ) -> Loader[UnequalBatch]:
+        """Return resized images, in order."""
+        samples, batches = self._validation_samples(source), reading.evaluation_batches(len(source))
+        return _loader(samples, batches, model, reading, broken, replace_broken=False)
+
+    def objective(self, class_names: Sequence[str], rank: int) -> Objective:
+        """Return the sum of the model's losses."""
+        del class_names, rank
+        return self._loss
+
+    def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
+        """Return all that is needed to build the model again, and what the numbers in its data mean."""
+        described = {"backbone": self._model.name, "backbone_arguments": dict(self._model.arguments)}
+        flags = {name: getattr(self._data, name) for name in self.flags}
+        options: Any = self.options
+        return {
+            TASK: self.name,
+            "model": self._model.name,
+            OPTIONS: json.dumps({**asdict(options), **described, "flip": self._flip, **flags}),
+            "class_names": json.dumps(list(class_names)),
+        }
+
+    def _loss(self, runnable: nn.Module, batch: UnequalBatch) -> Tensor:
+        losses: dict[str, Tensor] = runnable(batch.images, [self._model_target(target) for target in batch.targets])
+        return torch.stack(list(losses.values())).sum()
+
+    @classmethod
+    def _check_options(cls, options: Any) -> None:
+        """Refuse options that a file may not ask for."""
+
+    @abstractmethod
+    def _open(self, folder: str, **options: Any) -> Any: ...
+
+    def _validation(self, opened: Any) -> Any:
+        return opened.validation
+
+    @abstractmethod
+    def _training_samples(self, source: Any) -> DenseSamples: ...
+
+    def _training_batches(self, source: Any, reading: Reading) -> Batches:
+        return reading.training_batches(len(source))
+
+    @abstractmethod
+    def _validation_samples(self, source: Any) -> DenseSamples: ...
+
+    def _model_target(self, target: Target) -> Any:
+        return target
 
 
-def check_size(file: Checkpoint, build: Callable[[], nn.Module]) -> None:
-    """Refuse a model that is far larger than the weights in its file, without allocating it.
+def _loader(
+    samples: DenseSamples,
+    batches: Batches,
+    model: nn.Module,
+    reading: Reading,
+    broken: BrokenImages,
+    replace_broken: bool = True,
+) -> Loader[UnequalBatch]:
+    assert isinstance(model, DenseModel)
+    return SampleLoader(
+        samples,
+        batches,
+        normalize=normalization(model),
+        broken=broken,
+        replace_broken=replace_broken,
+        **reading.loading,
+    )
 
-    Raises:
-        CheckpointError: If it is refused, or cannot be built.
-    """
-    try:
-        with torch.device("meta"):
-            model = build()
-        check_model_size("model", model, file.weights)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{file.path} describes a model that cannot be built: {printable(error)[:300]}"
-        ) from error
+
+def normalization(model: DenseModel) -> Normalize:
+    """Return the normalization with the backbone's mean and standard deviation."""
+    described = resolve_data_config({}, model=model.backbone.model)
+    return Normalize(described["mean"], described["std"])
 
 
 def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
@@ -209,25 +235,60 @@ def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
     return tuple(str(report) for report in reports if report)
 
 
-def unusable(problems: Sequence[str], reports: Sequence[DataReport]) -> UnusableDataError:
-    """Return the error of unusable data, with advice to repair if the reports have problems."""
-    is_reported = any(report.problems for report in reports)
-    advice = "--repair (data.repair=true) repairs what is marked so" if is_reported else None
-    return UnusableDataError(problems, advice=advice)
+def check_same_classes(location: object, kind: str, found: Sequence[str], class_names: Sequence[str]) -> None:
+    """Refuse data whose classes differ from the model's: its labels mean something else.
+
+    Raises:
+        DataError: If they differ.
+    """
+    if list(found) != list(class_names):
+        theirs, known = show_difference(found, class_names)
+        raise DataError(f"{location} has the {kind} {theirs}, the model knows {known}; they must be the same")
 
 
-class SumOfLosses:
-    """Sum of the losses that a model returns by name."""
+def initialize_from(model: DenseModel, file: Checkpoint, task: str) -> str:
+    """Load the weights of a file that fit the model, and return a description of them.
 
-    def __init__(self, select: Callable[[Target], Any]):
-        """Set up.
+    A file of the same task with the same heads is loaded completely, except for layers that depend on the number of
+    classes if that differs. From all other files, such as those of classifiers, the backbone is loaded.
 
-        Args:
-            select: Returns the part of a target that the model needs.
-        """
-        self._select = select
+    Raises:
+        CheckpointMismatchError: If the weights do not fit.
+    """
+    own, recorded = model.state_dict(), file.metadata.get(TASK)
+    if recorded == task and _head_shapes(own) == _head_shapes(file.weights):
+        of_classes = {
+            name
+            for name, value in file.weights.items()
+            if name in own and value.shape != own[name].shape and value.shape[1:] == own[name].shape[1:]
+        }
+        kept = {name: value for name, value in file.weights.items() if name not in of_classes}
+        _load(model, replace(file, weights=kept), of_classes)
+        left_out = f" but {len(of_classes)} tensors that go with its classes" if of_classes else ""
+        return f"all of {file.path}{left_out}"
+    weights = file.weights
+    if recorded is not None:
+        weights = {
+            name.removeprefix(BACKBONE_MODEL): value
+            for name, value in weights.items()
+            if name.startswith(BACKBONE_MODEL)
+        }
+    _load(model.backbone.model, replace(file, weights=weights))
+    return f"the backbone of {file.path}; all else is random"
 
-    def __call__(self, runnable: nn.Module, batch: UnequalBatch) -> Tensor:
-        """Return the loss of a batch."""
-        losses: dict[str, Tensor] = runnable(batch.images, [self._select(target) for target in batch.targets])
-        return torch.stack(list(losses.values())).sum()
+
+def _head_shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return shapes of all but the backbone, without the first dimension, which depends on the number of classes."""
+    return {name: value.shape[1:] for name, value in weights.items() if not name.startswith(BACKBONE)}
+
+
+def _load(model: nn.Module, file: Checkpoint, absent: Collection[str] = ()) -> None:
+    """Load weights, of which only the absent ones may be missing."""
+    # Not strict: a classifier's head, and the norm before it, have no place in a backbone.
+    missing = tuple(name for name in load_checkpoint(model, file, strict=False).missing if name not in absent)
+    if missing:
+        raise CheckpointMismatchError(
+            f"{file.path} lacks {len(missing)} weights of the model: {some_of(missing)}; it must be of the same model "
+            "with the same arguments",
+            missing,
+        )

@@ -12,9 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from inline_attention.tasks.classification.prediction import Prediction
+from inline_attention.tasks.dense_prediction import FoundObject, SegmentationResult
 from inline_attention.tasks.detection.evaluation import whole_mask
-from inline_attention.tasks.detection.prediction import FoundObject
-from inline_attention.tasks.segmentation.prediction import SegmentationResult
 
 STEP = 0.618033988749895  # the golden section: any number of hues in a row are far from each other
 BRIGHTNESSES = (1.0, 0.8, 0.65)

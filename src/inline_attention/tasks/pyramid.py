@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,20 +21,20 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 from inline_attention.layers.grids import Grid
 from inline_attention.models.base import VisionModel
 from inline_attention.models.described import create_described_model
-from inline_attention.models.registry import FAMILIES, TWINS, list_models
+from inline_attention.models.registry import list_models
 from inline_attention.ops.autocast import autocast_enabled
 
-# The coarsest stride of the backbones, which take no image that is thinner.
-SHORTEST_SIDE = 32
+SHORTEST_SIDE = 32  # the coarsest stride of the backbones, which take no thinner image
+STRIDES = (4, 8, 16, 32)
+BACKBONE = "backbone."
+BACKBONE_MODEL = f"{BACKBONE}body.model."  # prefix of the model's weights inside a `DenseModel`
 
 
 @dataclass(frozen=True)
 class PaddedImages:
     """A batch in which each image occupies the top left corner of its canvas, and the rest is zero.
 
-    The canvas is no larger than it must be: images of one size, or one alone, fill it as far as a backbone can tell,
-    and then nothing has to be masked. A stage of a pyramid has half of the finer one's tokens along each axis, rounded
-    up.
+    The canvas is as small as it can be: images of one size, or one alone, fill it, and nothing has to be masked.
 
     Attributes:
         canvas: `[B, C, H, W]`, both sides at least `SHORTEST_SIDE`.
@@ -43,10 +43,11 @@ class PaddedImages:
 
     canvas: Tensor
     sizes: list[tuple[int, int]]
+    _outside: dict[int, Tensor | None] = field(default_factory=dict)
 
     @cached_property
     def backbone_sizes(self) -> list[tuple[int, int]]:
-        """What a backbone takes for the image: thinner ones than its coarsest token count as filled up to one."""
+        """Sizes of the images for the backbone, which takes thinner ones as padded to `SHORTEST_SIDE`."""
         return [(max(height, SHORTEST_SIDE), max(width, SHORTEST_SIDE)) for height, width in self.sizes]
 
     def extents(self, stride: int) -> list[tuple[int, int]]:
@@ -56,22 +57,11 @@ class PaddedImages:
     def outside(self, stride: int) -> Tensor | None:
         """`[B, 1, h, w]` bool, true where a token of a stride belongs to no image; None if all do."""
         if stride not in self._outside:
-            self._outside[stride] = self._compute_outside(stride)
+            height, width = self.canvas.shape[-2:]
+            grid = Grid.of_images(height, width, self.backbone_sizes, self.canvas.device).coarser(stride)
+            mask = grid.mask()
+            self._outside[stride] = None if mask is None else ~mask.unflatten(1, grid.size)[:, None]
         return self._outside[stride]
-
-    @cached_property
-    def _outside(self) -> dict[int, Tensor | None]:
-        return {}
-
-    @cached_property
-    def _pixels(self) -> Grid:
-        height, width = self.canvas.shape[-2:]
-        return Grid.of_images(height, width, self.backbone_sizes, self.canvas.device)
-
-    def _compute_outside(self, stride: int) -> Tensor | None:
-        grid = self._pixels.coarser(stride)
-        mask = grid.mask()
-        return None if mask is None else ~mask.unflatten(1, grid.size)[:, None]
 
 
 def pad_images(images: Sequence[Tensor]) -> PaddedImages:
@@ -88,11 +78,6 @@ def pad_images(images: Sequence[Tensor]) -> PaddedImages:
     for place, image in enumerate(images):
         canvas[place, :, : image.shape[1], : image.shape[2]] = image
     return PaddedImages(canvas, sizes)
-
-
-STRIDES = (4, 8, 16, 32)
-PYRAMID_FAMILIES = tuple(family for family in FAMILIES if family != "deit")
-ExtraLevels = Literal["pooled", "convolved"]
 
 
 class PyramidBackbone(nn.Module):
@@ -145,10 +130,32 @@ class PyramidBackbone(nn.Module):
             ]
 
 
+class DenseModel(nn.Module):
+    """A detector or segmenter: takes images of any sizes, returns losses in training and predictions otherwise."""
+
+    def __init__(self, backbone: PyramidBackbone):
+        super().__init__()
+        self.backbone = backbone
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that an optimizer should not decay: those of the backbone."""
+        return {f"{BACKBONE_MODEL}{name}" for name in self.backbone.model.no_weight_decay()}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade time for memory in training: recompute each block of the backbone in the backward pass."""
+        self.backbone.model.set_grad_checkpointing(enable)
+
+
 class FeaturePyramid(nn.Module):
     """torchvision's feature pyramid network, with the padding cleared wherever a convolution could read it."""
 
-    def __init__(self, channels: Sequence[int], width: int, strides: Sequence[int], extra: ExtraLevels | None = None):
+    def __init__(
+        self,
+        channels: Sequence[int],
+        width: int,
+        strides: Sequence[int],
+        extra: Literal["pooled", "convolved"] | None = None,
+    ):
         """Build the pyramid.
 
         Args:
@@ -161,7 +168,12 @@ class FeaturePyramid(nn.Module):
         super().__init__()
         self._strides, self._extra = tuple(strides), extra
         self.levels = FeaturePyramidNetwork(list(channels), width)
-        self.coarser = nn.ModuleList(_halving(width) for _ in range(2 if extra == "convolved" else 0))
+        self.coarser = nn.ModuleList()
+        for _ in range(2 if extra == "convolved" else 0):
+            layer = nn.Conv2d(width, width, 3, 2, 1)
+            nn.init.kaiming_uniform_(layer.weight, a=1)  # as torchvision initializes the other levels
+            layer.bias = nn.Parameter(torch.zeros(width))
+            self.coarser.append(layer)
 
     def forward(self, features: Sequence[Tensor], images: PaddedImages) -> list[Tensor]:
         """`[B, width, h, w]` of each level, the finest first."""
@@ -192,15 +204,12 @@ def masked(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
 
 
 def filled(features: Tensor, outside: Tensor | None, value: float) -> Tensor:
-    """`[B, C, h, w]` with a value where a token belongs to no image, which `PaddedImages.outside` says."""
+    """`[B, C, h, w]` with a value where a token belongs to no image, as `PaddedImages.outside` says."""
     return features if outside is None else features.masked_fill(outside, value)
 
 
 def edges_extended(features: Tensor, images: PaddedImages, stride: int) -> Tensor:
-    """`[B, C, h, w]` in which the last row and column of each image come once more after it.
-
-    So what interpolates between tokens, up to the edge of the image, finds there what it assumes at the edge of a map.
-    """
+    """`[B, C, h, w]` with the last row and column of each image repeated once, for interpolation at its edge."""
     if images.outside(stride) is None:
         return features
     features = features.clone()
@@ -212,35 +221,10 @@ def edges_extended(features: Tensor, images: PaddedImages, stride: int) -> Tenso
     return features
 
 
-def _halving(width: int) -> nn.Conv2d:
-    layer = nn.Conv2d(width, width, 3, 2, 1)
-    nn.init.kaiming_uniform_(layer.weight, a=1)  # as the levels below have it
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
-def cast_backbones(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put the weights of all backbones in a model into a dtype; those of heads stay."""
-    for module in model.modules():
-        if isinstance(module, PyramidBackbone):
-            module.to(dtype)
-
-
-def names_without_decay(model: nn.Module) -> set[str]:
-    """Names, in `model`, of what the models of the zoo inside it want undecayed."""
-    return {
-        f"{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if isinstance(module, VisionModel)
-        for name in module.no_weight_decay()
-    }
-
-
 def unfit_reason(name: str) -> str | None:
-    """Why a model that exists cannot be the backbone of a detector or a segmenter; None if it can."""
+    """Return why a model that exists cannot be the backbone of a detector or a segmenter; None if it can."""
     if name in list_models():
-        if name.startswith(tuple(f"{kind}_{family}_" for kind in ("inline", *TWINS) for family in PYRAMID_FAMILIES)):
+        if "_deit_" not in name:
             return None
         return (
             f"{name} has one resolution throughout, and detection and segmentation need four; "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
-from inline_attention.data.sampling import EvaluationBatches
+from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.support.settings import setting
 
 Value = TypeVar("Value")
@@ -19,13 +20,7 @@ CLASSIFICATION, DENSE, PIXELS = ("classification",), ("detection", "segmentation
 
 
 class UnusableDataError(ValueError):
-    """Data cannot be trained on.
-
-    Attributes:
-        problems: All problems, a sentence each.
-        setting: Setting or section that they belong to.
-        advice: What to do about all of them, if there is such a thing.
-    """
+    """Data cannot be trained on: all problems, the setting that they belong to, and advice for all of them."""
 
     def __init__(self, problems: Sequence[str], setting: str = "data", advice: str | None = None):
         super().__init__("\n".join(problems))
@@ -103,17 +98,7 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a rank reads batches.
-
-    Attributes:
-        batch_size: Images per batch of this rank.
-        device: Device of the batches.
-        seed: Random seed of order and augmentation.
-        workers: Worker processes.
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        timeout: Seconds that a worker may take for a batch.
-    """
+    """How a rank reads batches: `batch_size` images each, `timeout` seconds at most for a worker to prepare one."""
 
     batch_size: int
     device: torch.device
@@ -132,6 +117,10 @@ class Reading:
     def share(self) -> dict[str, int]:
         """Options of a batch sampler."""
         return {"rank": self.rank, "world_size": self.world_size}
+
+    def training_batches(self, length: int) -> TrainingBatches:
+        """Return a sampler that shuffles the samples every epoch."""
+        return TrainingBatches(length, self.batch_size, seed=self.seed, **self.share)
 
     def evaluation_batches(self, length: int) -> EvaluationBatches:
         """Return a sampler that takes every sample once, over all ranks."""
@@ -154,7 +143,7 @@ MetricTable: TypeAlias = Mapping[str, Mapping[str, float]]  # rows by name, of c
 
 
 class Metrics(Protocol):
-    """The result of an evaluation."""
+    """The result of an evaluation; as text, one line for the user."""
 
     @property
     def figures(self) -> dict[str, float]:
@@ -164,10 +153,6 @@ class Metrics(Protocol):
     @property
     def tables(self) -> list[MetricTable]:
         """Details, such as metrics per class."""
-        ...
-
-    def __str__(self) -> str:
-        """Return one line for the user."""
         ...
 
 
@@ -190,15 +175,11 @@ class Evaluator(Protocol[AnyMetrics]):
         ...
 
 
-class Objective(Protocol):
-    """A loss function."""
-
-    def __call__(self, runnable: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a training batch; `runnable` is the model in training mode, perhaps wrapped."""
-        ...
+# Takes the model in training mode, perhaps wrapped, and a training batch. Returns the loss.
+Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
-class Task(Protocol):
+class Task(ABC):
     """What a model learns: its data, model, loss and metrics.
 
     Attributes:
@@ -207,45 +188,46 @@ class Task(Protocol):
         start: Description of the initial weights after `build_model`; None for random ones.
     """
 
-    name: str
+    name: ClassVar[str]
     metrics: Mapping[str, bool]
-    start: str | None
+    start: str | None = None
 
+    @abstractmethod
     def open(self) -> TaskData:
-        """Open and check the data.
+        """Open and check both splits.
 
         Raises:
             UnusableDataError: With all problems.
         """
-        ...
 
+    @abstractmethod
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the model on the CPU with its initial weights; random ones come from torch's global generator."""
-        ...
 
+    @abstractmethod
     def training_loader(self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages) -> Loader[Any]:
         """Return training batches, in another order each epoch."""
-        ...
 
+    @abstractmethod
     def validation_loader(self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages) -> Loader[Any]:
         """Return validation batches, in order."""
-        ...
 
     def sampling_options(self, batch_size: int) -> dict[str, int]:
         """Return what else decides which samples an update gets, beside seed, images and updates per epoch."""
-        ...
+        del batch_size
+        return {}
 
+    @abstractmethod
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
         """Return the loss function of a rank."""
-        ...
 
+    @abstractmethod
     def evaluator(self, source: Any, device: torch.device) -> Evaluator[Metrics]:
         """Return a new evaluator for the validation data."""
-        ...
 
+    @abstractmethod
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
         """Return the metadata that files of weights need to be used elsewhere."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -259,24 +241,9 @@ class Loaders:
 
 
 def build_loaders(
-    task: Task,
-    data: TaskData,
-    model: nn.Module,
-    *,
-    training: Reading,
-    validation: Reading,
-    limit: BrokenImageLimit,
+    task: Task, data: TaskData, model: nn.Module, *, training: Reading, validation: Reading, limit: BrokenImageLimit
 ) -> Loaders:
-    """Build the loaders of this rank.
-
-    Args:
-        task: The task.
-        data: The task's data.
-        model: The model that the batches are for.
-        training: How training batches are read.
-        validation: How validation batches are read.
-        limit: Allowed number of broken images, in each.
-    """
+    """Build the loaders of this rank; in each, at most `limit` images may be broken."""
     broken, broken_validation = (BrokenImages(len(source), limit) for source in (data.train, data.validation))
     return Loaders(
         task.training_loader(data.train, model, training, broken),

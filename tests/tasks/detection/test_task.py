@@ -74,9 +74,8 @@ def test_perfect_predictions_have_an_average_precision_of_one(tmp_path):
 def test_sizes_to_train_on_end_at_the_one_to_evaluate_on():
     assert DetectionOptions(shorter_side=800, multi_scale_from=480).shorter_sides == tuple(range(480, 801, 32))
     assert DetectionOptions(shorter_side=96, multi_scale_from=50).shorter_sides == (64, 96)
-    assert DetectionOptions(shorter_side=96, longest_side=160).at_size(48) == DetectionOptions(
-        shorter_side=48, longest_side=80
-    )
+    options = DetectionOptions(shorter_side=96, longest_side=160)
+    assert (options.evaluation_sides(), options.evaluation_sides(48)) == ((96, 160), (48, 80))
 
 
 @pytest.mark.parametrize(

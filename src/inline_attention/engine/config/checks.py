@@ -27,7 +27,7 @@ from inline_attention.models.registry import create_model
 from inline_attention.support.settings import shown
 from inline_attention.support.text import did_you_mean
 from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask
-from inline_attention.tasks.detection.evaluation import FIGURES, KINDS_OF_FIGURES
+from inline_attention.tasks.detection.evaluation import metric_names
 from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.pyramid import SHORTEST_SIDE, unfit_reason
 from inline_attention.tasks.segmentation.task import SegmentationTask
@@ -38,7 +38,7 @@ DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
 KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
 METRICS = {
     "classification": tuple(ClassificationTask.metrics),
-    "detection": tuple(f"{kind}_{figure}" for kind in KINDS_OF_FIGURES for figure in FIGURES),
+    "detection": tuple(metric_names(masks=True)),
     "segmentation": tuple(SegmentationTask.metrics),
 }
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")

@@ -1,4 +1,4 @@
-"""Top-1, top-5 and loss of a classifier over a dataset, every sample counted once, over any number of processes."""
+"""Top-1, top-5 and loss of a classifier, over any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from inline_attention.tasks.task import Collectives, MetricTable
 
 @dataclass(frozen=True)
 class ClassificationMetrics:
-    """What an evaluation found.
-
-    Attributes:
-        top1: Percent of samples whose class scored highest.
-        top5: Percent whose class was among the five highest, or fewer where there are fewer classes.
-        loss: Mean cross entropy.
-        count: Samples.
-    """
+    """Accuracy in percent, mean cross entropy, and number of samples; `top5` is of all classes if they are fewer."""
 
     top1: float
     top5: float
@@ -35,7 +28,7 @@ class ClassificationMetrics:
 
     @property
     def tables(self) -> list[MetricTable]:
-        """None: the line says it all."""
+        """No details."""
         return []
 
     def __str__(self) -> str:
@@ -43,7 +36,7 @@ class ClassificationMetrics:
 
 
 class ClassificationEvaluator:
-    """Counts right answers."""
+    """Counts right answers; see `Evaluator`."""
 
     def __init__(self, device: torch.device):
         self._totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -53,7 +46,7 @@ class ClassificationEvaluator:
         self._totals += _count(model(batch.images).float(), batch.targets)
 
     def compute(self, collectives: Collectives) -> ClassificationMetrics:
-        """Add up over processes; see `Evaluator`."""
+        """Compute the metrics over all ranks."""
         top1, top5, loss, count = collectives.sum(self._totals.clone()).tolist()
         if count == 0:
             raise ValueError("there is no sample to evaluate on; check the data's validation split")
@@ -61,10 +54,9 @@ class ClassificationEvaluator:
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Samples right at once, right among five, sum of losses, samples."""
+    """Number of samples right at once and right among five, sum of losses, number of samples."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     hits = best == targets[:, None]
     loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, hits.new_tensor(len(targets), dtype=torch.long)]).to(
-        torch.float64
-    )
+    counts = torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, loss.new_tensor(len(targets))])
+    return counts.to(torch.float64)

@@ -19,7 +19,6 @@ from inline_attention.data.checks import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
 from inline_attention.data.on_device import BatchAugmentation, training_augmentation
-from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
@@ -27,7 +26,7 @@ from inline_attention.models.described import create_described_model
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import setting
 from inline_attention.tasks.classification.evaluation import ClassificationEvaluator
-from inline_attention.tasks.task import DataSection, ModelChoice, Reading, TaskData, UnusableDataError
+from inline_attention.tasks.task import DataSection, ModelChoice, Reading, Task, TaskData, UnusableDataError
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,9 @@ class AugmentationSection:
 
 
 class Objective:
-    """Cross entropy, on mixed images if mixing is on."""
+    """Cross entropy with label smoothing, on mixed images until `off_epoch` (0: always) if there is a `mixup`."""
 
     def __init__(self, *, smoothing: float = 0.0, mixup: SeededMixup | None = None, off_epoch: int = 0):
-        """Choose the loss.
-
-        Args:
-            smoothing: Label smoothing. Mixed labels are smoothed by `mixup`.
-            mixup: Mixing of images; None for none.
-            off_epoch: Epoch from which images are not mixed; 0 for never.
-        """
         self._smoothing, self._mixup, self._off_epoch = smoothing, mixup, off_epoch
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
@@ -99,8 +91,8 @@ class Objective:
         return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
 
-class ClassificationTask:
-    """Image classification. Methods: see `Task`."""
+class ClassificationTask(Task):
+    """Image classification."""
 
     name = "classification"
     metrics: Mapping[str, bool] = {"top1": True, "top5": True, "loss": False}
@@ -129,7 +121,6 @@ class ClassificationTask:
         """
         self._data, self._model, self._augmentation = data, model, augmentation or AugmentationSection()
         self._image_size, self._channels, self._smoothing, self._seed = image_size, channels, smoothing, seed
-        self.start: str | None = None
 
     def open(self) -> TaskData:
         """Open and check both splits."""
@@ -168,7 +159,7 @@ class ClassificationTask:
     def training_loader(
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[Batch]:
-        """Read from files, or from memory."""
+        """Return augmented images, from files or from memory."""
         described, settings = self._image_settings(model), self._augmentation
         size, statistics = described["input_size"][1:], {"mean": described["mean"], "std": described["std"]}
         options: dict[str, Any] = {
@@ -182,21 +173,19 @@ class ClassificationTask:
             **statistics,
         }
         if self._data.in_memory:
-            images = self._decoded(source, described, reading, broken)
+            images = _decoded(source, described, reading, broken)
             return MemoryLoader(
                 images,
-                TrainingBatches(len(images), reading.batch_size, seed=reading.seed, **reading.share),
+                reading.training_batches(len(images)),
                 augmentation=training_augmentation(size, crop_padding=settings.crop_padding, **options),
                 device=reading.device,
                 seed=reading.seed,
             )
-        interpolation = described["interpolation"]
+        options |= {"scale": settings.scale, "ratio": settings.ratio, "interpolation": described["interpolation"]}
         return ImageLoader(
             source,
-            training_transform(
-                size, interpolation=interpolation, scale=settings.scale, ratio=settings.ratio, **options
-            ),
-            TrainingBatches(len(source), reading.batch_size, seed=reading.seed, **reading.share),
+            training_transform(size, **options),
+            reading.training_batches(len(source)),
             normalize=Normalize(**statistics),
             broken=broken,
             replace_broken=True,
@@ -206,11 +195,11 @@ class ClassificationTask:
     def validation_loader(
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[Batch]:
-        """Read from files, or from memory."""
+        """Return resized and cropped images, from files or from memory."""
         described = self._image_settings(model)
         normalize = Normalize(described["mean"], described["std"])
         if self._data.in_memory:
-            images = self._decoded(source, described, reading, broken)
+            images = _decoded(source, described, reading, broken)
             batches = reading.evaluation_batches(len(images))
             return MemoryLoader(images, batches, augmentation=BatchAugmentation([], normalize), device=reading.device)
         return ImageLoader(
@@ -223,11 +212,6 @@ class ClassificationTask:
             **reading.loading,
         )
 
-    def sampling_options(self, batch_size: int) -> dict[str, int]:
-        """Nothing: samples are shuffled whatever the batch size."""
-        del batch_size
-        return {}
-
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
         """Return cross entropy."""
         settings, mixup = self._augmentation, None
@@ -239,7 +223,7 @@ class ClassificationTask:
                 switch_prob=settings.mixup_switch_prob,
                 mode=settings.mixup_mode,
                 label_smoothing=self._smoothing,
-                num_classes=self._num_classes(class_names),
+                num_classes=self._model.num_classes or len(class_names),
             )
             mixup = SeededMixup(mixup, seed=self._seed, rank=rank)
         return Objective(smoothing=self._smoothing, mixup=mixup, off_epoch=settings.mixup_off_epoch)
@@ -267,19 +251,10 @@ class ClassificationTask:
             {"input_size": (self._channels, *size), "crop_pct": self._data.crop_pct}, model=model
         )
 
-    def _num_classes(self, class_names: Sequence[str]) -> int:
-        return self._model.num_classes or len(class_names)
-
     def _model_arguments(self, class_names: Sequence[str]) -> dict[str, Any]:
-        return {"num_classes": self._num_classes(class_names), **self._model.arguments}
+        return {"num_classes": self._model.num_classes or len(class_names), **self._model.arguments}
 
-    def _decoded(
-        self, source: ImageSource, described: Mapping[str, Any], reading: Reading, broken: BrokenImages
-    ) -> MemoryImages:
-        return decode_to_memory(
-            source,
-            described["input_size"][1:],
-            broken=broken,
-            workers=reading.workers,
-            interpolation=described["interpolation"],
-        )
+
+def _decoded(source: ImageSource, described: Mapping[str, Any], reading: Reading, broken: BrokenImages) -> MemoryImages:
+    size, interpolation = described["input_size"][1:], described["interpolation"]
+    return decode_to_memory(source, size, broken=broken, workers=reading.workers, interpolation=interpolation)

@@ -14,17 +14,29 @@ import numpy as np
 import torch
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.ops import box_convert
 
 from inline_attention.data.coco.annotations import CocoAnnotations
 from inline_attention.data.coco.masks import mask_library
 from inline_attention.tasks.task import MetricTable
 
 MASK_THRESHOLD = 0.5
-KINDS = {"boxes": "bbox", "masks": "segm"}  # our name of each kind of precision, and the protocol's
-KINDS_OF_FIGURES = ("box", "mask")
-FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
-COLUMNS = ("AP", "AP50", "AP75", "small", "medium", "large")  # what tables call them
+KINDS = {"boxes": ("box", "bbox"), "masks": ("mask", "segm")}  # prefix of the metrics, and the protocol's name
+# Our names of the metrics, their columns in tables, and the protocol's names.
+FIGURES = {
+    "ap": ("AP", "AP_all"),
+    "ap50": ("AP50", "AP_50"),
+    "ap75": ("AP75", "AP_75"),
+    "ap_small": ("small", "AP_small"),
+    "ap_medium": ("medium", "AP_medium"),
+    "ap_large": ("large", "AP_large"),
+}
 Predictions = dict[int, list[dict[str, Any]]]  # COCO results of each image by its id
+
+
+def metric_names(*, masks: bool) -> list[str]:
+    """Return the names of the metrics: box_ap, box_ap50, … and mask_ap, …"""
+    return [f"{kind}_{name}" for kind in (("box", "mask") if masks else ("box",)) for name in FIGURES]
 
 
 @dataclass(frozen=True)
@@ -65,21 +77,20 @@ class DetectionMetrics:
 
     @property
     def figures(self) -> dict[str, float]:
-        """In percent, as tables have them: box_ap, box_ap50, … and mask_ap, …"""
+        """Metrics in percent, by `metric_names`."""
         return {
-            f"{kind}_{name}": 100 * getattr(precision, name)
-            for kind, precision in zip(KINDS_OF_FIGURES, (self.boxes, self.masks), strict=True)
-            if precision is not None
+            f"{KINDS[kind][0]}_{name}": 100 * getattr(precision, name)
+            for kind, precision in self._measured.items()
             for name in FIGURES
         }
 
     @property
     def tables(self) -> list[MetricTable]:
         """Precision by overlap and size, and of each category."""
-        measured = {"boxes": self.boxes} | ({} if self.masks is None else {"masks": self.masks})
+        measured = self._measured
         return [
             {
-                kind: {column: 100 * getattr(precision, name) for column, name in zip(COLUMNS, FIGURES, strict=True)}
+                kind: {column: 100 * getattr(precision, name) for name, (column, _) in FIGURES.items()}
                 for kind, precision in measured.items()
             },
             {
@@ -89,8 +100,11 @@ class DetectionMetrics:
         ]
 
     def __str__(self) -> str:
-        masks = "" if self.masks is None else f"; masks: {self.masks}"
-        return f"boxes: {self.boxes}{masks}; {self.count} images"
+        return "; ".join([*(f"{kind}: {found}" for kind, found in self._measured.items()), f"{self.count} images"])
+
+    @property
+    def _measured(self) -> dict[str, AveragePrecision]:
+        return {"boxes": self.boxes} | ({} if self.masks is None else {"masks": self.masks})
 
 
 class DetectionEvaluator:
@@ -131,7 +145,7 @@ class DetectionEvaluator:
                 and only run lengths are kept, so that an iterator needs memory for one of them.
 
         Raises:
-            ValueError: If an image is unknown, a label too, or masks are of another size than their image.
+            ValueError: If an image or a label is unknown, or masks are of another size than their image.
         """
         if masks is None:
             masks = [output["masks"] if self._masks else () for output in outputs]
@@ -154,49 +168,40 @@ class DetectionEvaluator:
         found = dict(sorted((image_id, results) for share in shares for image_id, results in share.items()))
         if not found:
             raise ValueError("there is no image to evaluate on; check the data's validation split")
+        truth = self._annotations.to_json()
+        truth["images"] = [image for image in truth["images"] if image["id"] in found]
+        truth["annotations"] = [item for item in truth["annotations"] if item["image_id"] in found]
+        for number, item in enumerate(truth["annotations"], start=1):
+            item["id"] = number  # the protocol takes an object with the id 0 for one that was not found
         results = [result for of_image in found.values() for result in of_image]
-        truth = self._truth(set(found))
-        boxes = [{key: value for key, value in result.items() if key != "segmentation"} for result in results]
+        boxes = _measure(truth, results, "boxes", without="segmentation")
         # Without boxes: with them, the protocol would take areas of boxes for those of masks.
-        masks = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
-        return DetectionMetrics(
-            _measure(truth, boxes, "boxes"), _measure(truth, masks, "masks") if self._masks else None, len(found)
-        )
+        masks = _measure(truth, results, "masks", without="bbox") if self._masks else None
+        return DetectionMetrics(boxes, masks, len(found))
 
     def _results(self, image_id: int, output: Mapping[str, Tensor], masks: Iterable[Tensor]) -> list[dict[str, Any]]:
-        boxes = output["boxes"].detach().double().cpu()
-        corners = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1).tolist()
+        boxes = box_convert(output["boxes"].detach().double().cpu(), "xyxy", "xywh").tolist()
         labels, scores = output["labels"].tolist(), output["scores"].double().tolist()
-        unknown = [label for label in labels if label not in self._categories]
-        if unknown:
+        if unknown := [label for label in labels if label not in self._categories]:
             raise ValueError(
                 f"labels must be 1 to {len(self._categories)}, got {unknown[0]}; has the model as many classes?"
             )
         results = [
             {"image_id": image_id, "category_id": self._categories[label], "bbox": box, "score": score}
-            for label, box, score in zip(labels, corners, scores, strict=True)
+            for label, box, score in zip(labels, boxes, scores, strict=True)
         ]
         if self._masks:
             for result, mask in zip(results, masks, strict=True):
-                result["segmentation"] = self._encoded(image_id, mask)
+                result["segmentation"] = _encoded(mask, self._sizes[image_id])
         return results
 
-    def _encoded(self, image_id: int, mask: Tensor) -> dict[str, Any]:
-        if mask.shape[-2:] != self._sizes[image_id]:
-            raise ValueError(
-                f"masks must be of the size of the original image, {self._sizes[image_id]}, got {tuple(mask.shape)}"
-            )
-        # Binary on the device, where it is quick; columns first, as run lengths go.
-        binary = (mask.reshape(mask.shape[-2:]) > MASK_THRESHOLD).to(torch.uint8).cpu().numpy()
-        return mask_library().encode(np.asfortranarray(binary))
 
-    def _truth(self, image_ids: set[int]) -> dict[str, Any]:
-        truth = self._annotations.to_json()
-        truth["images"] = [image for image in truth["images"] if image["id"] in image_ids]
-        truth["annotations"] = [item for item in truth["annotations"] if item["image_id"] in image_ids]
-        for number, item in enumerate(truth["annotations"], start=1):
-            item["id"] = number  # the protocol takes an object with the id 0 for one that was not found
-        return truth
+def _encoded(mask: Tensor, size: tuple[int, int]) -> dict[str, Any]:
+    if mask.shape[-2:] != size:
+        raise ValueError(f"masks must be of the size of the original image, {size}, got {tuple(mask.shape)}")
+    # Binary on the device, where it is quick; columns first, as run lengths go.
+    binary = (mask.reshape(size) > MASK_THRESHOLD).to(torch.uint8).cpu().numpy()
+    return mask_library().encode(np.asfortranarray(binary))
 
 
 def _protocol() -> Any:
@@ -210,34 +215,24 @@ def _protocol() -> Any:
     return faster_coco_eval
 
 
-def _measure(truth: dict[str, Any], results: list[dict[str, Any]], kind: str) -> AveragePrecision:
+def _measure(truth: dict[str, Any], results: list[dict[str, Any]], kind: str, without: str) -> AveragePrecision:
     library = _protocol()
     expected = library.COCO(truth, use_deepcopy=True)
-    evaluation = library.COCOeval_faster(expected, expected.loadRes(results), KINDS[kind], print_function=_silent)
+    found = expected.loadRes([{key: value for key, value in result.items() if key != without} for result in results])
+    evaluation = library.COCOeval_faster(expected, found, KINDS[kind][1], print_function=lambda *_: None)
     evaluation.run()
-    figures = {name: _nan_if_absent(value) for name, value in evaluation.stats_as_dict.items()}
+    stats = {name: math.nan if value < 0 else value for name, value in evaluation.stats_as_dict.items()}  # -1: nothing
     # Overlap, recall, category, range of areas (0: all), number of objects (last: 100).
     precision = evaluation.eval["precision"][:, :, :, 0, -1]
     names = {category["id"]: category["name"] for category in truth["categories"]}
-    by_category = {
-        names[category_id]: _mean_of_present(precision[:, :, place])
-        for place, category_id in enumerate(evaluation.params.catIds)
-    }
     return AveragePrecision(
-        figures["AP_all"],
-        figures["AP_50"],
-        figures["AP_75"],
-        figures["AP_small"],
-        figures["AP_medium"],
-        figures["AP_large"],
-        figures["AR_third"],
-        by_category,
+        **{name: stats[label] for name, (_, label) in FIGURES.items()},
+        recall=stats["AR_third"],
+        by_category={
+            names[category_id]: _mean_of_present(precision[:, :, place])
+            for place, category_id in enumerate(evaluation.params.catIds)
+        },
     )
-
-
-def _nan_if_absent(value: float) -> float:
-    """The protocol writes -1 where there is nothing to find, which looks like a figure."""
-    return math.nan if value < 0 else float(value)
 
 
 def _mean_of_present(precision: np.ndarray) -> float:
@@ -245,43 +240,21 @@ def _mean_of_present(precision: np.ndarray) -> float:
     return float(present.mean()) if present.size else math.nan
 
 
-def _silent(*_message: Any) -> None:
-    pass
-
-
 def at_original_size(
     found: Mapping[str, Tensor], size: tuple[int, int], original: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """Boxes enlarged or reduced; all else as it is, masks too, which are relative to their box.
-
-    Args:
-        found: Detections of one image.
-        size: (height, width) of the image it was given.
-        original: (height, width) of the original.
-    """
-    (height, width), (original_height, original_width) = size, original
-    x, y = original_width / width, original_height / height
+    """Scale the boxes of an image from its (height, width) to the original one; masks are relative to their box."""
+    x, y = original[1] / size[1], original[0] / size[0]
     return {**found, "boxes": found["boxes"].float() * found["boxes"].new_tensor([x, y, x, y])}
 
 
 def whole_mask(probabilities: Tensor, box: Tensor, size: tuple[int, int]) -> Tensor:
-    """The mask of one object in its image.
-
-    Of one, as a hundred of a large photograph would take gigabytes.
-
-    Args:
-        probabilities: `[1, M, M]`, as a detector gives it.
-        box: `[4]` in pixels of the image.
-        size: (height, width) of the image.
-
-    Returns:
-        `[H, W]` bool.
-    """
+    """Return the mask `[H, W]` bool of one object, whose probabilities `[1, M, M]` cover its box `[4]` in pixels."""
     pasted = paste_masks_in_image(probabilities[None].float(), box[None].float(), size)
     return pasted[0, 0] > MASK_THRESHOLD
 
 
 def whole_masks(found: Mapping[str, Tensor], size: tuple[int, int]) -> Iterator[Tensor]:
-    """`whole_mask` of each object that was found, made when it is asked for."""
+    """Yield the mask of each object; a hundred at once would take gigabytes in a large photograph."""
     for probabilities, box in zip(found["masks"], found["boxes"], strict=True):
         yield whole_mask(probabilities, box, size)

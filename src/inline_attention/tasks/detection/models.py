@@ -1,19 +1,17 @@
 """Detectors: RetinaNet and Mask R-CNN with torchvision's heads over the backbones of the zoo.
 
-torchvision's own `forward` hands a backbone nothing but padded tensors. Ours also hands it the sizes of the images, so
-that attention over the whole map stops at their edges; what is left to do for torchvision is everything after it. What
-it would guess from the first images it sees, or round, is said: strides are those of the pyramid, and whatever becomes
-a coordinate is float32, also where convolutions are not. What is found in an image does not depend on others beside it
-in the batch: no anchor in its padding counts, no convolution reads it, and no box at its edge is blended with it.
+torchvision's `forward` gives a backbone only padded tensors. Ours also gives it the sizes of the images, so that the
+result for an image does not depend on the batch: attention, convolutions and box pooling do not read the padding, and
+anchors in it do not count. Strides are those of the pyramid, and coordinates are float32 even if convolutions are not.
 
 Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,12 +30,12 @@ from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import (
     SHORTEST_SIDE,
     STRIDES,
+    DenseModel,
     FeaturePyramid,
     PaddedImages,
     PyramidBackbone,
     edges_extended,
     filled,
-    names_without_decay,
     pad_images,
 )
 
@@ -48,8 +46,7 @@ LEVELS = 5
 SCALE_STEP = 32  # pixels between the shorter sides of multi-scale training
 LARGEST_SIDE = 2**13  # a file may ask for it; 65,536² pixels take 50 GB
 IMPOSSIBLE = torch.finfo(torch.float32).tiny  # no proposal is of a lower probability; those in the padding have none
-Losses = dict[str, Tensor]
-Detections = list[dict[str, Tensor]]
+Targets = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,14 @@ class DetectionOptions:
             return (self.shorter_side,)
         return tuple(range(self.shorter_side, self.multi_scale_from - 1, -SCALE_STEP))[::-1]
 
-    def at_size(self, shorter_side: int) -> DetectionOptions:
-        """Return the options for another image size, with the same limit of the aspect ratio."""
-        longest_side = max(shorter_side, self.longest_side * shorter_side // self.shorter_side)
-        return replace(self, shorter_side=shorter_side, longest_side=longest_side)
+    def evaluation_sides(self, shorter_side: int | None = None) -> tuple[int, int]:
+        """Return the shorter image side of evaluation and the limit of the longer one, in pixels."""
+        if shorter_side is None:
+            return self.shorter_side, self.longest_side
+        return shorter_side, max(shorter_side, self.longest_side * shorter_side // self.shorter_side)
 
 
-class Detector(nn.Module, ABC):
+class Detector(DenseModel):
     """What both detectors share: images in, features of their pyramid to the heads, losses or objects out.
 
     Attributes:
@@ -96,16 +94,18 @@ class Detector(nn.Module, ABC):
     """
 
     strides: tuple[int, ...]
-    backbone: PyramidBackbone
-    pyramid: FeaturePyramid
+
+    def __init__(self, backbone: PyramidBackbone, width: int, extra: Literal["pooled", "convolved"]):
+        super().__init__(backbone)
+        self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra)
 
     @property
     def level_strides(self) -> tuple[int, ...]:
-        """Of the levels that the heads look at, the finest first."""
+        """Strides of the pyramid's levels, the finest first."""
         return tuple(self.strides[0] * 2**level for level in range(LEVELS))
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
-        """Losses in training, objects otherwise.
+        """Return losses in training, objects otherwise.
 
         Args:
             images: `[3, H, W]` each, normalized, of any sizes.
@@ -119,32 +119,19 @@ class Detector(nn.Module, ABC):
         if self.training and targets is None:
             raise ValueError("training needs targets: boxes, labels and masks of each image; or call eval() first")
         padded = pad_images(images)
-        features = self.features(padded)
-        return self._detect(padded, features, None if targets is None else [dict(target) for target in targets])
+        return self._detect(padded, self.features(padded), [dict(target) for target in targets or ()])
 
     def features(self, images: PaddedImages) -> list[Tensor]:
-        """The levels that the heads look at, the finest first."""
-        # In the layout that pooling of boxes takes: it would copy each level of the pyramid, which are wider, twice.
-        stages = [stage.contiguous() for stage in self.backbone(images)]
-        return self.pyramid(stages, images)
+        """Return the pyramid's levels, the finest first."""
+        # Contiguous, as box pooling needs them: it would copy each level of the pyramid, which are wider, twice.
+        return self.pyramid([stage.contiguous() for stage in self.backbone(images)], images)
 
     @abstractmethod
-    def _detect(
-        self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
-    ) -> Losses | Detections:
-        """What `forward` returns, from the features."""
+    def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any: ...
 
     def _outside(self, images: PaddedImages) -> list[Tensor | None]:
-        """Of each level, where a token belongs to no image; in training, as everywhere, heads see a little of that."""
+        """For each level, where a token belongs to no image; in training, heads see a little of the padding."""
         return [None if self.training else images.outside(stride) for stride in self.level_strides]
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that an optimizer should not decay: those of the backbone."""
-        return names_without_decay(self)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trade time for memory in training: recompute each block of the backbone in the backward pass."""
-        self.backbone.model.set_grad_checkpointing(enable)
 
 
 class MaskRCNNDetector(Detector):
@@ -152,25 +139,10 @@ class MaskRCNNDetector(Detector):
 
     strides = STRIDES
 
-    def __init__(
-        self,
-        backbone: PyramidBackbone,
-        num_classes: int,
-        options: DetectionOptions,
-    ):
-        """Build the heads with random weights.
-
-        Args:
-            backbone: Backbone with features of `strides`.
-            num_classes: Number of classes, without the background.
-            options: Width, anchors and number of proposals.
-        """
-        super().__init__()
-        smallest_anchor, width = options.smallest_anchor, options.width
-        anchors = _Anchors(tuple((smallest_anchor * 2**level,) for level in range(LEVELS)), self.level_strides)
-        self.backbone = backbone
-        self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="pooled")
-        described = BOX_FEATURES * width  # numbers that describe a box
+    def __init__(self, backbone: PyramidBackbone, num_classes: int, options: DetectionOptions):
+        super().__init__(backbone, options.width, "pooled")
+        width, described = options.width, BOX_FEATURES * options.width  # channels, and numbers that describe a box
+        anchors = _Anchors([(options.smallest_anchor * 2**level,) for level in range(LEVELS)], self.level_strides)
         self.heads = MaskRCNN(
             _Channels(width),
             rpn_anchor_generator=anchors,
@@ -179,24 +151,20 @@ class MaskRCNNDetector(Detector):
             box_roi_pool=_Pool(BOX_SIDE),
             box_batch_size_per_image=options.sampled_boxes,
             box_head=TwoMLPHead(width * BOX_SIDE**2, described),
-            box_predictor=_BoxPredictor(described, num_classes + 1),
+            box_predictor=_BoxPredictor(described, num_classes + 1),  # with the background
             mask_roi_pool=_Pool(MASK_SIDE),
             mask_head=MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
             mask_predictor=_MaskPredictor(width, width, num_classes + 1),
         )
 
-    def _detect(
-        self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
-    ) -> Losses | Detections:
+    def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any:
         if self.training:
-            listed, named = ImageList(images.canvas, images.sizes), _named(features)
-            proposals, proposal_losses = self.heads.rpn(listed, named, targets)
-            _, losses = self.heads.roi_heads(named, proposals, images.sizes, targets)
-            return losses | proposal_losses
+            named = _named(features)
+            proposals, losses = self.heads.rpn(ImageList(images.canvas, images.sizes), named, targets)
+            return self.heads.roi_heads(named, proposals, images.sizes, targets)[1] | losses
         proposals = self._propose(images, features)
         levels = [edges_extended(level, images, stride) for level, stride in zip(features, STRIDES, strict=False)]
-        detections, _ = self.heads.roi_heads(_named(levels), proposals, images.sizes)
-        return detections
+        return self.heads.roi_heads(_named(levels), proposals, images.sizes)[0]
 
     def _propose(self, images: PaddedImages, features: list[Tensor]) -> list[Tensor]:
         """Boxes `[n, 4]` of each image that may hold an object."""
@@ -217,31 +185,19 @@ class RetinaNetDetector(Detector):
 
     strides = STRIDES[1:]
 
-    def __init__(
-        self,
-        backbone: PyramidBackbone,
-        num_classes: int,
-        options: DetectionOptions,
-    ):
-        """Build the heads with random weights. Arguments: see `MaskRCNNDetector`."""
-        super().__init__()
-        smallest_anchor, width = options.smallest_anchor, options.width
-        sizes = [smallest_anchor * 2**level for level in range(LEVELS)]
+    def __init__(self, backbone: PyramidBackbone, num_classes: int, options: DetectionOptions):
+        super().__init__(backbone, options.width, "convolved")
+        sizes = [options.smallest_anchor * 2**level for level in range(LEVELS)]
         anchors = _Anchors(
-            tuple((size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes), self.level_strides
+            [(size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes], self.level_strides
         )
-        self.backbone = backbone
-        self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra="convolved")
         # Every class has a score of its own: there is no background to count among them.
-        self.heads = RetinaNet(_Channels(width), num_classes, anchor_generator=anchors, detections_per_img=100)
+        self.heads = RetinaNet(_Channels(options.width), num_classes, anchor_generator=anchors, detections_per_img=100)
 
-    def _detect(
-        self, images: PaddedImages, features: list[Tensor], targets: list[dict[str, Tensor]] | None
-    ) -> Losses | Detections:
+    def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any:
         outputs = self._score(images, features)
         anchors = self.heads.anchor_generator(ImageList(images.canvas, images.sizes), features)
         if self.training:
-            assert targets is not None
             return self.heads.compute_loss([t | {"labels": t["labels"] - 1} for t in targets], outputs, anchors)
         counts = [feature.shape[-2] * feature.shape[-1] for feature in features]
         per_place = outputs["cls_logits"].shape[1] // sum(counts)
@@ -254,7 +210,7 @@ class RetinaNetDetector(Detector):
         return [found | {"labels": found["labels"] + 1} for found in detections]
 
     def _score(self, images: PaddedImages, features: list[Tensor]) -> dict[str, Tensor]:
-        """For each anchor, level by level, scores of the classes and shifts of the box."""
+        """Scores of the classes and shifts of the box for each anchor, level by level."""
         scoring, shifting = self.heads.head.classification_head, self.heads.head.regression_head
         scores, shifts = [], []
         for level, outside in zip(features, self._outside(images), strict=True):
@@ -268,13 +224,7 @@ class RetinaNetDetector(Detector):
 def build_detector(
     options: DetectionOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
 ) -> Detector:
-    """Build a detector with random weights.
-
-    Args:
-        options: Kind and sizes.
-        backbone: Name of a model with a pyramid.
-        arguments: Arguments of that model.
-        num_classes: Number of classes, without the background.
+    """Build a detector with random weights around the model of that name and arguments.
 
     Raises:
         ValueError: If the model cannot be a backbone.
@@ -284,7 +234,7 @@ def build_detector(
 
 
 class _Channels(nn.Module):
-    """Stands in for the backbone that torchvision's constructors ask for the number of its channels."""
+    """In place of a backbone: torchvision's constructors only read the number of its channels."""
 
     def __init__(self, out_channels: int):
         super().__init__()
@@ -294,12 +244,12 @@ class _Channels(nn.Module):
 class _Anchors(AnchorGenerator):
     """Anchors in float32 at the places of a pyramid with known strides.
 
-    torchvision divides the canvas by the grid, which moves those of levels that do not divide it, and takes the dtype
-    of the features: in bfloat16 a place near 1000 pixels is off by up to 2.
+    torchvision divides the canvas by the grid to get strides, which is inexact, and takes the dtype of the features: in
+    bfloat16 a place near 1000 pixels is off by up to 2.
     """
 
-    def __init__(self, sizes: tuple[tuple[int, ...], ...], strides: Sequence[int]):
-        super().__init__(sizes, (ASPECT_RATIOS,) * len(sizes))
+    def __init__(self, sizes: Sequence[tuple[int, ...]], strides: Sequence[int]):
+        super().__init__(tuple(sizes), (ASPECT_RATIOS,) * len(sizes))
         self.strides = tuple(strides)
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
@@ -311,10 +261,10 @@ class _Anchors(AnchorGenerator):
 
 
 class _Pool(MultiScaleRoIAlign):
-    """Boxes cut out of the levels of `STRIDES`, which torchvision would conclude on from the first image it sees.
+    """RoIAlign over the levels of `STRIDES`, which torchvision would guess from the first image it sees.
 
-    Boxes thinner than a token, of which torchvision takes a whole one, are moved away from the lower and right edge, so
-    that it lies in the image: what comes after depends on the batch.
+    RoIAlign enlarges boxes smaller than one token. They are shifted away from the lower and right edge, so that the
+    token stays inside the image and nothing of the padding is read.
     """
 
     def __init__(self, side: int):

@@ -1,16 +1,15 @@
-"""Detection as the engine trains it: RetinaNet and Mask R-CNN on data of COCO's format."""
+"""The detection task: RetinaNet and Mask R-CNN on data of COCO's format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
 import torch
 from torch import nn
 
-from inline_attention.data.batch import Target, UnequalBatch
-from inline_attention.data.broken import BrokenImages
+from inline_attention.data.batch import UnequalBatch
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
     find_annotation_file,
@@ -18,43 +17,22 @@ from inline_attention.data.coco.annotations import (
     read_annotations,
 )
 from inline_attention.data.coco.checks import check_annotations
-from inline_attention.data.coco.opening import open_and_check_coco
+from inline_attention.data.coco.opening import OpenedCoco, open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
-from inline_attention.data.dense import (
-    CocoSamples,
-    detection_evaluation_transform,
-    detection_training_transform,
-)
+from inline_attention.data.dense import CocoSamples, detection_evaluation_transform, detection_training_transform
 from inline_attention.data.listed_files import ListedFiles
-from inline_attention.data.loading import Loader, SampleLoader
 from inline_attention.data.sampling import AspectRatioBatches
 from inline_attention.data.sources import DataError
-from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
-from inline_attention.tasks.dense import (
-    SumOfLosses,
-    check_size,
-    initialize_from,
-    normalization,
-    notes_of,
-    read_task_metadata,
-    task_metadata,
-    unusable,
-)
+from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
 from inline_attention.tasks.detection.evaluation import (
-    FIGURES,
-    KINDS_OF_FIGURES,
     DetectionEvaluator,
     DetectionMetrics,
     at_original_size,
+    metric_names,
     whole_masks,
 )
-from inline_attention.tasks.detection.models import (
-    DetectionOptions,
-    Detector,
-    build_detector,
-)
-from inline_attention.tasks.task import Collectives, DataSection, ModelChoice, Reading, TaskData
+from inline_attention.tasks.detection.models import DetectionOptions, build_detector
+from inline_attention.tasks.task import Collectives, DataSection, ModelChoice, Reading
 
 
 @dataclass(frozen=True)
@@ -68,173 +46,70 @@ class ValidationImages:
         return len(self.source)
 
 
-class DetectionTask:
-    """Finding objects; see `Task` for the methods."""
+class DetectionTask(DenseTask[DetectionOptions]):
+    """Object detection."""
 
     name = "detection"
+    options_type = DetectionOptions
+    build = staticmethod(build_detector)
 
     def __init__(
         self, data: DataSection, model: ModelChoice, options: DetectionOptions | None = None, *, flip: float = 0.5
     ):
-        """Choose data and model.
-
-        Args:
-            data: A folder in COCO's format.
-            model: The backbone. Its initial weights are a classifier's or a detector's.
-            options: The detector around it.
-            flip: Probability of a horizontal flip in training.
-        """
-        self._data, self._model, self.options, self._flip = data, model, options or DetectionOptions(), flip
-        self.start: str | None = None
-        kinds = KINDS_OF_FIGURES if self.options.finds_masks else KINDS_OF_FIGURES[:1]
-        self.metrics: Mapping[str, bool] = {f"{kind}_{figure}": True for kind in kinds for figure in FIGURES}
-
-    @classmethod
-    def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
-        """Return the task that a file of weights was trained for, and its class names.
-
-        Raises:
-            CheckpointError: If it was trained for another, or describes an impossible one.
-        """
-        described = read_task_metadata(file, cls.name, DetectionOptions)
-        task = cls(data, described.backbone, described.options, flip=described.flip)
-        check_size(file, lambda: task.build_model(described.class_names))
-        return task, described.class_names
-
-    def open(self) -> TaskData:
-        """Open and check both splits."""
-        choice = self._data
-        opened = open_and_check_coco(
-            choice.dir or "",
-            train_split=choice.train_split,
-            validation_split=choice.val_split,
-            masks=self.options.finds_masks,
-            num_classes=self._model.num_classes,
-            repair=choice.repair,
-            allow_outside=choice.allow_outside_files,
-        )
-        annotations = opened.validation_annotations
-        if opened.problems or opened.train is None or opened.validation is None or annotations is None:
-            raise unusable(opened.problems, opened.reports)
-        validation = ValidationImages(opened.validation, annotations)
-        return TaskData(opened.train, validation, notes_of(opened.reports))
+        """Choose data and model. Arguments: see `DenseTask`."""
+        super().__init__(data, model, options, flip=flip)
+        self.metrics = dict.fromkeys(metric_names(masks=self.options.finds_masks), True)
 
     def open_validation(self, class_names: Sequence[str]) -> tuple[ValidationImages, tuple[str, ...]]:
-        """Open and check the validation split alone, which must have the classes of a model.
-
-        Returns:
-            The images, and what was repaired.
-
-        Raises:
-            DataError: If it cannot be used.
-        """
-        choice, masks = self._data, self.options.finds_masks
-        folder, split = choice.dir or "", choice.val_split
-        read = read_annotations(find_annotation_file(folder, split))
-        images = ListedFiles(
-            find_image_folder(folder, read, split, allow_outside=choice.allow_outside_files),
-            folder,
-            allow_outside=choice.allow_outside_files,
+        """Open and check the validation split alone."""
+        choice, folder = self._data, self._data.dir or ""
+        outside = choice.allow_outside_files
+        read = read_annotations(find_annotation_file(folder, choice.val_split))
+        image_folder = find_image_folder(folder, read, choice.val_split, allow_outside=outside)
+        images = ListedFiles(image_folder, folder, allow_outside=outside)
+        checked = check_annotations(
+            read, images, masks=self.options.finds_masks, every_category=False, repair=choice.repair
         )
-        checked = check_annotations(read, images, masks=masks, every_category=False, repair=choice.repair)
         if checked.report.problems:
             raise DataError("\n".join(checked.report.problems))
-        found = checked.annotations.class_names
-        if list(found) != list(class_names):
-            theirs, known = show_difference(found, class_names)
-            raise DataError(
-                f"{read.location} has the categories {theirs}, the model knows {known}; they must be the same"
-            )
-        validation = ValidationImages(CocoSource(checked.annotations, images, masks=False), checked.annotations)
-        return validation, notes_of([checked.report])
-
-    def build_model(self, class_names: Sequence[str]) -> Detector:
-        """Build the detector around its backbone."""
-        model = build_detector(self.options, self._model.name, self._model.arguments, len(class_names))
-        if self._model.initial_checkpoint is not None:
-            file = open_checkpoint(self._model.initial_checkpoint)
-            self.start = initialize_from(model, model.backbone, file, self.name)
-        if self._model.grad_checkpointing:
-            model.set_grad_checkpointing()
-        return model
-
-    def training_loader(
-        self, source: CocoSource, model: nn.Module, reading: Reading, broken: BrokenImages
-    ) -> Loader[UnequalBatch]:
-        """Batches of pictures alike in shape."""
-        assert isinstance(model, Detector)
-        options = self.options
-        transform = detection_training_transform(options.shorter_sides, options.longest_side, self._flip)
-        return SampleLoader(
-            CocoSamples(source, transform),
-            AspectRatioBatches(
-                source.sizes,
-                reading.batch_size,
-                seed=reading.seed,
-                rank=reading.rank,
-                world_size=reading.world_size,
-            ),
-            normalize=normalization(model.backbone),
-            broken=broken,
-            replace_broken=True,
-            **reading.loading,
-        )
-
-    def validation_loader(
-        self, source: ValidationImages, model: nn.Module, reading: Reading, broken: BrokenImages
-    ) -> Loader[UnequalBatch]:
-        """All pictures in order."""
-        assert isinstance(model, Detector)
-        return SampleLoader(
-            CocoSamples(
-                source.source.without_masks(),
-                detection_evaluation_transform(self.options.shorter_side, self.options.longest_side),
-            ),
-            reading.evaluation_batches(len(source)),
-            normalize=normalization(model.backbone),
-            broken=broken,
-            replace_broken=False,
-            **reading.loading,
-        )
+        check_same_classes(read.location, "categories", checked.annotations.class_names, class_names)
+        source = CocoSource(checked.annotations, images, masks=False)
+        return ValidationImages(source, checked.annotations), notes_of([checked.report])
 
     def sampling_options(self, batch_size: int) -> dict[str, int]:
         """A batch has images of one orientation, so its size decides which images it gets."""
         return {"images per batch": batch_size}
 
-    def objective(self, class_names: Sequence[str], rank: int) -> SumOfLosses:
-        """The sum of the detector's losses."""
-        del class_names, rank
-        return SumOfLosses(_for_losses)
-
     def evaluator(self, source: ValidationImages, device: torch.device) -> _Evaluator:
-        """Average precision by COCO's protocol."""
+        """Return an evaluator of average precision by COCO's protocol."""
         del device
         return _Evaluator(DetectionEvaluator(source.annotations, masks=self.options.finds_masks))
 
-    def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
-        """Return all that is needed to build the detector again."""
-        return task_metadata(self.name, self._model, self.options, class_names, flip=self._flip)
+    def _open(self, folder: str, **options: Any) -> OpenedCoco:
+        return open_and_check_coco(folder, masks=self.options.finds_masks, **options)
 
+    def _validation(self, opened: OpenedCoco) -> ValidationImages:
+        assert opened.validation is not None
+        assert opened.validation_annotations is not None
+        return ValidationImages(opened.validation, opened.validation_annotations)
 
-def _for_losses(target: Target) -> Target:
-    """What losses look at."""
-    return {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
+    def _training_samples(self, source: CocoSource) -> CocoSamples:
+        options = self.options
+        return CocoSamples(
+            source, detection_training_transform(options.shorter_sides, options.longest_side, self._flip)
+        )
 
+    def _training_batches(self, source: CocoSource, reading: Reading) -> AspectRatioBatches:
+        rank, world_size = reading.rank, reading.world_size
+        return AspectRatioBatches(source.sizes, reading.batch_size, seed=reading.seed, rank=rank, world_size=world_size)
 
-def load_detector(file: Checkpoint) -> tuple[Detector, DetectionOptions, list[str]]:
-    """The detector of a file of weights, its options and the names of its classes, that of label 1 first.
-
-    Raises:
-        CheckpointError: If the file is not a detector's, or does not fit.
-    """
-    task, class_names = DetectionTask.of_checkpoint(file, DataSection("coco"))
-    model = task.build_model(class_names)
-    load_checkpoint(model, file)
-    return model, task.options, class_names
+    def _validation_samples(self, source: ValidationImages) -> CocoSamples:
+        sides = self.options.evaluation_sides(self.evaluation_side)
+        return CocoSamples(source.source.without_masks(), detection_evaluation_transform(*sides))
 
 
 class _Evaluator:
-    """Runs a detector, and brings what it finds to the size of the originals."""
+    """Runs a detector, and evaluates its detections at the size of the original images."""
 
     def __init__(self, protocol: DetectionEvaluator):
         self._protocol = protocol
@@ -242,9 +117,8 @@ class _Evaluator:
     def add(self, model: nn.Module, batch: UnequalBatch) -> None:
         for image, target, found in zip(batch.images, batch.targets, model(batch.images), strict=True):
             height, width = target["size"].tolist()
-            original = (height, width)
-            moved = at_original_size(found, (image.shape[-2], image.shape[-1]), original)
-            masks = [whole_masks(moved, original)] if "masks" in moved else None
+            moved = at_original_size(found, (image.shape[-2], image.shape[-1]), (height, width))
+            masks = [whole_masks(moved, (height, width))] if "masks" in moved else None
             self._protocol.add([int(target["image_id"])], [moved], masks)
 
     def compute(self, collectives: Collectives) -> DetectionMetrics:

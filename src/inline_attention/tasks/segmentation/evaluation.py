@@ -1,4 +1,4 @@
-"""How well classes of pixels are found: IoU and accuracy of each class, over any number of processes.
+"""IoU and accuracy of each class of pixels, over any number of ranks.
 
 Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
 """
@@ -17,7 +17,7 @@ from inline_attention.tasks.task import MetricTable
 
 @dataclass(frozen=True)
 class SegmentationMetrics:
-    """What an evaluation found, from 0 to 1; NaN for classes of which there is nothing to measure.
+    """Metrics from 0 to 1; NaN for classes without pixels.
 
     Attributes:
         mean_iou: Mean of `iou` over the classes that occur in truth or prediction.
@@ -37,12 +37,8 @@ class SegmentationMetrics:
 
     @property
     def figures(self) -> dict[str, float]:
-        """In percent, as tables have them: miou, macc and aacc."""
-        return {
-            "miou": 100 * self.mean_iou,
-            "macc": 100 * self.mean_accuracy,
-            "aacc": 100 * self.pixel_accuracy,
-        }
+        """Metrics in percent."""
+        return {"miou": 100 * self.mean_iou, "macc": 100 * self.mean_accuracy, "aacc": 100 * self.pixel_accuracy}
 
     @property
     def tables(self) -> list[MetricTable]:
@@ -55,10 +51,7 @@ class SegmentationMetrics:
 
 
 class SegmentationEvaluator:
-    """Counts the confusion matrix over all pixels.
-
-    Each rank adds its images, and all call `compute`.
-    """
+    """Counts the confusion matrix over all pixels. Each rank adds its images, and all call `compute`."""
 
     def __init__(self, class_names: Sequence[str], device: torch.device | str = "cpu"):
         """Set up.
@@ -77,10 +70,8 @@ class SegmentationEvaluator:
                 "classes of pixels are counted by torchmetrics, which is not installed: "
                 "pip install 'inline-attention[segmentation]'"
             ) from error
-        self._class_names = tuple(class_names)
-        self._confusion = MulticlassConfusionMatrix(len(class_names), ignore_index=IGNORED, validate_args=False).to(
-            device
-        )
+        self._class_names, classes = tuple(class_names), len(class_names)
+        self._confusion = MulticlassConfusionMatrix(classes, ignore_index=IGNORED, validate_args=False).to(device)
 
     def add(self, predicted: Tensor, target: Tensor) -> None:
         """Count the pixels of some images.
@@ -100,9 +91,9 @@ class SegmentationEvaluator:
         predicted, target = predicted.long(), target.long()
         if torch.are_deterministic_algorithms_enabled():
             # torchmetrics would compare every pixel with all K² pairs of classes then: 63 GB for one photograph.
-            self._confusion.confmat = self._confusion.confmat + _confusion_matrix(
-                predicted, target, len(self._class_names)
-            ).to(self._confusion.confmat.device)
+            labeled, matrix = target != IGNORED, self._confusion.confmat
+            pairs = target[labeled] * len(matrix) + predicted[labeled]
+            self._confusion.confmat = matrix + torch.bincount(pairs, minlength=matrix.numel()).view_as(matrix)
         else:
             self._confusion.update(predicted, target)
 
@@ -130,11 +121,3 @@ class SegmentationEvaluator:
             dict(zip(self._class_names, accuracy.tolist(), strict=True)),
             count,
         )
-
-
-def _confusion_matrix(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
-    """`[K, K]` pixels of each true class that were taken for each class."""
-    labeled = target != IGNORED
-    pairs = target[labeled] * num_classes + predicted[labeled]
-    # On the CPU: counting on a GPU is among the operations that PyTorch may refuse for being nondeterministic.
-    return torch.bincount(pairs.cpu(), minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -1,4 +1,4 @@
-"""Labels of whole images: at once or window by window, at the size of the original.
+"""Labels of whole images, at once or by sliding windows, at the original size.
 
 Shapes: `K` classes, `H`, `W` height and width in pixels.
 """
@@ -12,18 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLASSES_AT_ONCE = 8  # that are enlarged to the original's size: 150 of a large photograph would take gigabytes
+CLASSES_AT_ONCE = 8  # to enlarge to the original size: 150 of a large photograph would take gigabytes
 
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Windows that cover an image, and overlap.
-
-    Attributes:
-        side: Pixels of a window, or as many as the image has.
-        step: Pixels from one window to the next.
-        batch_size: Windows of one forward pass.
-    """
+    """Windows of `side` pixels, one every `step` pixels, `batch_size` of them in a forward pass."""
 
     side: int
     step: int
@@ -34,53 +28,40 @@ class SlidingWindows:
             raise ValueError(f"the step between windows must be from 1 to their side {self.side}, got {self.step}")
 
     def starts(self, extent: int) -> list[int]:
-        """Where windows begin along a side of an image; the last one ends with it."""
+        """Return where windows begin along a side of an image; the last one ends with it."""
         last = max(0, extent - self.side)
         return [*range(0, last, self.step), last]
 
 
 def scores_of(model: nn.Module, images: Sequence[Tensor], windows: SlidingWindows | None = None) -> list[Tensor]:
-    """Scores `[K, H, W]` of each image `[3, H, W]`, at once or as means over the windows that cover a pixel."""
-    if windows is None:
-        return model(images)
-    return [_sliding_scores(model, image, windows) for image in images]
+    """Return scores `[K, H, W]` of each image `[3, H, W]`, at once or as means over the windows that cover a pixel."""
+    return model(images) if windows is None else [_sliding_scores(model, image, windows) for image in images]
 
 
 def labels_at(scores: Tensor, size: tuple[int, int]) -> Tensor:
-    """The best class of each pixel of the original image.
-
-    Args:
-        scores: `[K, H, W]` of the resized image.
-        size: (height, width) of the original.
-
-    Returns:
-        Labels of that size, int64.
-    """
-    best = labels = None
+    """Return the best class of each pixel of the original (height, width), from scores `[K, H, W]` of any size."""
+    best, labels = scores.new_full(size, -torch.inf, dtype=torch.float32), scores.new_zeros(size, dtype=torch.int64)
     for first in range(0, len(scores), CLASSES_AT_ONCE):
         some = scores[None, first : first + CLASSES_AT_ONCE].float()
         values, places = F.interpolate(some, size=size, mode="bilinear", align_corners=False)[0].max(0)
-        if best is None or labels is None:
-            best, labels = values, places
-        else:
-            labels = torch.where(values > best, places + first, labels)
-            best = torch.maximum(values, best)
-    assert labels is not None
+        labels = torch.where(values > best, places + first, labels)
+        best = torch.maximum(values, best)
     return labels
 
 
 def _sliding_scores(model: nn.Module, image: Tensor, windows: SlidingWindows) -> Tensor:
     height, width = image.shape[-2:]
-    corners = [(top, left) for top in windows.starts(height) for left in windows.starts(width)]
-    total = counts = None
-    for first in range(0, len(corners), windows.batch_size):
-        chosen = corners[first : first + windows.batch_size]
-        crops = [image[:, top : top + windows.side, left : left + windows.side] for top, left in chosen]
-        for (top, left), scores in zip(chosen, model(crops), strict=True):
-            if total is None or counts is None:
-                total, counts = scores.new_zeros(len(scores), height, width), scores.new_zeros(height, width)
-            total[:, top : top + windows.side, left : left + windows.side] += scores
-            counts[top : top + windows.side, left : left + windows.side] += 1
-    assert total is not None
-    assert counts is not None
+    places = [
+        (..., slice(top, top + windows.side), slice(left, left + windows.side))
+        for top in windows.starts(height)
+        for left in windows.starts(width)
+    ]
+    total, counts = image.new_zeros(()), image.new_zeros(height, width)
+    for first in range(0, len(places), windows.batch_size):
+        chosen = places[first : first + windows.batch_size]
+        for place, scores in zip(chosen, model([image[place] for place in chosen]), strict=True):
+            if total.ndim == 0:
+                total = scores.new_zeros(len(scores), height, width)
+            total[place] += scores
+            counts[place] += 1
     return total / counts

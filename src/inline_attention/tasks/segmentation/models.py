@@ -1,10 +1,9 @@
 """Segmenters: Semantic FPN and UPerNet over the backbones of the zoo.
 
-The decoders are ours, not segmentation-models-pytorch's, whose encoders take nothing but a tensor: there is no way
-past them to tell the backbone where an image ends and its padding begins, and the library is not wanted where only
-training is. They are the ones of the papers ("Panoptic Feature Pyramid Networks", arXiv 1901.02446; "Unified Perceptual
-Parsing for Scene Understanding", arXiv 1807.10221) as PVT and Swin are measured with: batch norm throughout, and beside
-UPerNet an auxiliary head on the third stage.
+The decoders are ours, not segmentation-models-pytorch's: its encoders take only a tensor, and cannot tell the backbone
+where an image ends and its padding begins. They are those of the papers ("Panoptic Feature Pyramid Networks", arXiv
+1901.02446; "Unified Perceptual Parsing for Scene Understanding", arXiv 1807.10221) as PVT and Swin use them: batch norm
+throughout, and for UPerNet an auxiliary head on the third stage.
 
 Shapes: `B` batch, `C` channels, `K` classes, `H`, `W` height and width in pixels, `h`×`w` token grid of a level.
 """
@@ -21,13 +20,15 @@ from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
+from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation.source import IGNORED
 from inline_attention.support.settings import setting
-from inline_attention.tasks.pyramid import STRIDES, PaddedImages, PyramidBackbone, names_without_decay, pad_images
+from inline_attention.tasks.pyramid import STRIDES, DenseModel, PaddedImages, PyramidBackbone, pad_images
 from inline_attention.tasks.segmentation.inference import SlidingWindows
 
 POOLED_SIZES = (1, 2, 3, 6)
 DROPOUT = 0.1
+AUXILIARY_STAGE, AUXILIARY_WEIGHT = 2, 0.4
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,16 @@ class SegmentationOptions:
             return None
         return SlidingWindows(self.crop, min(self.crop, self.window_step or max(1, 2 * self.crop // 3)))
 
+    def evaluation_sides(self, shorter_side: int | None = None) -> tuple[int, int]:
+        """Return the shorter image side of evaluation and the limit of the longer one, in pixels."""
+        shorter_side = shorter_side or self.crop
+        return shorter_side, LONGEST_TO_SHORTEST * shorter_side
+
 
 class SemanticFPNDecoder(nn.Module):
-    """A feature pyramid whose levels are enlarged step by step to the finest, and added."""
+    """A feature pyramid of `width` channels, whose levels are enlarged step by step to the finest, and added."""
 
-    def __init__(self, channels: Sequence[int], num_classes: int, width: int = 256):
-        """Build the decoder.
-
-        Args:
-            channels: Channels of each stage.
-            num_classes: Number of classes K.
-            width: Channels of the pyramid; enlarged levels have half as many.
-        """
+    def __init__(self, channels: Sequence[int], num_classes: int, width: int):
         super().__init__()
         self.pyramid = FeaturePyramidNetwork(list(channels), width)
         # One convolution for the finest level; for each other level, one per step down to the finest.
@@ -92,16 +91,9 @@ class SemanticFPNDecoder(nn.Module):
 
 
 class UPerNetDecoder(nn.Module):
-    """Means over the whole map and its parts, a pyramid that spreads them, and all of its levels side by side."""
+    """Pyramid pooling of the coarsest stage, a feature pyramid from there, and a fusion of all its levels."""
 
-    def __init__(self, channels: Sequence[int], num_classes: int, width: int = 512):
-        """Build the decoder.
-
-        Args:
-            channels: Channels of each stage.
-            num_classes: Number of classes K.
-            width: Channels of all that is inside.
-        """
+    def __init__(self, channels: Sequence[int], num_classes: int, width: int):
         super().__init__()
         self.context = _PooledContext(channels[-1], width)
         self.lateral = nn.ModuleList(_convolution(count, width, 1) for count in channels[:-1])
@@ -122,14 +114,7 @@ class UPerNetDecoder(nn.Module):
 class FCNDecoder(nn.Module):
     """Scores from one stage alone."""
 
-    def __init__(self, channels: int, num_classes: int, width: int = 256):
-        """Build the decoder.
-
-        Args:
-            channels: Channels of the stage.
-            num_classes: Number of classes K.
-            width: Channels inside.
-        """
+    def __init__(self, channels: int, num_classes: int, width: int):
         super().__init__()
         self.convolution = _convolution(channels, width)
         self.classifier = _classifier(width, num_classes)
@@ -170,25 +155,15 @@ def _resized(feature: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(feature, size=tuple(size), mode="bilinear", align_corners=False)
 
 
-AUXILIARY_STAGE, AUXILIARY_WEIGHT = 2, 0.4
-
-
-class Segmenter(nn.Module):
-    """A backbone, a decoder that gives scores of classes at a quarter of the resolution, and their enlargement."""
+class Segmenter(DenseModel):
+    """A backbone, a decoder to scores at a quarter of the resolution, and in training an auxiliary head."""
 
     def __init__(self, backbone: PyramidBackbone, decoder: nn.Module, auxiliary: nn.Module | None):
-        """Set up.
-
-        Args:
-            backbone: Gives features of four stages.
-            decoder: Makes of them scores `[B, K, H/4, W/4]`.
-            auxiliary: Makes scores of the third stage alone, in training, to help that along.
-        """
-        super().__init__()
-        self.backbone, self.decoder, self.auxiliary = backbone, decoder, auxiliary
+        super().__init__(backbone)
+        self.decoder, self.auxiliary = decoder, auxiliary
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> Any:
-        """Losses in training, scores otherwise.
+        """Return losses in training, scores otherwise.
 
         Args:
             images: `[3, H, W]` each, normalized, of any sizes.
@@ -203,13 +178,11 @@ class Segmenter(nn.Module):
             return [self._scores(features, padded, place) for place in range(len(images))]
         if targets is None:
             raise ValueError("training needs targets: labels of the pixels of each image; or call eval() first")
-        labels, strides = _padded_labels(targets, padded), self.backbone.strides
-        size = padded.canvas.shape[-2:]
-        scores = _enlarged(self.decoder(features), strides[0], size)
-        losses = {"loss": _cross_entropy(scores, labels)}
+        labels = _padded_labels(targets, padded)
+        losses = {"loss": _loss(self.decoder(features), self.backbone.strides[0], labels)}
         if self.auxiliary is not None:
-            others = _enlarged(self.auxiliary(features[AUXILIARY_STAGE]), strides[AUXILIARY_STAGE], size)
-            losses["auxiliary_loss"] = AUXILIARY_WEIGHT * _cross_entropy(others, labels)
+            scores = self.auxiliary(features[AUXILIARY_STAGE])
+            losses["auxiliary_loss"] = AUXILIARY_WEIGHT * _loss(scores, self.backbone.strides[AUXILIARY_STAGE], labels)
         return losses
 
     def _scores(self, features: Sequence[Tensor], images: PaddedImages, place: int) -> Tensor:
@@ -220,25 +193,11 @@ class Segmenter(nn.Module):
             alone.append(feature[place : place + 1, :, :rows, :columns])
         return _enlarged(self.decoder(alone), self.backbone.strides[0], images.sizes[place])[0]
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that an optimizer should not decay: those of the backbone."""
-        return names_without_decay(self)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trade time for memory in training: recompute each block of the backbone in the backward pass."""
-        self.backbone.model.set_grad_checkpointing(enable)
-
 
 def build_segmenter(
     options: SegmentationOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
 ) -> Segmenter:
-    """Build a segmenter with random weights.
-
-    Args:
-        options: Kind and width.
-        backbone: Name of a model with a pyramid.
-        arguments: Arguments of that model.
-        num_classes: Number of classes of pixels.
+    """Build a segmenter with random weights around the model of that name and arguments.
 
     Raises:
         ValueError: If the model cannot be a backbone.
@@ -265,7 +224,8 @@ def _padded_labels(targets: Sequence[Tensor], images: PaddedImages) -> Tensor:
     return labels
 
 
-def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the labeled pixels; zero, not NaN, if there is none."""
+def _loss(scores: Tensor, stride: int, labels: Tensor) -> Tensor:
+    """Mean cross entropy over the labeled pixels; zero, not NaN, if there is none."""
+    scores = _enlarged(scores, stride, labels.shape[-2:])
     total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
