@@ -35,7 +35,8 @@ def main(
         settings = AttentionSettings(device, torch.bfloat16, default_cases(device), seconds=seconds)
         report_attention(settings, output, "gpu_attention")
         return
-    report = measure_attention(AttentionSettings(device, torch.bfloat16, (), seconds=seconds), on_progress=print)
+    settings = AttentionSettings(device, torch.bfloat16, (), seconds=seconds)
+    report = measure_attention(settings, lambda _, line: print(line))
     tables = as_markdown(attention_tables(report))
     write_json(output / "gpu_latency.json", report.as_json())
     write_markdown(output / "gpu_latency.md", "Latency of attention, bfloat16", report.environment, tables)

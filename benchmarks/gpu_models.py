@@ -18,12 +18,8 @@ from typing import Annotated
 import torch
 import typer
 
-from inline_attention.benchmark.models import (
-    ModelCase,
-    ModelSettings,
-    constant_pixel_batch,
-    fill_compile_cache,
-)
+from inline_attention.benchmark.compile_cache import run_compile_jobs
+from inline_attention.benchmark.models import ModelCase, ModelSettings, compile_jobs, constant_pixel_batch
 from inline_attention.cli.bench import report_models, resolve_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,7 +51,7 @@ def main(
     device = resolve_device("cuda")
     settings = ModelSettings(device, torch.bfloat16, cases_on(device), compile_mode, seconds=1.0)
     if processes:
-        fill_compile_cache(settings, processes, on_progress=lambda line: print(line, flush=True))
+        run_compile_jobs(compile_jobs(settings), processes, on_progress=lambda line: print(line, flush=True))
     left = time_limit - (time.monotonic() - start)
     report_models(dataclasses.replace(settings, time_limit=left), output, "gpu_models")
 

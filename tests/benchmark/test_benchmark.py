@@ -58,9 +58,12 @@ def outcomes(report, pass_="forward"):
 def test_every_contestant_is_checked_and_timed_and_the_report_grows():
     lines, lengths = [], []
     settings = attention_settings(TINY, SECOND)
-    report = attention.measure_attention(
-        settings, on_progress=lines.append, on_result=lambda so_far: lengths.append(len(so_far.results))
-    )
+
+    def note(so_far, line):
+        lines.append(line)
+        lengths.append(len(so_far.results))
+
+    report = attention.measure_attention(settings, note)
     assert len(lines) == attention.count_steps(settings)
     assert lengths == sorted(lengths)
     assert lengths[-1] == 2
@@ -247,10 +250,13 @@ def test_models_against_their_rivals_in_inference_and_training():
     ]
     settings = model_settings(*cases)
     lines, lengths = [], []
-    report = models.measure_models(
-        settings, on_progress=lines.append, on_result=lambda so_far: lengths.append(len(so_far.results))
-    )
-    assert lengths == [1, 2]
+
+    def note(so_far, line):
+        lines.append(line)
+        lengths.append(len(so_far.results))
+
+    report = models.measure_models(settings, note)
+    assert lengths == [0, 0, 0, 0, 1, 1, 1, 2]
     assert len(lines) == models.count_steps(settings)
     inference, training = report.results
     assert [item.contestant for item in inference.measurements] == ["inline", "timm", "plain", "softmax"]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from inline_attention.benchmark import cost
-from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, describe_machine, measure_attention_cost
+from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, measure_attention_cost
+from inline_attention.benchmark.environment import describe_machine
 
 SIZES = (256, 1024)
 MEBIBYTE = 2**20

@@ -47,7 +47,7 @@ def settings_of(*cells, **options):
 def test_every_kind_of_cell_is_measured_and_kept_by_a_second_run():
     lines = []
     settings = settings_of(*smoke_cells())
-    report = measure_everyday(settings, on_progress=lines.append)
+    report = measure_everyday(settings, lambda _, line: lines.append(line))
     assert len(lines) == everyday.count_steps(settings)
     for cell in settings.cells:
         rows = report.rows[cell.name]

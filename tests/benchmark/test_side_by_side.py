@@ -9,7 +9,8 @@ import time
 import pytest
 
 from inline_attention.benchmark import side_by_side
-from inline_attention.benchmark.side_by_side import Command, InterruptedRunsError, run_side_by_side
+from inline_attention.benchmark.side_by_side import Command, run_side_by_side
+from inline_attention.support.signals import StoppedError
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_the_time_limit_stops_what_runs_and_starts_no_more(python, tmp_path, mon
     assert not late.output.exists()
 
 
-def test_whoever_gives_up_leaves_no_process(python, tmp_path):
+def test_a_closed_iterator_leaves_no_process(python, tmp_path):
     ready = tmp_path / "pid"
     outcomes = run_side_by_side([python("quick", ""), python("slow", waiting_program(ready))], at_once=2)
     assert next(outcomes).command.name == "quick"
@@ -114,7 +115,7 @@ def test_a_signal_stops_them_all(python, tmp_path, number, status):
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send_when_ready).start()
-    with pytest.raises(InterruptedRunsError) as caught:
+    with pytest.raises(StoppedError) as caught:
         list(run_side_by_side([python("waits", waiting_program(ready))], at_once=1))
     assert caught.value.exit_code == status
     assert has_ended(int(ready.read_text()))

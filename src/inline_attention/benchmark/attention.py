@@ -1,7 +1,7 @@
-"""Attention from packed qkv: every backend of InLine, local residual included, against PyTorch's softmax.
+"""Time attention from packed qkv: every backend of InLine, with its 3×3 term, against PyTorch's softmax.
 
-Nothing is timed before its output and gradients agree with float64. Beside the times stands the floor: how long it
-takes to read q, k and v and to write the output at the rate of a plain copy.
+Outputs and gradients are checked against float64 before anything is timed. The floor is the time to read q, k and v
+and write the output at the rate of a plain copy.
 
 Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim, `C` = H·D.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -20,11 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from inline_attention.benchmark.cost import squarest_grid
 from inline_attention.benchmark.environment import describe_environment
-from inline_attention.benchmark.results import Measurement, WrongResultError, ratio, relative_error
+from inline_attention.benchmark.results import (
+    Measurement,
+    check_close,
+    check_finite,
+    describe,
+    dtype_name,
+    measure_contestants,
+    ratio,
+)
 from inline_attention.benchmark.timing import (
+    Call,
     Work,
-    interleaved_timings,
     measure_copy_rate,
     measure_host_overheads,
     prepare_work,
@@ -39,31 +48,34 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 Compiled = Literal["none", "first", "all"]
 Attend: TypeAlias = Callable[["Inputs"], torch.Tensor]
 
+SOFTMAX_KERNELS: dict[str, SDPBackend | None] = {
+    "sdpa": None,  # PyTorch's choice
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+COMPILED = "eager-compiled"
+# Values of N, C and D, and B·N·C.
+GPU_SIZES = (196, 784, 3136, 16384, 65536), (192, 768), (32, 64), 25_000_000
+CPU_SIZES = (196, 784, 3136), (192,), (32,), 600_000
+QUICK_SIZES = (196, 784), (192,), (32,)
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative, against float64
 LARGEST_TF32_ERROR = 2e-3
-CHECKED_SAMPLES = 3
-# Inputs rotate until they have filled the cache this often, so that none is found there when its turn comes again.
-CACHE_TURNOVERS = 4
-MOST_INPUT_SETS = 64  # reached by problems so small that a model, too, would find them in the cache
+CACHE_TURNOVERS = 4  # inputs rotate until they have filled the GPU's cache this often, so that none is still there
+MOST_INPUT_SETS = 64  # reached only by problems so small that a model, too, would find them in the cache
 LEAST_ROUNDS = 9
 HOST_WARM_UP_CALLS = 10
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One size.
+    """One size, and the options of InLine.
 
     Attributes:
-        tokens: N.
-        channels: C.
-        head_dim: D.
-        batch: B.
-        compiled: Whether plain PyTorch under `torch.compile` takes part, which takes seconds to compile.
+        compiled: Time plain PyTorch under `torch.compile` too, which takes seconds to compile.
         grid: `(h, w)` with h·w = N; None for the squarest.
-        local: Whether InLine adds the 3×3 term.
-        padded: Whether images are of unequal height, with a key padding mask.
-        feature_map: Feature map of InLine.
-        normalization: Normalization of InLine.
+        local: Add the 3×3 term.
+        padded: Images of unequal height, with a key padding mask.
     """
 
     tokens: int
@@ -76,6 +88,9 @@ class AttentionCase:
     padded: bool = False
     feature_map: str = "identity"
     normalization: Normalization = "subtract"
+
+    def __str__(self) -> str:
+        return f"N={self.tokens} C={self.channels} D={self.head_dim} B={self.batch}"
 
     @property
     def heads(self) -> int:
@@ -90,10 +105,7 @@ class AttentionCase:
     @property
     def grid_size(self) -> tuple[int, int]:
         """Height and width in tokens."""
-        if self.grid is not None:
-            return self.grid
-        height = next(side for side in range(math.isqrt(self.tokens), 0, -1) if self.tokens % side == 0)
-        return height, self.tokens // height
+        return self.grid or squarest_grid(self.tokens)
 
 
 # One 1024² image in 16² patches.
@@ -102,17 +114,7 @@ LATENCY_CASE = AttentionCase(tokens=4096, channels=192, head_dim=32, batch=1)
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What to measure.
-
-    Attributes:
-        device: Where.
-        dtype: Dtype of qkv and local weights.
-        cases: Sizes.
-        passes: Forward, forward and backward, or both.
-        latency_case: Single-image case, or None to leave it out.
-        contestants: Names of those that take part; None for all.
-        seconds: Time spent on measuring each pass of each case, as far as `LEAST_ROUNDS` allow.
-    """
+    """What to measure; `contestants` are all by default, `seconds` are spent on each pass of each case."""
 
     device: torch.device
     dtype: torch.dtype
@@ -124,8 +126,7 @@ class AttentionSettings:
 
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST_ERROR:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in LARGEST_ERROR)
-            raise ValueError(f"dtype must be one of {known}, got {self.dtype}")
+            raise ValueError(f"dtype must be one of {', '.join(map(dtype_name, LARGEST_ERROR))}, got {self.dtype}")
         for case in self.cases:
             if case.channels % case.head_dim != 0:
                 raise ValueError(
@@ -136,34 +137,46 @@ class AttentionSettings:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What one case gave: the floor of the forward pass in milliseconds, and measurements by pass."""
+    """Measurements of one case by pass, and the floor of its forward pass in milliseconds."""
 
     case: AttentionCase
     floor: float
-    measurements: dict[str, list[Measurement]]
+    measurements: dict[str, list[Measurement]] = field(default_factory=dict)
 
     def milliseconds(self, pass_: str, contestant: str) -> float | None:
-        """Median of a contestant, None where it was not timed."""
+        """Return the median of a contestant, or None if it was not timed."""
         found = [item for item in self.measurements.get(pass_, ()) if item.contestant == contestant]
         return found[0].milliseconds if found else None
 
     def best_softmax(self, pass_: str) -> float | None:
-        """Milliseconds of the quickest softmax."""
-        times = [item.milliseconds for item in self.measurements.get(pass_, ()) if item.contestant in SOFTMAX_KERNELS]
+        """Return the milliseconds of the fastest softmax."""
+        times = (self.milliseconds(pass_, name) for name in SOFTMAX_KERNELS)
         return min((time for time in times if time is not None), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data, with the ratios that the tables show."""
+
+        def row(pass_: str, item: Measurement) -> dict[str, Any]:
+            is_inline = item.contestant not in SOFTMAX_KERNELS
+            over_floor = ratio(item.milliseconds, self.floor) if pass_ == "forward" else None
+            faster = ratio(self.best_softmax(pass_), item.milliseconds) if is_inline else None
+            return {**asdict(item), "over_floor": over_floor, "times_faster_than_best_softmax": faster}
+
+        passes = {pass_: [row(pass_, item) for item in items] for pass_, items in self.measurements.items()}
+        return {**asdict(self.case), "grid_size": self.case.grid_size, "floor_ms": self.floor, "passes": passes}
 
 
 @dataclass
 class AttentionReport:
-    """Everything measured so far.
+    """The results so far.
 
     Attributes:
-        environment: Where.
-        settings: What was asked for.
-        copy_rate: Bytes per second, read and written, of a large copy: what floors are computed from.
+        environment: Result of `describe_environment`.
+        settings: Settings of the run.
+        copy_rate: Bytes per second, read and written, of a large copy; floors are computed from it.
         results: One per case.
-        latency: Results of the single-image case.
-        host_overhead: Microseconds of the host by contestant and pass, on a tiny problem; a reason where there is none.
+        latency: Result of the single-image case.
+        host_overhead: Host microseconds on a tiny problem, by contestant and pass; a string says why there are none.
     """
 
     environment: dict[str, str]
@@ -175,39 +188,32 @@ class AttentionReport:
 
     @property
     def contestants(self) -> list[str]:
-        """Everyone who took part, in a fixed order."""
+        """Measured contestants, in a fixed order."""
         results = [*self.results, *([self.latency] if self.latency else [])]
-        taking_part = {
-            item.contestant for result in results for items in result.measurements.values() for item in items
-        }
-        return [name for name in contestants_of(self.settings.device) if name in taking_part]
+        measured = {item.contestant for result in results for items in result.measurements.values() for item in items}
+        return [name for name in contestants_of(self.settings.device) if name in measured]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, with the ratios that the tables show."""
+        """Return plain data."""
         return {
             "environment": self.environment,
             "device": str(self.settings.device),
-            "dtype": str(self.settings.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.settings.dtype),
             "copy_bytes_per_second": self.copy_rate,
-            "cases": [_case_as_json(result) for result in self.results],
-            "latency": None if self.latency is None else _case_as_json(self.latency),
+            "cases": [result.as_json() for result in self.results],
+            "latency": None if self.latency is None else self.latency.as_json(),
             "host_overhead_microseconds": self.host_overhead,
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> AttentionReport:
         """Return the report that `as_json` has written, without latency and host overhead."""
-        results = [
-            CaseResult(
-                build_dataclass(AttentionCase, case),
-                case["floor_ms"],
-                {
-                    pass_: [build_dataclass(Measurement, item) for item in items]
-                    for pass_, items in case["passes"].items()
-                },
-            )
-            for case in content["cases"]
-        ]
+        results = []
+        for case in content["cases"]:
+            passes = {
+                pass_: [build_dataclass(Measurement, item) for item in items] for pass_, items in case["passes"].items()
+            }
+            results.append(CaseResult(build_dataclass(AttentionCase, case), case["floor_ms"], passes))
         cases = tuple(result.case for result in results)
         settings = AttentionSettings(torch.device(content["device"]), getattr(torch, content["dtype"]), cases)
         return cls(content["environment"], settings, content["copy_bytes_per_second"], results)
@@ -215,59 +221,39 @@ class AttentionReport:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of arguments.
+    """One set of arguments: leaves qkv `[B, N, 3, H, D]` and local_weight `[B, H, D, 3, 3]`, output gradient, mask."""
 
-    Attributes:
-        qkv: `[B, N, 3, H, D]`, a leaf.
-        local_weight: `[B, H, D, 3, 3]`, a leaf, or None.
-        grad: Gradient of the output, `[B, N, H, D]`.
-        mask: Key padding mask `[B, N]`, or None.
-        case: What they were made for.
-    """
-
+    case: AttentionCase
     qkv: torch.Tensor
     local_weight: torch.Tensor | None
     grad: torch.Tensor
     mask: torch.Tensor | None
-    case: AttentionCase
 
     @classmethod
     def random(cls, case: AttentionCase, device: torch.device, dtype: torch.dtype, seed: int) -> Inputs:
-        """Normally distributed, the same for the same seed."""
+        """Return normally distributed arguments."""
         generator = torch.Generator(device).manual_seed(seed)
-        size = (case.batch, case.tokens, 3, case.heads, case.head_dim)
-        options: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
-        qkv = torch.randn(size, **options).requires_grad_()
-        local_weight = None
-        if case.local:
-            local_weight = torch.randn(case.batch, case.heads, case.head_dim, 3, 3, **options).requires_grad_()
-        grad = torch.randn(case.batch, case.tokens, case.heads, case.head_dim, **options)
-        return cls(qkv, local_weight, grad, _padding_mask(case, device) if case.padded else None, case)
+        draw = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
+        qkv = draw(case.batch, case.tokens, 3, case.heads, case.head_dim).requires_grad_()
+        local_weight = draw(case.batch, case.heads, case.head_dim, 3, 3).requires_grad_() if case.local else None
+        grad = draw(case.batch, case.tokens, case.heads, case.head_dim)
+        return cls(case, qkv, local_weight, grad, _padding_mask(case, device) if case.padded else None)
 
     def sample(self, index: int) -> Inputs:
-        """One sample in float64."""
+        """Return one sample in float64."""
         one = slice(index, index + 1)
         return Inputs(
+            self.case,
             self.qkv[one].detach().double().requires_grad_(),
             None if self.local_weight is None else self.local_weight[one].detach().double().requires_grad_(),
             self.grad[one].double(),
             None if self.mask is None else self.mask[one],
-            self.case,
         )
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What gradients are taken with respect to."""
+        """Tensors that get gradients."""
         return (self.qkv,) if self.local_weight is None else (self.qkv, self.local_weight)
-
-
-SOFTMAX_KERNELS: dict[str, SDPBackend | None] = {
-    "sdpa": None,  # whichever PyTorch picks
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-COMPILED = "eager-compiled"
 
 
 def default_cases(
@@ -280,90 +266,69 @@ def default_cases(
     compiled: Compiled | None = None,
     quick: bool = False,
 ) -> tuple[AttentionCase, ...]:
-    """Every combination of sizes, with a batch that makes B·N·C about `elements`.
+    """Return every combination of sizes, with a batch that makes B·N·C about `elements`.
 
-    Args:
-        device: Decides what is not given: a GPU gets the sizes of the published tables, a CPU smaller ones.
-        tokens: Values of N.
-        channels: Values of C.
-        head_dims: Values of D.
-        elements: B·N·C.
-        compiled: Where to time compiled plain PyTorch: nowhere, at the first C and D only, or everywhere.
-        quick: Fewer and smaller defaults.
+    A GPU gets the sizes of the published tables by default, a CPU smaller ones.
     """
     on_gpu = device.type == "cuda"
+    *sizes, default_elements = GPU_SIZES if on_gpu else CPU_SIZES
     if quick:
-        default_tokens: Sequence[int] = (196, 784)
-        default_channels, default_head_dims = (192,), (32,)
-    elif on_gpu:
-        default_tokens, default_channels, default_head_dims = (196, 784, 3136, 16384, 65536), (192, 768), (32, 64)
-    else:
-        default_tokens, default_channels, default_head_dims = (196, 784, 3136), (192,), (32,)
-    elements = elements or (25_000_000 if on_gpu else 600_000) // (8 if quick else 1)
+        sizes, default_elements = QUICK_SIZES, default_elements // 8
+    elements = elements or default_elements
     compiled = compiled or ("first" if on_gpu and not quick else "none")
-    pairs = [(width, dim) for width in channels or default_channels for dim in head_dims or default_head_dims]
+    pairs = [(width, dim) for width in channels or sizes[1] for dim in head_dims or sizes[2]]
     return tuple(
         AttentionCase(
-            size, width, dim,
-            batch=max(1, round(elements / (size * width))),
+            count, width, dim,
+            batch=max(1, round(elements / (count * width))),
             compiled=compiled == "all" or (compiled == "first" and (width, dim) == pairs[0]),
         )
         for width, dim in pairs
-        for size in tokens or default_tokens
+        for count in tokens or sizes[0]
     )  # fmt: skip
 
 
 def contestants_of(device: torch.device) -> list[str]:
-    """Names of all contestants: softmax first, then plain InLine, then what the dispatch table holds, then "auto"."""
+    """Return all contestants: softmax, plain InLine, the fused backends of the dispatch table, "auto"."""
     softmax = ["sdpa-flash", "sdpa-cudnn"] if device.type == "cuda" else ["sdpa"]
     return [*softmax, "eager", COMPILED, *_fused_backends(), "auto"]
 
 
 def measure_attention(
-    settings: AttentionSettings,
-    *,
-    on_progress: Callable[[str], None] | None = None,
-    on_result: Callable[[AttentionReport], None] | None = None,
+    settings: AttentionSettings, on_step: Callable[[AttentionReport, str], None] = lambda *_: None
 ) -> AttentionReport:
-    """Measure every case; then, on a GPU, the latency of one image and the host's overhead.
+    """Measure every case and, on a GPU, the latency of one image and the host's overhead.
 
     Args:
         settings: What to measure.
-        on_progress: Called with what has just been done; `count_steps` says how often.
-        on_result: Called with the report whenever something has been added to it.
+        on_step: Called after each of `count_steps` steps with the report so far and a line about the step.
     """
-
-    def advance(text: str) -> None:
-        if on_progress is not None:
-            on_progress(text)
-        if on_result is not None:
-            on_result(report)
-
     report = AttentionReport(describe_environment(), settings, measure_copy_rate(settings.device))
-    advance(f"copy rate {report.copy_rate / 1e12:.3g} TB/s")
+    on_step(report, f"copy rate {report.copy_rate / 1e12:.3g} TB/s")
     if settings.device.type == "cuda":
         report.host_overhead = _measure_host_overheads(settings)
-        advance("host overhead")
-    for result, text in _measure_case(settings.latency_case, settings, ("forward",), report.copy_rate):
-        report.latency = result
-        advance(f"single image: {text}")
+        on_step(report, "host overhead")
+    if settings.latency_case is not None:
+        report.latency = _empty_result(settings.latency_case, settings, report.copy_rate)
+        on_step(report, f"single image: {_measure_pass(report.latency, 'forward', settings)}")
     for case in settings.cases:
-        report.results.append(CaseResult(case, 0.0, {}))
-        for result, text in _measure_case(case, settings, settings.passes, report.copy_rate):
-            report.results[-1] = result
-            advance(text)
+        report.results.append(_empty_result(case, settings, report.copy_rate))
+        for pass_ in settings.passes:
+            on_step(report, _measure_pass(report.results[-1], pass_, settings))
     return report
 
 
 def count_steps(settings: AttentionSettings) -> int:
-    """How often `measure_attention` reports progress."""
+    """Return the number of steps of `measure_attention`."""
     on_gpu = settings.device.type == "cuda"
     return 1 + on_gpu + (settings.latency_case is not None) + len(settings.cases) * len(settings.passes)
 
 
 def measure_case(case: AttentionCase, settings: AttentionSettings, copy_rate: float) -> CaseResult:
     """Measure every pass of one case, which need not be one of the settings."""
-    *_, (result, _) = _measure_case(case, settings, settings.passes, copy_rate)
+    result = _empty_result(case, settings, copy_rate)
+    for pass_ in settings.passes:
+        _measure_pass(result, pass_, settings)
     return result
 
 
@@ -374,63 +339,37 @@ def compile_kernels(case: AttentionCase, settings: AttentionSettings) -> None:
         _evaluate(_contestant("auto"), inputs, pass_)
 
 
-def _measure_case(
-    case: AttentionCase | None, settings: AttentionSettings, passes: Sequence[Pass], copy_rate: float
-) -> Iterator[tuple[CaseResult, str]]:
-    """The result of a case after each pass, with a line that describes it."""
-    if case is None:
-        return
-    device, dtype = settings.device, settings.dtype
-    floor = 1e3 * 4 * case.elements * dtype.itemsize / copy_rate
-    result = CaseResult(case, floor, {})
-    torch._dynamo.reset()  # a compiled function keeps few shapes; beyond, it would silently run uncompiled
-    for pass_ in passes:
-        try:
-            sets = _input_sets(case, device, dtype)
-        except RuntimeError as error:
-            result.measurements[pass_] = [Measurement.failure(name, error) for name in _taking_part(case, settings)]
-        else:
-            result.measurements[pass_] = _measure_pass(case, sets, pass_, settings)
-            del sets
-        release_memory(device)
-        yield result, _describe(result, pass_)
+def _empty_result(case: AttentionCase, settings: AttentionSettings, copy_rate: float) -> CaseResult:
+    return CaseResult(case, 1e3 * 4 * case.elements * settings.dtype.itemsize / copy_rate)
 
 
-def _measure_pass(
-    case: AttentionCase, sets: Sequence[Inputs], pass_: Pass, settings: AttentionSettings
-) -> list[Measurement]:
+def _measure_pass(result: CaseResult, pass_: Pass, settings: AttentionSettings) -> str:
+    """Add the measurements of a pass to the result and return a line about them."""
+    result.measurements[pass_] = _measure_contestants(result.case, pass_, settings)
+    release_memory(settings.device)
+    return f"{result.case} {pass_}: {describe(result.measurements[pass_])} (floor {result.floor:.3g} ms)"
+
+
+def _measure_contestants(case: AttentionCase, pass_: Pass, settings: AttentionSettings) -> list[Measurement]:
     device = settings.device
-    exact: dict[int, list[torch.Tensor]] = {}
-    works: dict[str, Work] = {}
-    outcomes: dict[str, Measurement] = {}
+    names = settings.contestants or [name for name in contestants_of(device) if name != COMPILED or case.compiled]
+    torch._dynamo.reset()  # compiled code keeps few shapes; beyond that it would silently run uncompiled
+    try:
+        sets = _input_sets(case, device, settings.dtype)
+    except RuntimeError as error:
+        return [Measurement.failure(name, error) for name in names]
+    exact = functools.cache(lambda: _exact_results(sets[0], pass_))
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    for name in _taking_part(case, settings):
-        try:
-            # SDPA says by warnings why a kernel cannot run, and by an error that none can.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                attend = _contestant(name)
-                error = None
-                if name not in SOFTMAX_KERNELS:
-                    exact = exact or _exact_results(sets[0], pass_)
-                    error = _check(attend, sets[0], exact, pass_)
-                works[name] = prepare_work([_call(attend, name, inputs, pass_) for inputs in sets], device, pool)
-            outcomes[name] = Measurement(name, "timed", error=error)
-        except Exception as failure:
-            # Whatever one contestant may raise, compilers' own exceptions included, the others are to be measured.
-            outcomes[name] = Measurement.failure(name, failure)
-            release_memory(device)
-    timings = interleaved_timings(works, seconds=settings.seconds, at_least=LEAST_ROUNDS)
-    return [
-        Measurement(name, outcome.status, timings.get(name), outcome.error, outcome.note)
-        for name, outcome in outcomes.items()
-    ]
 
+    def prepare(name: str) -> tuple[Work, float | None, None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SDPA warns about kernels that cannot run, then raises an error
+            attend = _contestant(name)
+            error = None if name in SOFTMAX_KERNELS else _check(attend, sets[0], exact(), pass_)
+            calls = [functools.partial(_evaluate, attend, inputs, pass_) for inputs in sets]
+            return prepare_work(calls, device, pool), error, None
 
-def _taking_part(case: AttentionCase, settings: AttentionSettings) -> list[str]:
-    if settings.contestants is not None:
-        return list(settings.contestants)
-    return [name for name in contestants_of(settings.device) if name != COMPILED or case.compiled]
+    return measure_contestants(names, prepare, device, seconds=settings.seconds, at_least=LEAST_ROUNDS)
 
 
 def _fused_backends() -> list[str]:
@@ -442,22 +381,21 @@ def _contestant(name: str) -> Attend:
         return functools.partial(_softmax, kernel=SOFTMAX_KERNELS[name])
     if name == COMPILED:
         compiled = torch.compile(inline_attention_qkvpacked, dynamic=False)
-        return lambda inputs: compiled(inputs.qkv, **_options(inputs), backend="eager")
+        return functools.partial(_inline, backend="eager", attention=compiled)
     return functools.partial(_inline, backend=name)
 
 
-def _inline(inputs: Inputs, *, backend: str) -> torch.Tensor:
-    return inline_attention_qkvpacked(inputs.qkv, **_options(inputs), backend=backend)
-
-
-def _options(inputs: Inputs) -> dict[str, Any]:
-    return {
-        "feature_map": inputs.case.feature_map,
-        "normalization": inputs.case.normalization,
-        "key_padding_mask": inputs.mask,
-        "local_weight": inputs.local_weight,
-        "grid_size": inputs.case.grid_size if inputs.case.local else None,
-    }
+def _inline(inputs: Inputs, *, backend: str, attention: Callable[..., Any] = inline_attention_qkvpacked) -> Any:
+    case = inputs.case
+    return attention(
+        inputs.qkv,
+        feature_map=case.feature_map,
+        normalization=case.normalization,
+        key_padding_mask=inputs.mask,
+        local_weight=inputs.local_weight,
+        grid_size=case.grid_size if case.local else None,
+        backend=backend,
+    )
 
 
 def _softmax(inputs: Inputs, *, kernel: SDPBackend | None) -> torch.Tensor:
@@ -467,21 +405,13 @@ def _softmax(inputs: Inputs, *, kernel: SDPBackend | None) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
-def _call(attend: Attend, name: str, inputs: Inputs, pass_: Pass) -> Callable[[], object]:
-    """One call to be timed. It keeps nothing, so that calls in one graph share their memory."""
+def _evaluate(attend: Attend, inputs: Inputs, pass_: Pass) -> list[torch.Tensor]:
+    """Return the output, and the gradients if the pass has them; softmax has none of local_weight."""
     if pass_ == "forward":
-
-        def forward() -> None:
-            with torch.no_grad():
-                attend(inputs)
-
-        return forward
-    leaves = (inputs.qkv,) if name in SOFTMAX_KERNELS else inputs.leaves
-
-    def forward_backward() -> None:
-        torch.autograd.grad(attend(inputs), leaves, inputs.grad)
-
-    return forward_backward
+        with torch.no_grad():
+            return [attend(inputs)]
+    out = attend(inputs)
+    return [out, *torch.autograd.grad(out, inputs.leaves, inputs.grad, allow_unused=True)]
 
 
 def _input_sets(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
@@ -500,95 +430,46 @@ def _padding_mask(case: AttentionCase, device: torch.device) -> torch.Tensor:
     return torch.arange(height, device=device).lt(rows[:, None]).repeat_interleave(width, dim=1)
 
 
-def _evaluate(attend: Attend, inputs: Inputs, pass_: Pass) -> list[torch.Tensor]:
-    """Output, and gradients where the pass has them."""
-    if pass_ == "forward":
-        with torch.no_grad():
-            return [attend(inputs)]
-    out = attend(inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs.leaves, inputs.grad)]
-
-
 def _exact_results(inputs: Inputs, pass_: Pass) -> dict[int, list[torch.Tensor]]:
-    """Results in float64 of the first, the middle and the last sample."""
+    """Return float64 results of the first, the middle and the last sample."""
     batch = inputs.qkv.shape[0]
-    indices = sorted({0, batch // 2, batch - 1})[:CHECKED_SAMPLES]
-    attend = functools.partial(_inline, backend="eager")
-    return {index: _evaluate(attend, inputs.sample(index), pass_) for index in indices}
+    attend = _contestant("eager")
+    return {index: _evaluate(attend, inputs.sample(index), pass_) for index in sorted({0, batch // 2, batch - 1})}
 
 
 def _check(attend: Attend, inputs: Inputs, exact: dict[int, list[torch.Tensor]], pass_: Pass) -> float:
-    """Largest relative error of the samples known exactly; the whole batch runs, and all of it must be finite.
-
-    Raises:
-        WrongResultError: It is too large, or something is NaN or infinite.
-    """
-    _poison(inputs)
+    """Return the largest relative error of the samples known exactly. The whole batch must be finite."""
+    for tensor in (inputs.grad, *inputs.leaves):
+        # NaN in the memory that outputs are likely to get shows what a kernel forgets to write.
+        torch.full_like(tensor, math.nan, requires_grad=False)
     results = _evaluate(attend, inputs, pass_)
-    names = ("output", "gradient of qkv", "gradient of local_weight")[: len(results)]
-    limit = _largest_error(inputs.qkv.dtype)
+    limit = LARGEST_ERROR[inputs.qkv.dtype]
+    if inputs.qkv.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        limit = LARGEST_TF32_ERROR
     worst = 0.0
-    for position, (name, actual) in enumerate(zip(names, results, strict=True)):
-        if not actual.isfinite().all():
-            raise WrongResultError(f"the {name} is not finite")
+    for position, actual in enumerate(results):
+        name = ("output", "gradient of qkv", "gradient of local_weight")[position]
+        check_finite(name, actual)
         for index, sample in exact.items():
-            error = relative_error(actual[index : index + 1], sample[position])
-            if not error <= limit:
-                raise WrongResultError(f"relative error {error:.1e} of the {name} exceeds {limit:.0e}")
-            worst = max(worst, error)
+            worst = max(worst, check_close(name, actual[index : index + 1], sample[position], limit))
     return worst
 
 
-def _largest_error(dtype: torch.dtype) -> float:
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return LARGEST_TF32_ERROR
-    return LARGEST_ERROR[dtype]
-
-
-def _poison(inputs: Inputs) -> None:
-    """Leave NaN in the memory that the next outputs are likely to get: what a kernel forgets to write then shows."""
-    for tensor in (inputs.grad, *inputs.leaves):
-        torch.full_like(tensor, math.nan, requires_grad=False)
-
-
 def _measure_host_overheads(settings: AttentionSettings) -> dict[str, dict[str, float | str]]:
-    """By contestant and pass, on four tokens: nothing that a device could be late with."""
+    """Return host microseconds by contestant and pass, on four tokens, so that the device is never late."""
     case = AttentionCase(tokens=4, channels=32, head_dim=32, batch=1)
     inputs = Inputs.random(case, settings.device, settings.dtype, seed=0)
-    names = ("sdpa", *_fused_backends(), "auto")
-    overheads: dict[str, dict[str, float | str]] = {name: {} for name in names}
+    overheads: dict[str, dict[str, float | str]] = {name: {} for name in ("sdpa", *_fused_backends(), "auto")}
     for pass_ in settings.passes:
-        calls: dict[str, Callable[[], object]] = {}
-        for name in names:
+        calls: dict[str, Call] = {}
+        for name, by_pass in overheads.items():
+            call = functools.partial(_evaluate, _contestant(name), inputs, pass_)
             try:
-                call = _call(_contestant(name), name, inputs, pass_)
                 for _ in range(HOST_WARM_UP_CALLS):
                     call()
-            except Exception as failure:  # as in `_measure_pass`
-                overheads[name][pass_] = Measurement.failure(name, failure).note
-            else:
                 calls[name] = call
+            except Exception as failure:  # measure the others
+                by_pass[pass_] = Measurement.failure(name, failure).note
         for name, microseconds in measure_host_overheads(calls, settings.device).items():
             overheads[name][pass_] = microseconds
     return overheads
-
-
-def _describe(result: CaseResult, pass_: str) -> str:
-    case = result.case
-    cells = [
-        f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.4g} ms'}"
-        for item in result.measurements[pass_]
-    ]
-    sizes = f"N={case.tokens} C={case.channels} D={case.head_dim} B={case.batch}"
-    return f"{sizes} {pass_}: {', '.join(cells)} (floor {result.floor:.3g} ms)"
-
-
-def _case_as_json(result: CaseResult) -> dict[str, Any]:
-    def row(pass_: str, item: Measurement) -> dict[str, Any]:
-        is_inline = item.contestant not in SOFTMAX_KERNELS
-        over_floor = ratio(item.milliseconds, result.floor) if pass_ == "forward" else None
-        faster = ratio(result.best_softmax(pass_), item.milliseconds) if is_inline else None
-        return {**asdict(item), "over_floor": over_floor, "times_faster_than_best_softmax": faster}
-
-    passes = {pass_: [row(pass_, item) for item in items] for pass_, items in result.measurements.items()}
-    return {**asdict(result.case), "grid_size": result.case.grid_size, "floor_ms": result.floor, "passes": passes}

@@ -1,4 +1,4 @@
-"""Compile in several processes at once, within a time limit; what is compiled is later found on disk."""
+"""Compile in several processes at once, within a time limit. Later processes find the results on disk."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 from inline_attention.support.signals import children_ignore_interrupts
 
-RAISE_AGAIN_AFTER = 5.0  # seconds; code that is interrupted may swallow an exception
+RAISE_AGAIN_AFTER = 5.0  # seconds; interrupted code may swallow an exception
 
 
 def run_compile_jobs(
-    jobs: Mapping[str, Callable[[], object]], processes: int, *, on_progress: Callable[[str], None] | None = None
+    jobs: Mapping[str, Callable[[], object]], processes: int, *, on_progress: Callable[[str], None]
 ) -> None:
     """Run jobs that compile, several at a time. A job that fails is reported and the others continue.
 
@@ -27,27 +27,20 @@ def run_compile_jobs(
 
     Args:
         jobs: Functions that can be pickled, by name, longest first.
-        processes: How many at a time; each holds what its job allocates.
+        processes: Jobs at a time; each holds what it allocates.
         on_progress: Called with a line as each is done.
     """
-    # Read when a process imports torch: one thread each, since there are enough processes.
-    previous = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    try:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_forget_calling_script) as pool:
-            with children_ignore_interrupts():
-                futures = {pool.submit(job): name for name, job in jobs.items()}
-            for future in as_completed(futures):
-                failure = future.exception()
-                outcome = "compiled" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
-                if on_progress is not None:
-                    on_progress(f"{futures[future]} {outcome}")
-    finally:
-        if previous is None:
-            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-        else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = previous
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        _environment_variable("TORCHINDUCTOR_COMPILE_THREADS", "1"),  # one thread each: there are enough processes
+        ProcessPoolExecutor(processes, mp_context=spawn, initializer=_forget_calling_script) as pool,
+    ):
+        with children_ignore_interrupts():
+            futures = {pool.submit(job): name for name, job in jobs.items()}
+        for future in as_completed(futures):
+            failure = future.exception()
+            outcome = "compiled" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
+            on_progress(f"{futures[future]} {outcome}")
 
 
 @contextmanager
@@ -70,7 +63,19 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
+@contextmanager
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    previous = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if previous is not None:
+            os.environ[name] = previous
+
+
 def _forget_calling_script() -> None:
     # PyTorch's cache keys name the first loaded module that has a `torch`. In a child that could be its copy of the
-    # script that called us, which exists under this name in no other process: nothing would ever be found.
+    # calling script, which has this name in no other process: the cache would never be hit.
     sys.modules.pop("__mp_main__", None)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import platform
 import signal
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -26,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from inline_attention.benchmark.timing import Work, interleaved_timings
 from inline_attention.ops import inline_attention_qkvpacked
 from inline_attention.support.signals import children_ignore_interrupts
 
@@ -76,7 +74,7 @@ def measure_attention_cost(
     kinds: Sequence[str] | None = None,
     sizes: Sequence[int] = DEFAULT_SIZES,
     *,
-    on_progress: Callable[[CostPoint], None] | None = None,
+    on_progress: Callable[[CostPoint], None] = lambda _: None,
 ) -> list[CostPoint]:
     """Measure each kind of attention at each size: one image, `HEADS` heads, float32, forward only, on the CPU.
 
@@ -101,52 +99,40 @@ def measure_attention_cost(
     points: list[CostPoint] = []
     for tokens in sizes:
         for kind in kinds:
-            weights_bytes = HEADS * tokens**2 * torch.float32.itemsize
-            if kind == "softmax_explicit" and weights_bytes > EXPLICIT_WEIGHTS_LIMIT:
-                gibibytes = weights_bytes / 2**30
-                limit = EXPLICIT_WEIGHTS_LIMIT / 2**30
+            gibibytes = HEADS * tokens**2 * torch.float32.itemsize / 2**30
+            limit = EXPLICIT_WEIGHTS_LIMIT / 2**30
+            if kind == "softmax_explicit" and gibibytes > limit:
                 note = f"skipped: its weights alone take {gibibytes:.1f} GiB (limit {limit:.0f} GiB)"
-                point = CostPoint(kind, tokens, None, 0, None, note)
+                points.append(CostPoint(kind, tokens, None, 0, None, note))
             else:
-                point = _measure_in_child(context, kind, tokens)
-            points.append(point)
-            if on_progress is not None:
-                on_progress(point)
+                points.append(_measure_in_child(context, kind, tokens))
+            on_progress(points[-1])
     return points
 
 
-def describe_machine() -> str:
-    """Return CPU, number of threads and torch version."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}"
+def squarest_grid(tokens: int) -> tuple[int, int]:
+    """Return height and width, as equal as possible, of a grid of so many tokens."""
+    height = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
+    return height, tokens // height
 
 
-def _softmax(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
-    del local_weight
+def _softmax(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def _softmax_explicit(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
-    del local_weight
+def _softmax_explicit(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     q, k, v = qkv.transpose(1, 3).unbind(2)
     weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1)
     return (weights @ v).transpose(1, 2)
 
 
-def _linear(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
-    del local_weight
+def _linear(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return inline_attention_qkvpacked(qkv, normalization="divide", feature_map="relu")
 
 
 def _inline(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
-    return inline_attention_qkvpacked(qkv, local_weight=local_weight, grid_size=_squarest_grid(qkv.shape[1]))
+    return inline_attention_qkvpacked(qkv, local_weight=local_weight, grid_size=squarest_grid(qkv.shape[1]))
 
 
 ATTENTIONS: dict[str, Attention] = {
@@ -155,11 +141,6 @@ ATTENTIONS: dict[str, Attention] = {
     "linear": Attention("linear", _linear),
     "inline": Attention("InLine", _inline),
 }
-
-
-def _squarest_grid(tokens: int) -> tuple[int, int]:
-    height = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
-    return height, tokens // height
 
 
 def _process_context() -> ForkServerContext | SpawnContext:
@@ -197,10 +178,6 @@ def _measure_in_child(context: ForkServerContext | SpawnContext, kind: str, toke
 def _measure_and_send(sender: Connection, kind: str, tokens: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     torch.set_num_threads(threads)
-    sender.send(_measure_here(kind, tokens))
-
-
-def _measure_here(kind: str, tokens: int) -> CostPoint:
     run = ATTENTIONS[kind].run
     generator = torch.Generator().manual_seed(0)
     local_weight = torch.randn(1, HEADS, HEAD_DIM, 3, 3, generator=generator)
@@ -208,25 +185,16 @@ def _measure_here(kind: str, tokens: int) -> CostPoint:
     with torch.inference_mode():
         # The first call initializes libraries.
         run(qkv[:, :WARM_UP_TOKENS].contiguous(), local_weight)
-        _reset_peak()
+        with suppress(OSError):  # resets the recorded peak on Linux; elsewhere the warm-up leaves it close
+            Path("/proc/self/clear_refs").write_text("5")
         before = _peak_resident_bytes()
         run(qkv, local_weight)
         after = _peak_resident_bytes()
-        milliseconds: list[float] = []
-        deadline = time.perf_counter() + SECONDS_PER_POINT
-        while len(milliseconds) < REPEATS and (not milliseconds or time.perf_counter() < deadline):
-            start = time.perf_counter()
-            run(qkv, local_weight)
-            milliseconds.append(1e3 * (time.perf_counter() - start))
+        work = Work(lambda: run(qkv, local_weight), 1, qkv.device, "clock")
+        timing = interleaved_timings({kind: work}, seconds=SECONDS_PER_POINT, at_least=1, at_most=REPEATS)[kind]
     peak = None if before is None or after is None else after - before
     note = "" if peak is not None else "this platform cannot measure the peak memory of a process"
-    return CostPoint(kind, tokens, statistics.median(milliseconds), len(milliseconds), peak, note)
-
-
-def _reset_peak() -> None:
-    """Reset the recorded peak to the current size on Linux; elsewhere the warm-up leaves it close."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    sender.send(CostPoint(kind, tokens, timing.milliseconds, timing.runs, peak, note))
 
 
 def _peak_resident_bytes() -> int | None:
@@ -239,19 +207,16 @@ def _peak_resident_bytes() -> int | None:
 
 
 def cost_chart(points: Sequence[CostPoint]) -> Chart:
-    """Return time and peak memory by the number of tokens, on logarithmic axes.
-
-    Args:
-        points: Points of `measure_attention_cost`.
-    """
+    """Return time and peak memory by the number of tokens, on logarithmic axes."""
     from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, log_axes
 
     kinds = list(dict.fromkeys(point.kind for point in points))
     styles = {kind: Style("softmax", 1) if kind == "softmax_explicit" else Style(kind) for kind in kinds}
     sizes = sorted({point.tokens for point in points})
+    milliseconds = [(point, point.milliseconds) for point in points if point.milliseconds]
+    mebibytes = [(point, point.peak_bytes / 2**20) for point in points if point.peak_bytes]
 
-    def draw(axes: Axes, value_of: Callable[[CostPoint], float | None], unit: str) -> None:
-        measured = [(point, value) for point in points if (value := value_of(point))]
+    def draw(axes: Axes, measured: list[tuple[CostPoint, float]], unit: str) -> None:
         if not measured:
             axes.text(0.5, 0.5, "not available on this platform", transform=axes.transAxes, ha="center")
             return
@@ -260,11 +225,8 @@ def cost_chart(points: Sequence[CostPoint]) -> Chart:
         axes.set(xlabel="tokens N", ylabel=unit)
         log_axes(axes, sizes)
 
-    def mebibytes(point: CostPoint) -> float | None:
-        return None if point.peak_bytes is None else point.peak_bytes / 2**20
-
     panels = [
-        Panel("Time of one forward call (ms)", lambda axes: draw(axes, lambda point: point.milliseconds, "ms"),
+        Panel("Time of one forward call (ms)", lambda axes: draw(axes, milliseconds, "ms"),
               "Time of one forward call in ms by tokens, both logarithmic."),
         Panel("Peak memory beyond the input (MiB)", lambda axes: draw(axes, mebibytes, "MiB"),
               "Peak memory beyond the input in MiB by tokens, both logarithmic."),
@@ -272,15 +234,8 @@ def cost_chart(points: Sequence[CostPoint]) -> Chart:
     return Chart(panels, [LegendEntry(ATTENTIONS[kind].label, styles[kind]) for kind in kinds])
 
 
-def draw_cost(points: Sequence[CostPoint], machine: str, folder: Path, *, name: str = "cost") -> list[Path]:
-    """Write `NAME.png` and `.svg`.
-
-    Args:
-        points: Points of `measure_attention_cost`.
-        machine: Description of the machine, for the small print.
-        folder: An existing folder.
-        name: Name of the files without suffix.
-    """
+def draw_cost(points: Sequence[CostPoint], machine: str, folder: Path) -> list[Path]:
+    """Write `cost.png` and `cost.svg`, with the description of the machine in small print."""
     small_print = (
         f"One image, {HEADS} heads of dim {HEAD_DIM}, float32, median of up to {REPEATS} calls. {machine}. PyTorch's "
         "SDPA on a CPU never stores the N × N weights (a flash algorithm): its memory grows like N too. “Explicit "
@@ -289,4 +244,4 @@ def draw_cost(points: Sequence[CostPoint], machine: str, folder: Path, *, name: 
     for point in points:
         small_print += f" {ATTENTIONS[point.kind].label}, N = {point.tokens:,}: {point.note}." if point.note else ""
     title = "Cost of attention over one image"
-    return cost_chart(points).save(folder, name, title=title, small_print=small_print, width=6.0)
+    return cost_chart(points).save(folder, "cost", title=title, small_print=small_print, width=6.0)

@@ -1,36 +1,51 @@
-"""Where a benchmark ran: a figure means nothing without its machine, versions, commit and date."""
+"""Describe where a benchmark ran: machine, versions, commit and date."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import os
+import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 import inline_attention
-from inline_attention.benchmark.cost import describe_machine
 
-# For copies of the source without its git history, such as those that are sent to a machine with a GPU.
+# For copies of the source without git history, such as those sent to a machine with a GPU.
 COMMIT_VARIABLE = "INLINE_BENCH_COMMIT"
 UNKNOWN = "unknown"
 
 
+def describe_machine() -> str:
+    """Return CPU, number of threads and torch version."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}"
+
+
 def describe_environment() -> dict[str, str]:
-    """Machine, GPU and driver, versions, commit and date."""
-    has_gpu = torch.cuda.is_available()
+    """Return machine, GPU and driver, versions, commit and date."""
+    gpu = driver = cudnn = "none"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        driver = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        cudnn = str(torch.backends.cudnn.version() or "none")
     return {
         "machine": describe_machine(),
-        "gpu": torch.cuda.get_device_name() if has_gpu else "none",
-        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        if has_gpu
-        else "none",
+        "gpu": gpu,
+        "driver": driver,
         "torch": torch.__version__,
         "triton": _installed_version("triton"),
-        "cudnn": str(torch.backends.cudnn.version() or "none") if has_gpu else "none",
+        "cudnn": cudnn,
         "timm": _installed_version("timm"),
         "inline_attention": inline_attention.__version__,
         "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
@@ -39,7 +54,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def combined_environment(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Of several runs the last one's; all are named where they differ in device, versions or commit."""
+    """Return the latest of several environments, with every GPU, torch version and commit."""
     in_order = sorted(environments, key=lambda environment: environment["date"])
     latest = dict(in_order[-1])
     for key in ("gpu", "torch", "commit"):
@@ -55,7 +70,7 @@ def _installed_version(package: str) -> str:
 
 
 def _commit() -> str:
-    # An installed package may lie inside the working tree of a project that merely uses it.
+    # An installed package may be inside the working tree of another project.
     if _git("ls-files", "--error-unmatch", str(Path(inline_attention.__file__).resolve())) == UNKNOWN:
         return UNKNOWN
     dirty = "-dirty" if _git("status", "--porcelain", "--untracked-files=no") else ""
@@ -67,7 +82,6 @@ def _git(*arguments: str) -> str:
 
 
 def _first_line(command: Sequence[str]) -> str:
-    """The first line a command prints; `UNKNOWN` where it is missing or fails."""
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""Speed as most users see it: ordinary training loops, pretrained ViTs, every head dim, masks.
+"""Time what most users do: ordinary training loops, pretrained ViTs, every head dim, masks.
 
-A cell is one case with the bounds it has to keep. Each is measured against softmax in the same run, after a check of
-its results. `everyday_cells` holds the cells; what was not reached in time, or failed, is said in the tables.
+A cell is one case with its bounds. It is checked, then measured against softmax in the same run. `everyday_cells` lists
+the cells. The tables name cells that failed, or that the budget did not reach.
 """
 
 from __future__ import annotations
@@ -13,45 +13,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from inline_attention.benchmark import attention, block_cost, models
 from inline_attention.benchmark.compile_cache import run_compile_jobs, time_limit
 from inline_attention.benchmark.environment import combined_environment, describe_environment
-from inline_attention.benchmark.results import Measurement, ratio
-from inline_attention.benchmark.timing import measure_copy_rate, release_memory
+from inline_attention.benchmark.results import Measurement, dtype_name, ratio
+from inline_attention.benchmark.timing import Call, measure_copy_rate, release_memory
 
 Section = Literal["models", "attention", "blocks"]
 Figure = Literal["times_softmax", "over_floor", "over_base"]
-Reached = Literal["goal", "accepted", "no"]
-REACHED: tuple[Reached, ...] = get_args(Reached)  # best first
+REACHED = ("goal", "accepted", "no")  # best first
 SOFTMAX_CONTESTANTS = {"cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient"), "cpu": ("sdpa",)}
 NOT_REACHED = "not reached: the time was up"
 COMPILING_SHARE = 0.45  # of the budget, at most
 LONGEST_PREPARATION = 120.0  # seconds for compiling and checking one contestant
 SHORTEST_PREPARATION = 15.0  # seconds, even when the time is almost up
-JobTable = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a figure has to reach: at least for `times_softmax`, at most for the others."""
+    """Limits of a figure: lower limits of `times_softmax`, upper limits of the others."""
 
     figure: Figure
     accepted: float
     goal: float | None = None
 
-    def reached(self, value: float) -> Reached:
-        """Which of the two a value reaches."""
-
-        def keeps(limit: float) -> bool:
-            return value >= limit if self.figure == "times_softmax" else value <= limit
-
-        if self.goal is not None and keeps(self.goal):
-            return "goal"
-        return "accepted" if keeps(self.accepted) else "no"
+    def reached(self, value: float) -> str:
+        """Return the best limit that a value keeps."""
+        for name, limit in (("goal", self.goal), ("accepted", self.accepted)):
+            if limit is not None and (value >= limit if self.figure == "times_softmax" else value <= limit):
+                return name
+        return "no"
 
 
 @dataclass(frozen=True)
@@ -59,13 +54,13 @@ class Row:
     """One line of a table.
 
     Attributes:
-        name: Cell.
+        name: Name of the cell.
         step: Pass or mode.
-        ours: Images per second, milliseconds or host microseconds of InLine, as the section has it.
-        softmax: The same of the best softmax.
-        figures: Ratios by name, and counts.
+        ours: Figure of InLine: images per second, milliseconds or host microseconds, by section.
+        softmax: The same of the fastest softmax.
+        figures: Ratios and counts by name.
         bounds: Bounds of the figures.
-        note: Why something is missing.
+        note: Reason for missing values.
     """
 
     name: str
@@ -77,15 +72,15 @@ class Row:
     note: str = ""
 
     @property
-    def reached(self) -> Reached | None:
-        """The worst over all bounds; None where nothing was measured."""
+    def reached(self) -> str | None:
+        """The worst over all bounds; None if nothing was measured."""
         figures = ((bound, self.figures.get(bound.figure)) for bound in self.bounds)
-        outcomes = {bound.reached(value) for bound, value in figures if value is not None}
-        return next((worst for worst in reversed(REACHED) if worst in outcomes), None)
+        outcomes = [bound.reached(value) for bound, value in figures if value is not None]
+        return max(outcomes, key=REACHED.index, default=None)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """The row that `asdict` wrote."""
+        """Return the row that `asdict` has written."""
         return cls(**{**content, "bounds": tuple(Bound(**bound) for bound in content["bounds"])})
 
 
@@ -95,9 +90,9 @@ class Cell(ABC):
 
     Attributes:
         section: The table it belongs to.
-        name: Unique.
-        bounds: Bounds by pass or mode; only the passes named here are measured.
-        base: The cell whose time is the unit of `over_base`: the same without the option that this one is about.
+        name: Unique name.
+        bounds: Bounds by pass or mode; only these passes are measured.
+        base: Name of the cell without the option that this one is about; its time is the unit of `over_base`.
     """
 
     section: ClassVar[Section]
@@ -109,49 +104,49 @@ class Cell(ABC):
     def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
         """Check, then time."""
 
-    def compile_jobs(self, settings: EverydaySettings) -> JobTable:
-        """What other processes can compile ahead, by description."""
+    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
+        """Return what other processes can compile ahead, by description."""
         del settings
         return {}
 
     def empty_rows(self, note: str) -> list[Row]:
-        """Rows that say why there are no figures."""
+        """Return rows without figures."""
         return [Row(self.name, step, bounds=bounds, note=note) for step, bounds in self.bounds.items()]
 
 
 @dataclass(frozen=True)
 class ModelCell(Cell):
-    """A whole model against the faster of its rivals."""
+    """A whole model against the faster of its rivals, in images per second."""
 
     case: models.ModelCase
 
     section: ClassVar[Section] = "models"
 
     def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Images per second."""
+        """Return one row."""
         settings = replace(self._settings(report.settings), preparation_limit=seconds_left)
-        result = models.measure_case(self.case, settings, lambda _: None)
+        result = models.measure_case(self.case, settings)
         ours, *rivals = (result.images_per_second(item) for item in result.measurements)
         softmax = max((speed for speed in rivals if speed is not None), default=None)
-        note = "; ".join(f"{item.contestant}: {item.note}" for item in result.measurements if item.note)
         figures: dict[str, float | None] = {
             "times_softmax": ratio(ours, softmax),
             "milliseconds": result.measurements[0].milliseconds,
             "error": result.measurements[0].error,
         }
+        note = _notes(result.measurements)
         return [Row(self.name, step, ours, softmax, figures, bounds, note) for step, bounds in self.bounds.items()]
 
-    def compile_jobs(self, settings: EverydaySettings) -> JobTable:
-        """One per contestant, unless the case is eager."""
-        return models.compile_jobs(replace(self._settings(settings), cases=(self.case,)))
+    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
+        """Return one job per contestant, unless the case is eager."""
+        return models.compile_jobs(self._settings(settings))
 
     def _settings(self, settings: EverydaySettings) -> models.ModelSettings:
-        return models.ModelSettings(settings.device, settings.dtype, (), seconds=4 * settings.seconds)
+        return models.ModelSettings(settings.device, settings.dtype, (self.case,), seconds=4 * settings.seconds)
 
 
 @dataclass(frozen=True)
 class AttentionCell(Cell):
-    """Attention from packed qkv against the fastest softmax kernel, the copy floor and another cell."""
+    """Attention from packed qkv against the fastest softmax kernel, the copy floor and another cell, in ms."""
 
     case: attention.AttentionCase
     dtype: torch.dtype | None = None
@@ -160,14 +155,14 @@ class AttentionCell(Cell):
     section: ClassVar[Section] = "attention"
 
     def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Milliseconds of GPU time."""
+        """Return a row per pass."""
         settings = self._settings(report.settings)
         with time_limit(seconds_left), _tf32_allowed(self.tf32):
             result = attention.measure_case(self.case, settings, report.copy_rate)
         return [self._row(result, pass_, report) for pass_ in settings.passes]
 
-    def compile_jobs(self, settings: EverydaySettings) -> JobTable:
-        """One, for both passes."""
+    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
+        """Return one job for both passes."""
         return {f"{self.section} {self.name}": functools.partial(self._compile, settings)}
 
     def _compile(self, settings: EverydaySettings) -> None:
@@ -185,30 +180,30 @@ class AttentionCell(Cell):
         )
 
     def _row(self, result: attention.CaseResult, pass_: str, report: EverydayReport) -> Row:
-        ours, softmax = result.milliseconds(pass_, "auto"), result.best_softmax(pass_)
-        items = {item.contestant: item for item in result.measurements[pass_]}
+        *others, auto = result.measurements[pass_]
+        ours, softmax = auto.milliseconds, result.best_softmax(pass_)
+        base = next((row.ours for row in report.rows.get(self.base or "", ()) if row.step == pass_), None)
         figures = {
             "times_softmax": ratio(softmax, ours),
             "over_floor": ratio(ours, result.floor) if pass_ == "forward" else None,
-            "over_base": None if self.base is None else ratio(ours, report.time_of(self.base, pass_)),
+            "over_base": ratio(ours, base),
             "floor_milliseconds": result.floor,
-            "error": items["auto"].error,
+            "error": auto.error,
         }
-        notes = [items["auto"]] if softmax is not None else list(items.values())
-        note = "; ".join(f"{item.contestant}: {item.note}" for item in notes if item.note)
+        note = _notes([auto] if softmax is not None else [*others, auto])
         return Row(self.name, pass_, ours, softmax, figures, self.bounds[pass_], note)
 
 
 @dataclass(frozen=True)
 class BlockCell(Cell):
-    """Host time and launches of one transformer block in a training step."""
+    """Host microseconds and launches of one transformer block in a training step."""
 
     case: models.ModelCase
 
     section: ClassVar[Section] = "blocks"
 
     def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Microseconds of the host."""
+        """Return a row per pass."""
         with time_limit(seconds_left):
             costs = block_cost.measure_blocks(self.case, report.settings.device, report.settings.dtype)
         rows: list[Row] = []
@@ -223,12 +218,14 @@ class BlockCell(Cell):
             rows.append(Row(self.name, step, ours.microseconds, softmax.microseconds, figures, bounds))
         return rows
 
-    def compile_jobs(self, settings: EverydaySettings) -> JobTable:
-        """One for all contestants, unless the case is eager."""
+    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
+        """Return one job for all contestants, unless the case is eager."""
         if self.case.execution == "eager":
             return {}
-        job = functools.partial(block_cost.compile_blocks, self.case, settings.device, settings.dtype)
-        return {f"{self.section} {self.name}": job}
+        return {f"{self.section} {self.name}": functools.partial(self._compile, settings)}
+
+    def _compile(self, settings: EverydaySettings) -> None:
+        block_cost.prepare_blocks(self.case, settings.device, settings.dtype)
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ class MissingCell(Cell):
     section: ClassVar[Section] = "attention"
 
     def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Say so."""
+        """Return empty rows with the reason."""
         del report, seconds_left
         return self.empty_rows(f"not available: {self.reason}")
 
@@ -250,13 +247,13 @@ class EverydaySettings:
     """What to measure.
 
     Attributes:
-        device: Where.
+        device: Device.
         dtype: Dtype of attention, of autocast and of half weights.
         cells: All cells of the tables, the most important first.
-        only: Text in the section or name of the cells to measure; empty for all.
-        budget: Seconds after which no further cell is begun.
+        budget: Seconds after which no further cell is started.
         processes: Processes that compile ahead; 0 to compile each cell in its turn.
-        seconds: Time spent on measuring each pass of attention; models get four times as much.
+        seconds: Seconds of timing per pass of attention; models get four times as much.
+        only: Text in the section or name of the cells to measure; empty for all.
     """
 
     device: torch.device
@@ -270,15 +267,7 @@ class EverydaySettings:
 
 @dataclass
 class EverydayReport:
-    """Everything measured so far.
-
-    Attributes:
-        environment: Where.
-        settings: What was asked for.
-        copy_rate: Bytes per second, read and written, of a large copy: what floors are computed from.
-        rows: By cell.
-        seconds: Time spent so far.
-    """
+    """The results so far: rows by cell, seconds spent, and the copy rate in bytes per second."""
 
     environment: dict[str, str]
     settings: EverydaySettings
@@ -286,20 +275,16 @@ class EverydayReport:
     rows: dict[str, list[Row]] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def time_of(self, cell: str, step: str) -> float | None:
-        """What InLine took in a cell, None where it was not measured."""
-        return next((row.ours for row in self.rows.get(cell, ()) if row.step == step), None)
-
     def section(self, name: Section) -> list[Row]:
-        """All rows of a table."""
+        """Return all rows of a table."""
         return [row for cell in self.settings.cells if cell.section == name for row in self.rows.get(cell.name, ())]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "environment": self.environment,
             "device": str(self.settings.device),
-            "dtype": str(self.settings.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.settings.dtype),
             "copy_bytes_per_second": self.copy_rate,
             "seconds": self.seconds,
             "cells": {name: [asdict(row) for row in rows] for name, rows in self.rows.items()},
@@ -308,76 +293,71 @@ class EverydayReport:
 
 def measure_everyday(
     settings: EverydaySettings,
+    on_step: Callable[[EverydayReport, str], None] = lambda *_: None,
     *,
     earlier: Mapping[str, Any] | None = None,
-    on_progress: Callable[[str], None] | None = None,
-    on_result: Callable[[EverydayReport], None] | None = None,
 ) -> EverydayReport:
     """Compile ahead, then measure every cell that the budget allows.
 
     Args:
         settings: What to measure.
-        earlier: What `EverydayReport.as_json` gave before: cells measured there are kept and not measured again.
-        on_progress: Called with a line after every cell and everything compiled ahead.
-        on_result: Called with the report after every cell.
+        on_step: Called with the report so far and a line after every compile job and every cell.
+        earlier: Result of `EverydayReport.as_json`: cells measured there are kept and not measured again.
     """
-    begin = time.monotonic()
-    advance = on_progress or (lambda _: None)
+    start = time.monotonic()
     report = EverydayReport(describe_environment(), settings, measure_copy_rate(settings.device))
     report.rows = {cell.name: cell.empty_rows(NOT_REACHED) for cell in settings.cells}
     if earlier is not None:
         report.environment = combined_environment([earlier["environment"], report.environment])
         report.rows |= {name: [Row.from_json(row) for row in rows] for name, rows in earlier["cells"].items()}
-    release_memory(settings.device)  # which other processes need to compile
+    release_memory(settings.device)  # the compiling processes need it
     chosen = choose_cells(settings.cells, settings.only)
     to_do = [cell for cell in chosen if all(row.ours is None for row in report.rows[cell.name])]
     if settings.processes:
-        run_compile_jobs(_bounded_jobs(to_do, settings), settings.processes, on_progress=advance)
+        jobs = _bounded_jobs(to_do, settings)
+        run_compile_jobs(jobs, settings.processes, on_progress=lambda line: on_step(report, line))
     for cell in to_do:
-        left = settings.budget - (time.monotonic() - begin)
+        left = settings.budget - (time.monotonic() - start)
         if left <= 0:
-            advance(f"{cell.section} {cell.name}: {NOT_REACHED}")
+            on_step(report, f"{cell.section} {cell.name}: {NOT_REACHED}")
             continue
         try:
             limit = max(SHORTEST_PREPARATION, min(LONGEST_PREPARATION, left))
             report.rows[cell.name] = cell.measure(report, limit)
-        except Exception as failure:  # whatever one cell may raise, the others are to be measured
+        except Exception as failure:  # measure the other cells
             report.rows[cell.name] = cell.empty_rows(Measurement.failure(models.OURS, failure).note)
         release_memory(settings.device)
-        report.seconds = time.monotonic() - begin
-        advance(f"{report.seconds:4.0f} s {cell.section} {_describe(report.rows[cell.name])}")
-        if on_result is not None:
-            on_result(report)
+        report.seconds = time.monotonic() - start
+        on_step(report, f"{report.seconds:4.0f} s {cell.section} {_describe(report.rows[cell.name])}")
     return report
 
 
 def count_steps(settings: EverydaySettings) -> int:
-    """How often `measure_everyday` reports progress, unless cells are kept."""
+    """Return the number of steps of `measure_everyday`, if no earlier cells are kept."""
     cells = choose_cells(settings.cells, settings.only)
     return len(cells) + (sum(len(cell.compile_jobs(settings)) for cell in cells) if settings.processes else 0)
 
 
 def choose_cells(cells: Sequence[Cell], pattern: str) -> tuple[Cell, ...]:
-    """The cells whose section and name contain the pattern, and those that these are compared with."""
+    """Return the cells whose section and name contain the pattern, and the bases that these are compared with."""
     chosen = {cell.name for cell in cells if pattern in f"{cell.section} {cell.name}"}
     chosen |= {cell.base for cell in cells if cell.name in chosen and cell.base is not None}
     return tuple(cell for cell in cells if cell.name in chosen)
 
 
-def _bounded_jobs(cells: Sequence[Cell], settings: EverydaySettings) -> JobTable:
-    """All compile jobs, each with a time limit; what takes longest comes first."""
-    sections: tuple[Section, ...] = ("models", "blocks", "attention")
+def _bounded_jobs(cells: Sequence[Cell], settings: EverydaySettings) -> dict[str, Call]:
+    """Return all compile jobs, each with a time limit; those that take longest come first."""
     deadline = time.time() + COMPILING_SHARE * settings.budget
     return {
         name: functools.partial(_run_job, job, deadline)
-        for section in sections
+        for section in ("models", "blocks", "attention")
         for cell in cells
         if cell.section == section
         for name, job in cell.compile_jobs(settings).items()
     }
 
 
-def _run_job(job: Callable[[], object], deadline: float) -> None:
+def _run_job(job: Call, deadline: float) -> None:
     left = min(LONGEST_PREPARATION, deadline - time.time())
     if left <= 0:
         raise TimeoutError("left to the benchmark itself")
@@ -395,6 +375,10 @@ def _tf32_allowed(allowed: bool) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
+
+
+def _notes(measurements: Sequence[Measurement]) -> str:
+    return "; ".join(f"{item.contestant}: {item.note}" for item in measurements if item.note)
 
 
 def _describe(rows: Sequence[Row]) -> str:

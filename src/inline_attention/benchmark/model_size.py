@@ -1,4 +1,4 @@
-"""How large a model is: its parameters, and the multiply-adds of one image, counted without computing anything."""
+"""Count a model's parameters and the multiply-adds of one image, without computing anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from inline_attention.layers.attention import TokenAttention
@@ -48,14 +47,13 @@ def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = N
     """
     with torch.device("meta"):
         model: Any = create_model(name, **arguments).eval()
-        channels, height, width = input_size or model.pretrained_cfg["input_size"]
-        image = torch.empty(1, channels, height, width)
+        size: tuple[int, int, int] = input_size or model.pretrained_cfg["input_size"]
+        image = torch.empty(1, *size)
     local_macs = 0
 
-    def count_local_term(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def count_local_term(attention: Any, inputs: tuple[Any, ...]) -> None:
         # The counter sees products and convolutions; the 3×3 term is neither.
         nonlocal local_macs
-        assert isinstance(attention, TokenAttention)
         local_macs += 9 * (inputs[0].shape[1] - attention.num_prefix_tokens) * attention.dim
 
     for module in model.modules():
@@ -63,10 +61,7 @@ def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = N
             module.register_forward_pre_hook(count_local_term)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        # Of all tokens, as published: `forward` computes the last MLP of a DeiT for the class token alone.
+        # All tokens, as published: `forward` computes the last MLP of a DeiT for the class token alone.
         model.forward_head(model.forward_features(image))
-    return ModelSize(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        macs=counter.get_total_flops() // 2 + local_macs,
-        input_size=(channels, height, width),
-    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ModelSize(parameters, counter.get_total_flops() // 2 + local_macs, size)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from inline_attention.benchmark.attention import AttentionReport, CaseResult
 from inline_attention.benchmark.models import ModelReport, ModelResult
+from inline_attention.benchmark.results import dtype_name
 from inline_attention.benchmark.tables import label_of
 from inline_attention.support.figures import INK, Chart, LegendEntry, Panel, Style, draw_line, light_grid, log_axes
 
@@ -32,44 +33,38 @@ FLOOR = LegendEntry("floor: copying q, k, v, out", Style("uniform"))
 MOST_COLUMNS = 4
 
 
-def draw_attention(report: AttentionReport, path: Path) -> None:
-    """Write a PNG of time by the number of tokens, both logarithmic: a row per pass, a column per C and D.
+def draw_report(report: AttentionReport | ModelReport, path: Path) -> list[Path]:
+    """Write a PNG of a report with at least one case."""
+    return draw_attention(report, path) if isinstance(report, AttentionReport) else draw_models(report, path)
 
-    Args:
-        report: Report with at least one case.
-        path: File to write.
-    """
-    passes = [name for name in report.settings.passes if any(name in result.measurements for result in report.results)]
-    widths = list(dict.fromkeys((result.case.channels, result.case.head_dim) for result in report.results))
+
+def draw_attention(report: AttentionReport, path: Path) -> list[Path]:
+    """Write a PNG of time by the number of tokens, both logarithmic: a row per pass, a column per C and D."""
     backends = iter(BACKEND_STYLES * len(report.contestants))
     styles = {name: CONTESTANT_STYLES.get(name) or next(backends) for name in report.contestants}
-    panels: list[Panel] = []
-    for pass_ in passes:
-        for width in widths:
-            chosen = [result for result in report.results if (result.case.channels, result.case.head_dim) == width]
-            chosen.sort(key=lambda result: result.case.tokens)
-            panels.append(
-                Panel(
-                    f"{pass_}, C = {width[0]}, head dim {width[1]}",
-                    lambda axes, pass_=pass_, chosen=chosen: _draw_times(axes, pass_, chosen, styles),
-                )
-            )
+    widths: dict[tuple[int, int], list[CaseResult]] = {}
+    for result in sorted(report.results, key=lambda result: result.case.tokens):
+        widths.setdefault((result.case.channels, result.case.head_dim), []).append(result)
+    panels = [
+        Panel(
+            f"{pass_}, C = {channels}, head dim {head_dim}",
+            lambda axes, pass_=pass_, results=results: _draw_times(axes, pass_, results, styles),
+        )
+        for pass_ in report.settings.passes
+        for (channels, head_dim), results in sorted(widths.items())
+        if any(pass_ in result.measurements for result in results)
+    ]
     elements = [result.case.elements / 1e6 for result in report.results]
     small_print = (
-        f"{_place(report.environment)}, {_dtype(report)}, B·N·C = {min(elements):.3g}–{max(elements):.3g} million. "
-        f"InLine with its 3×3 residual, softmax without. Floor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
+        f"B·N·C = {min(elements):.3g}–{max(elements):.3g} million. InLine with its 3×3 residual, softmax without. "
+        f"Floor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
     )
-    legend = [LegendEntry(label_of(name), style) for name, style in styles.items()]
-    _save(Chart(panels, [*legend, FLOOR]), path, "Attention from packed qkv", small_print, len(widths))
+    legend = [*(LegendEntry(label_of(name), style) for name, style in styles.items()), FLOOR]
+    return _save(report, Chart(panels, legend), path, "Attention from packed qkv", small_print, len(widths))
 
 
-def draw_models(report: ModelReport, path: Path) -> None:
-    """Write a PNG of images per second by image size, both logarithmic: a panel per model, mode and execution.
-
-    Args:
-        report: Report with at least one case.
-        path: File to write.
-    """
+def draw_models(report: ModelReport, path: Path) -> list[Path]:
+    """Write a PNG of images per second by image size, both logarithmic: a panel per model, mode and execution."""
     groups: dict[str, list[ModelResult]] = {}
     for result in report.results:
         case = result.case
@@ -80,8 +75,8 @@ def draw_models(report: ModelReport, path: Path) -> None:
     columns = math.ceil(len(groups) / math.ceil(len(groups) / MOST_COLUMNS))
     measured = {item.contestant for result in report.results for item in result.measurements}
     legend = [LegendEntry(label, style) for name, (style, label) in MODEL_STYLES.items() if name in measured]
-    small_print = f"{_place(report.environment)}, {_dtype(report)}, random weights and images."
-    _save(Chart(panels, legend), path, "Images per second of whole models", small_print, columns)
+    title = "Images per second of whole models"
+    return _save(report, Chart(panels, legend), path, title, "Random weights and images.", columns)
 
 
 def _draw_times(axes: Axes, pass_: str, results: Sequence[CaseResult], styles: dict[str, Style]) -> None:
@@ -122,15 +117,13 @@ def _draw_speeds(axes: Axes, results: Sequence[ModelResult]) -> None:
         light_grid(axes)
 
 
-def _save(chart: Chart, path: Path, title: str, small_print: str, columns: int) -> None:
-    chart.save(path.parent, path.stem, title=title, small_print=small_print, columns=columns, formats=("png",))
-
-
-def _dtype(report: AttentionReport | ModelReport) -> str:
-    return str(report.settings.dtype).removeprefix("torch.")
-
-
-def _place(environment: dict[str, str]) -> str:
+def _save(
+    report: AttentionReport | ModelReport, chart: Chart, path: Path, title: str, small_print: str, columns: int
+) -> list[Path]:
+    environment = report.environment
     machine = environment["machine"] if environment["gpu"] == "none" else environment["gpu"]
     versions = "" if "torch" in machine else f", torch {environment['torch']}"
-    return f"{machine}{versions}, {environment['date']}"
+    place = f"{machine}{versions}, {environment['date']}, {dtype_name(report.settings.dtype)}."
+    return chart.save(
+        path.parent, path.stem, title=title, small_print=f"{place} {small_print}", columns=columns, formats=("png",)
+    )

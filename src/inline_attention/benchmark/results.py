@@ -1,4 +1,4 @@
-"""Measurements of contestants, and result files: JSON, CSV and Markdown, written atomically."""
+"""Measure contestants, and write results atomically as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from inline_attention.benchmark.environment import describe_environment
-from inline_attention.benchmark.timing import Timing
+from inline_attention.benchmark.timing import Timing, Work, interleaved_timings, release_memory
 from inline_attention.support.files import write_atomically
 
 Status = Literal["timed", "WRONG", "out of memory", "not available"]
@@ -62,10 +62,61 @@ class Measurement:
         return cls(contestant, "not available", note=named)
 
 
+def measure_contestants(
+    names: Iterable[str],
+    prepare: Callable[[str], tuple[Work, float | None, int | None]],
+    device: torch.device,
+    *,
+    seconds: float,
+    at_least: int,
+    on_ready: Callable[[Measurement], None] = lambda _: None,
+) -> list[Measurement]:
+    """Prepare each contestant, then time all in turns. If one fails, its note says why, and the others are timed.
+
+    Args:
+        names: Names of contestants.
+        prepare: Checks and warms up a contestant; returns its work, relative error and peak memory.
+        device: Device of the works.
+        seconds: Time to spend on timing.
+        at_least: Rounds to do even if they take longer.
+        on_ready: Called after each preparation with the measurement so far.
+    """
+    works: dict[str, Work] = {}
+    outcomes: list[Measurement] = []
+    for name in names:
+        try:
+            works[name], error, peak_bytes = prepare(name)
+            outcomes.append(Measurement(name, "timed", error=error, peak_bytes=peak_bytes))
+        except Exception as failure:  # compilers have exceptions of their own
+            outcomes.append(Measurement.failure(name, failure))
+            release_memory(device)
+        on_ready(outcomes[-1])
+    timings = interleaved_timings(works, seconds=seconds, at_least=at_least)
+    return [dataclasses.replace(outcome, timing=timings.get(outcome.contestant)) for outcome in outcomes]
+
+
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     """Return ‖actual - exact‖ / ‖exact‖ in float64."""
     exact = exact.double()
     return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+def check_close(what: str, actual: torch.Tensor, exact: torch.Tensor, limit: float) -> float:
+    """Return the relative error.
+
+    Raises:
+        WrongResultError: If it exceeds the limit.
+    """
+    error = relative_error(actual, exact)
+    if not error <= limit:
+        raise WrongResultError(f"relative error {error:.1e} of the {what} exceeds {limit:.0e}")
+    return error
+
+
+def check_finite(what: str, values: torch.Tensor) -> None:
+    """Raise `WrongResultError` if a value is NaN or infinite."""
+    if not values.isfinite().all():
+        raise WrongResultError(f"some values of the {what} are not finite")
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -73,14 +124,25 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
 
 
+def describe(measurements: Iterable[Measurement]) -> str:
+    """Return the time or the status of each contestant in one line."""
+    return ", ".join(
+        f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.4g} ms'}"
+        for item in measurements
+    )
+
+
 def notes_of(measurements: Sequence[Measurement]) -> list[str]:
     """Return why contestants were not timed, or not in a CUDA graph; each reason once."""
     notes = [f"{item.contestant}: {item.status}: {item.note}" for item in measurements if item.note]
     if any(item.timing is not None and item.timing.method == "events" for item in measurements):
-        notes.append(
-            "\\* could not be captured in a CUDA graph: timed by events around its calls, which may include the host"
-        )
+        notes.append("\\* could not be captured in a CUDA graph: timed by events, which may include the host")
     return list(dict.fromkeys(notes))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -101,7 +163,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically; file names that are not UTF-8 are escaped, in JSON in its own notation."""
+    """Write a text file atomically; file names that are not UTF-8 are escaped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode("utf-8", "backslashreplace"))
 
@@ -126,11 +188,6 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, file.getvalue())
-
-
-def result_file(folder: Path, name: str) -> Path:
-    """Return the path of the JSON file of an analysis."""
-    return folder / f"{name}.json"
 
 
 def write_results(
@@ -160,7 +217,7 @@ def write_results(
         "subjects": list(subjects),
         "tables": {table: list(rows) for table, rows in tables.items()},
     }
-    files = [result_file(folder, name)]
+    files = [folder / f"{name}.json"]
     write_json(files[0], content)
     for number, (table, rows) in enumerate(tables.items()):
         files.append(folder / (f"{name}.csv" if number == 0 else f"{name}-{table}.csv"))

@@ -1,4 +1,4 @@
-"""The tables of a benchmark, as rows of text: the terminal and the Markdown pages show the same."""
+"""The tables of benchmarks as rows of text, for the terminal and for Markdown pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inline_attention.benchmark.attention import AttentionReport, CaseResult
-from inline_attention.benchmark.everyday import Bound, EverydayReport, Row
+from inline_attention.benchmark.everyday import EverydayReport, Row
 from inline_attention.benchmark.models import OURS, ModelReport
 from inline_attention.benchmark.results import Measurement, markdown_table, notes_of, ratio
 
@@ -34,96 +34,77 @@ class ResultTable(NamedTuple):
 
 
 def label_of(contestant: str) -> str:
-    """How a contestant is called in tables and pictures; a fused backend by its name."""
+    """Return the name of a contestant in tables and pictures."""
     return LABELS.get(contestant, f"InLine, {contestant}")
 
 
 def attention_tables(report: AttentionReport) -> list[ResultTable]:
-    """One table per pass, then the single image and the host's overhead where they were measured."""
-    contestants = report.contestants
-    tables = [
-        _pass_table(pass_, report.results, contestants)
-        for pass_ in report.settings.passes
-        if any(pass_ in result.measurements for result in report.results)
-    ]
-    if report.latency is not None and "forward" in report.latency.measurements:
-        case = report.latency.case
-        table = _pass_table("forward", [report.latency], contestants)
-        tables.append(table._replace(title=f"one image of {case.tokens} tokens, forward, ms of GPU time"))
-    if report.host_overhead:
-        passes = report.settings.passes
-        rows = [
-            [label_of(name), *(_microseconds(by_pass.get(pass_)) for pass_ in passes)]
-            for name, by_pass in report.host_overhead.items()
-        ]
-        notes = [
-            f"{label_of(name)}: {value}"
-            for name, by_pass in report.host_overhead.items()
-            for value in dict.fromkeys(by_pass.values())
-            if isinstance(value, str)
-        ]
-        header = ["one call on four tokens", *(f"{pass_} (µs)" for pass_ in passes)]
-        tables.append(ResultTable("time of the host per call, µs", header, rows, notes))
-    return tables
+    """Return a table per pass, then the single image and the host's overhead if they were measured."""
+    passes = report.settings.passes
+    tables = [_pass_table(f"{pass_}, ms", pass_, report.results, report.contestants) for pass_ in passes]
+    if report.latency is not None:
+        title = f"one image of {report.latency.case.tokens} tokens, forward, ms of GPU time"
+        tables.append(_pass_table(title, "forward", [report.latency], report.contestants))
+    header = ["one call on four tokens", *(f"{pass_} (µs)" for pass_ in passes)]
+    rows: list[list[str]] = []
+    notes: list[str] = []
+    for name, by_pass in report.host_overhead.items():
+        values = [by_pass.get(pass_) for pass_ in passes]
+        rows.append([label_of(name), *(f"{value:.1f}" if isinstance(value, float) else NOTHING for value in values)])
+        notes += [f"{label_of(name)}: {value}" for value in dict.fromkeys(values) if isinstance(value, str)]
+    tables.append(ResultTable("time of the host per call, µs", header, rows, notes))
+    return [table for table in tables if table.rows]
 
 
 def model_tables(report: ModelReport) -> list[ResultTable]:
-    """One table, a row per case and contestant."""
+    """Return one table, with a row per case and contestant."""
     header = ["model", "image", "batch", "mode", "contestant", "images/s", "ms", "peak MiB", "speed-up by InLine"]
     rows: list[list[str]] = []
     for result in report.results:
         case = result.case
         for item in result.measurements:
             speed = result.images_per_second(item)
-            rows.append(
-                [
-                    case.model,
-                    f"{case.size}²",
-                    str(case.batch),
-                    f"{case.mode}, {case.execution}",
-                    item.contestant,
-                    item.status if speed is None else f"{speed:,.0f}",
-                    _number(item.milliseconds),
-                    NOTHING if item.peak_bytes is None else f"{item.peak_bytes / 2**20:,.0f}",
-                    NOTHING if item.contestant == OURS else _times(result.speedup(item)),
-                ]
-            )
-    measurements = [item for result in report.results for item in result.measurements]
-    notes = [*notes_of(measurements), *_spread_note(measurements)]
-    notes.append("Peak memory is that of weights, optimiser and one step, without the images.")
+            row = [case.model, f"{case.size}²", str(case.batch), f"{case.mode}, {case.execution}", item.contestant]
+            row += [item.status if speed is None else f"{speed:,.0f}", _number(item.milliseconds)]
+            row.append(NOTHING if item.peak_bytes is None else f"{item.peak_bytes / 2**20:,.0f}")
+            row.append(NOTHING if item.contestant == OURS else _times(result.speedup(item)))
+            rows.append(row)
+    notes = _notes([item for result in report.results for item in result.measurements])
+    notes.append("Peak memory: weights, optimizer and one step, without the images.")
     return [ResultTable("models", header, rows, notes)]
 
 
 def everyday_tables(report: EverydayReport) -> list[ResultTable]:
-    """Whole models, attention, and what a block costs the host; tables without rows are left out."""
-    figures = tuple(FIGURE_LABELS)
+    """Return the tables of models, attention and blocks; empty ones are left out."""
+    models, attention, blocks = (report.section(name) for name in ("models", "attention", "blocks"))
+    bounds = ["accepted", "goal", "reached"]
     floor_note = f"Floor: reading q, k, v and writing the output at {report.copy_rate / 1e12:.3g} TB/s, as measured."
     base_note = "Base: the same attention without a mask, with the identity map and subtraction."
     tables = [
         ResultTable(
             "whole models, images/s",
-            ["model", "mode", "InLine", "softmax", "× softmax", "accepted", "goal", "reached"],
-            [[*_everyday_cells(row, "times_softmax"), *_bound_cells(row)] for row in report.section("models")],
-            _everyday_notes(report.section("models")),
+            ["model", "mode", "InLine", "softmax", "× softmax", *bounds],
+            [[*_everyday_cells(row, "times_softmax"), *_bound_cells(row)] for row in models],
+            _everyday_notes(models),
         ),
         ResultTable(
             "attention from packed qkv, ms",
-            ["case", "pass", "InLine", "softmax", *FIGURE_LABELS.values(), "accepted", "goal", "reached"],
-            [[*_everyday_cells(row, *figures), *_bound_cells(row)] for row in report.section("attention")],
-            [floor_note, base_note, *_everyday_notes(report.section("attention"))],
+            ["case", "pass", "InLine", "softmax", *FIGURE_LABELS.values(), *bounds],
+            [[*_everyday_cells(row, *FIGURE_LABELS), *_bound_cells(row)] for row in attention],
+            [floor_note, base_note, *_everyday_notes(attention)],
         ),
         ResultTable(
             "one transformer block in training, µs of the host and launches",
             ["block", "pass", "InLine", "softmax", "× softmax", "launches, InLine", "launches, softmax"],
-            [_everyday_cells(row, "times_softmax", "launches", "softmax_launches") for row in report.section("blocks")],
-            _everyday_notes(report.section("blocks")),
+            [_everyday_cells(row, "times_softmax", "launches", "softmax_launches") for row in blocks],
+            _everyday_notes(blocks),
         ),
     ]
     return [table for table in tables if table.rows]
 
 
 def as_markdown(tables: Sequence[ResultTable]) -> str:
-    """All tables, as Markdown."""
+    """Return all tables as Markdown."""
     parts: list[str] = []
     for table in tables:
         parts += [f"## {table.title[0].upper()}{table.title[1:]}", markdown_table(table.header, table.rows)]
@@ -138,12 +119,12 @@ def _everyday_cells(row: Row, *figures: str) -> list[str]:
 
 
 def _bound_cells(row: Row) -> list[str]:
-    def text(bound: Bound, limit: float) -> str:
-        return f"{'≥' if bound.figure == 'times_softmax' else '≤'} {limit:g} {FIGURE_LABELS[bound.figure]}"
-
-    accepted = [text(bound, bound.accepted) for bound in row.bounds]
-    goals = [text(bound, bound.goal) for bound in row.bounds if bound.goal is not None]
-    return [", ".join(accepted) or NOTHING, ", ".join(goals) or NOTHING, row.reached or NOTHING]
+    limits: dict[str, list[str]] = {"accepted": [], "goal": []}
+    for bound in row.bounds:
+        sign = "≥" if bound.figure == "times_softmax" else "≤"
+        for kind, limit in (("accepted", bound.accepted), ("goal", bound.goal)):
+            limits[kind] += [] if limit is None else [f"{sign} {limit:g} {FIGURE_LABELS[bound.figure]}"]
+    return [*(", ".join(texts) or NOTHING for texts in limits.values()), row.reached or NOTHING]
 
 
 def _everyday_notes(rows: Sequence[Row]) -> list[str]:
@@ -154,7 +135,7 @@ def _everyday_notes(rows: Sequence[Row]) -> list[str]:
     return [f"{'; '.join(dict.fromkeys(names))}: {note}" for note, names in cells_by_note.items()]
 
 
-def _pass_table(pass_: str, results: Sequence[CaseResult], contestants: Sequence[str]) -> ResultTable:
+def _pass_table(title: str, pass_: str, results: Sequence[CaseResult], contestants: Sequence[str]) -> ResultTable:
     with_floor = pass_ == "forward"
     header = ["N", "C", "D", "B", *map(label_of, contestants)]
     header += ["floor", "InLine ÷ floor"] if with_floor else []
@@ -173,21 +154,22 @@ def _pass_table(pass_: str, results: Sequence[CaseResult], contestants: Sequence
         row.append(_times(ratio(result.best_softmax(pass_), ours)))
         rows.append(row)
         measurements += by_name.values()
+    notes = _notes(measurements)
     errors = [item.error for item in measurements if item.error is not None]
-    notes = [*notes_of(measurements), *_spread_note(measurements)]
     if errors:
         notes.append(f"Largest relative error against float64, found before timing: {max(errors):.1e}.")
-    return ResultTable(f"{pass_}, ms", header, rows, notes)
+    return ResultTable(title, header, rows, notes)
 
 
-def _spread_note(measurements: Sequence[Measurement]) -> list[str]:
+def _notes(measurements: Sequence[Measurement]) -> list[str]:
+    notes = notes_of(measurements)
     spreads = [item.timing.spread for item in measurements if item.timing is not None]
-    if not spreads:
-        return []
-    return [
-        f"Medians; contestants take turns. Spread (10th to 90th percentile): {statistics.median(spreads):.1%} in the "
-        f"median, {max(spreads):.1%} at most."
-    ]
+    if spreads:
+        notes.append(
+            "Medians; contestants take turns. Spread (10th to 90th percentile): "
+            f"{statistics.median(spreads):.1%} in the median, {max(spreads):.1%} at most."
+        )
+    return notes
 
 
 def _cell(item: Measurement | None) -> str:
@@ -196,10 +178,6 @@ def _cell(item: Measurement | None) -> str:
     if item.timing is None:
         return item.status
     return _number(item.milliseconds) + ("*" if item.timing.method == "events" else "")
-
-
-def _microseconds(value: float | str | None) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else NOTHING
 
 
 def _times(value: float | None) -> str:

@@ -1,7 +1,7 @@
-"""Timing on a GPU or a CPU: CUDA graphs, contestants that take turns, medians with their spread.
+"""Time callables on a GPU or a CPU: CUDA graphs, contestants in turns, medians with their spread.
 
-On a GPU the calls of a contestant are captured in a CUDA graph, so that what is timed is the GPU's work and not the
-host's. What cannot be captured is timed by events around repeated calls, and says so.
+On a GPU, calls are captured in a CUDA graph, so that the GPU is timed and not the host. Calls that cannot be captured
+are timed by events around them, and `Timing.method` says so.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from typing import Any, Literal
 import torch
 
 WARM_UP_CALLS = 3  # the first compiles and tunes, the next ones settle the allocator
-GRAPH_MILLISECONDS = 1.0  # of work per graph: the launch of one is then lost in it
+GRAPH_MILLISECONDS = 1.0  # work per graph: long enough to hide its launch
 MOST_CALLS_PER_GRAPH = 32
 MOST_ROUNDS = 100
+SECONDS_PER_LAUNCH = 0.05
 COPY_BYTES = 1 << 30
 CPU_COPY_BYTES = 1 << 26
 
+Call = Callable[[], object]
 Method = Literal["graph", "events", "throughput", "clock"]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call takes.
+    """Time of one call.
 
     Attributes:
         milliseconds: Median.
         low: 10th percentile.
         high: 90th percentile.
         runs: Number of measurements; each is the mean over the calls of one launch.
-        method: "graph" (GPU time of a replayed CUDA graph), "events" (GPU time between events around calls from the
-            host, where a graph could not be captured), "throughput" (the same by intent, the host's share included) or
-            "clock" (wall clock).
+        method: "graph" (GPU time of a CUDA graph), "events" (GPU time between events, where no graph can be captured),
+            "throughput" (between events on purpose, to include the host) or "clock" (wall clock).
     """
 
     milliseconds: float
@@ -50,23 +51,23 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """From the 10th to the 90th percentile, over the median."""
+        """90th minus 10th percentile, over the median."""
         return (self.high - self.low) / self.milliseconds
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something ready to be timed: `launch` does `calls` calls.
+    """Warm calls, ready to be timed.
 
     Attributes:
-        launch: Starts the work; on a GPU it need not wait for it.
-        calls: By which the measured time is divided.
-        device: Where the work is done.
-        method: How it is timed.
-        from_idle: Wait for the device before each launch, so that a host too slow to keep it busy shows.
+        launch: Starts the calls; on a GPU it need not wait for them.
+        calls: Number of calls per launch.
+        device: Device of the calls.
+        method: Method of timing.
+        from_idle: Wait for the device before each launch, so that a slow host shows.
     """
 
-    launch: Callable[[], object]
+    launch: Call
     calls: int
     device: torch.device
     method: Method
@@ -80,69 +81,81 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what earlier contestants have left."""
+    """Free the memory that earlier contestants have left in caches."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def prepare_work(calls: Sequence[Callable[[], object]], device: torch.device, pool: Any = None) -> Work:
-    """Warm up, and on a GPU capture the calls in a CUDA graph, as often as makes it long enough to time.
+def reset_peak(device: torch.device) -> None:
+    """Start to measure the peak memory of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def read_peak(device: torch.device, occupied: int) -> int | None:
+    """Return the peak memory of a GPU since `reset_peak` in bytes, minus `occupied`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - occupied
+
+
+def prepare_work(calls: Sequence[Call], device: torch.device, pool: Any = None) -> Work:
+    """Warm up, and on a GPU capture the calls in a CUDA graph, repeated until it is long enough to time.
 
     Args:
-        calls: One call, or the same on several inputs in turn. A graph does not keep the inputs alive; the caller does.
-        device: Where they run.
-        pool: Result of `torch.cuda.graph_pool_handle()`: memory shared by graphs that never run at once.
+        calls: One call, or the same on several inputs. A graph does not keep the inputs alive; the caller does.
+        device: Device of the calls.
+        pool: Result of `torch.cuda.graph_pool_handle()`: memory shared by graphs that never run at the same time.
     """
     if device.type != "cuda":
         _run(calls)
         return Work(lambda: _run(calls), len(calls), device, "clock")
-    side_stream = torch.cuda.Stream(device)  # capture forbids the default stream, so warm-up does without it too
+    side_stream = torch.cuda.Stream(device)  # capture forbids the default stream, so warm-up avoids it too
     side_stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side_stream):
-        for call in itertools.islice(itertools.cycle(calls), WARM_UP_CALLS):
-            call()
-        estimate = _milliseconds_between_events(calls[0])
+        _run(list(itertools.islice(itertools.cycle(calls), WARM_UP_CALLS)))
+        estimate = _milliseconds(Work(calls[0], 1, device, "events"))
         can_be_captured = not any(_waits_for_device(call) for call in calls)
     torch.cuda.current_stream(device).wait_stream(side_stream)
     torch.cuda.synchronize(device)
     wanted = min(MOST_CALLS_PER_GRAPH, math.ceil(GRAPH_MILLISECONDS / max(estimate, 1e-3)))
     repeated = list(calls) * max(1, math.ceil(wanted / len(calls)))
-    if not can_be_captured:
-        _run(repeated)  # if a call is at fault, it fails here and is reported
-        return Work(lambda: _run(repeated), len(repeated), device, "events")
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.current_stream(device)
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            _run(repeated)
-        graph.replay()
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        # Not everything can be captured. If the call itself is at fault, it fails here once more and is reported.
-        torch.cuda.set_stream(stream)  # a failed capture leaves its own behind
-        torch.cuda.synchronize(device)
-        _run(repeated)
-        return Work(lambda: _run(repeated), len(repeated), device, "events")
-    return Work(graph.replay, len(repeated), device, "graph")
+    graph = _capture(repeated, device, pool) if can_be_captured else None
+    if graph is not None:
+        return Work(graph.replay, len(repeated), device, "graph")
+    _run(repeated)  # a call that is itself at fault raises here
+    return Work(lambda: _run(repeated), len(repeated), device, "events")
+
+
+def prepare_throughput(call: Call, device: torch.device) -> Work:
+    """Return work that times a warm call as users run it, host included: many times in a row, from an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    calls = max(1, math.ceil(SECONDS_PER_LAUNCH / (time.perf_counter() - start)))
+    return Work(lambda: _run([call] * calls), calls, device, "throughput", from_idle=True)
 
 
 def interleaved_timings(
     works: Mapping[str, Work], *, seconds: float, at_least: int = 3, at_most: int = MOST_ROUNDS
 ) -> dict[str, Timing]:
-    """Time each work. They take turns, so that a disturbance hits all alike.
+    """Time works on one device for so many seconds, in turns, so that a disturbance affects all.
 
     Args:
-        works: Already warm, all on one device.
-        seconds: When to stop, unless `at_least` rounds are still to do.
-        at_least: Rounds to do however long they take.
-        at_most: Rounds to stop after however little they took.
+        works: Works by name.
+        seconds: Time to spend.
+        at_least: Rounds to do even if they take longer.
+        at_most: Rounds after which to stop even if there is time left.
     """
     if not works:
         return {}
     device = next(iter(works.values())).device
     keeps_busy = device.type == "cuda" and not any(work.from_idle for work in works.values())
-    lead_in = _quickest(works) if keeps_busy else None
+    lead_in = min(works.values(), key=_milliseconds) if keeps_busy else None
     milliseconds: dict[str, list[float]] = {name: [] for name in works}
     deadline = time.perf_counter() + seconds
     rounds = 0
@@ -161,26 +174,10 @@ def interleaved_timings(
     return {name: _summary(values, works[name].method) for name, values in milliseconds.items()}
 
 
-def prepare_throughput(call: Callable[[], object], device: torch.device, *, seconds_per_launch: float = 0.05) -> Work:
-    """A call to be timed as a user runs it, the host's share included: many times in a row, starting from idle.
-
-    The call must be warm.
-    """
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    calls = max(1, math.ceil(seconds_per_launch / (time.perf_counter() - start)))
-    return Work(lambda: _run([call] * calls), calls, device, "throughput", from_idle=True)
-
-
 def measure_host_overheads(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int = 100, rounds: int = 15
+    calls: Mapping[str, Call], device: torch.device, *, repeats: int = 100, rounds: int = 15
 ) -> dict[str, float]:
-    """Microseconds of the host per call, by name, on problems so small that the device keeps up.
-
-    The calls must be warm. They take turns, so that a disturbance hits all alike.
-    """
+    """Return host microseconds per warm call, measured in turns, for calls so small that the device keeps up."""
     microseconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -194,45 +191,34 @@ def measure_host_overheads(
 
 
 def measure_copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written, of a large copy within the device's memory."""
+    """Return the bytes per second, read and written, of a large copy within the device's memory."""
     size = CPU_COPY_BYTES
     if device.type == "cuda":
         size = min(COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
     source = torch.randint(1 << 30, (size // 4,), dtype=torch.int32, device=device)  # zeros may copy faster than data
     target = torch.empty_like(source)
-    # A copy captured in a graph may go to the slower copy engine; a kernel that does little else shows the rate.
+    # A copy captured in a graph may use the slower copy engine; a trivial kernel shows the rate.
     works = {
         "copy": prepare_work([lambda: target.copy_(source)], device),
         "kernel": prepare_work([lambda: torch.neg(source, out=target)], device),
     }
-    timings = interleaved_timings(works, seconds=0.5, at_least=10).values()
-    timing = min(timings, key=lambda timing: timing.milliseconds)
-    return 2 * size / (1e-3 * timing.milliseconds)
+    timings = interleaved_timings(works, seconds=0.5, at_least=10)
+    return 2 * size / (1e-3 * min(timing.milliseconds for timing in timings.values()))
 
 
-def _run(calls: Sequence[Callable[[], object]]) -> None:
+def _run(calls: Sequence[Call]) -> None:
     for call in calls:
         call()
 
 
-def _milliseconds_between_events(call: Callable[[], object]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+def _waits_for_device(call: Call) -> bool:
+    """Return True if a call waits for the GPU, which no graph can hold, or fails.
 
-
-def _waits_for_device(call: Callable[[], object]) -> bool:
-    """Whether a call waits for the GPU, which no graph can hold, or fails.
-
-    Better asked than tried: after a capture that failed, PyTorch can draw no random numbers on the GPU
-    (its issue 171263).
+    A failed capture would also show it, but PyTorch can then draw no random numbers on the GPU (its issue 171263).
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -243,17 +229,29 @@ def _waits_for_device(call: Callable[[], object]) -> bool:
     return False
 
 
-def _quickest(works: Mapping[str, Work]) -> Work:
-    def milliseconds(work: Work) -> float:
-        read = _time_launch(work)
-        synchronize(work.device)
-        return read()
+def _capture(calls: Sequence[Call], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph | None:
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream(device)
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            _run(calls)
+        graph.replay()
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own behind
+        torch.cuda.synchronize(device)
+        return None
+    return graph
 
-    return min(works.values(), key=milliseconds)
+
+def _milliseconds(work: Work) -> float:
+    read = _time_launch(work)
+    synchronize(work.device)
+    return read()
 
 
 def _time_launch(work: Work) -> Callable[[], float]:
-    """Launch the work; what is returned gives its milliseconds, on a GPU once it has finished."""
+    """Launch the work; return a function that reads its milliseconds, on a GPU after it has finished."""
     if work.device.type != "cuda":
         start = time.perf_counter()
         work.launch()

@@ -15,11 +15,11 @@ from rich.table import Table
 from inline_attention.ablation.grid import Cell, grid, parse_axis
 from inline_attention.ablation.runs import collect, train_cells, train_side_by_side
 from inline_attention.ablation.tables import CellResult, draw_ablation, plain_results, text_table, write_ablation
-from inline_attention.benchmark.side_by_side import InterruptedRunsError
 from inline_attention.cli.flags import overrides_of, read_settings
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn
 from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.support.signals import StoppedError
 
 NAME = "ablation"
 
@@ -54,7 +54,7 @@ def run_ablate(
         cells = _cells(config, axes)
         numbers = range(config.training.seed, config.training.seed + seeds)
         failed = _train_with_progress(console, cells, numbers, output, recipe, at_once)
-    except (InterruptedBySignalError, InterruptedRunsError) as error:
+    except (InterruptedBySignalError, StoppedError) as error:
         say(f"{error}; saved. The same command goes on", err=True)
         raise typer.Exit(error.exit_code) from error
     except OSError as error:

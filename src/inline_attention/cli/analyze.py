@@ -252,7 +252,7 @@ def scaling(
 ) -> None:
     """Measure time, memory and multiply-adds of a model and its twins as images or windows grow."""
     image_sizes = None if sizes is None else parse_numbers(sizes, "--sizes", "224,448")
-    window_sides = [] if windows is None else parse_numbers(windows, "--windows", "7,14")
+    window_sides = parse_numbers(windows, "--windows", "7,14") or []
     from inline_attention.cli.analyze_runs import run_scaling
 
     run_scaling(

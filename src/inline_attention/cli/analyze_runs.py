@@ -31,7 +31,7 @@ from inline_attention.analysis.subjects import (
     with_distinct_labels,
 )
 from inline_attention.benchmark.environment import describe_environment
-from inline_attention.benchmark.results import flat_row, result_file, write_results
+from inline_attention.benchmark.results import flat_row, write_results
 from inline_attention.cli import analyze_tables as tables
 from inline_attention.cli.analyze import CommonOptions
 from inline_attention.cli.bench import resolve_device
@@ -209,7 +209,7 @@ def _start(output: Path, analysis: str) -> Console:
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()
-    earlier = result_file(output, analysis)
+    earlier = output / f"{analysis}.json"
     if earlier.exists():
         warn(f"{earlier} and what belongs to it will be replaced; --output takes another folder")
     return make_console()

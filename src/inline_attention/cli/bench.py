@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,26 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from inline_attention.cli.options import parse_numbers, split_names
-from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, writing_to
+from inline_attention.cli.printing import draw_if_possible, fail, make_console, make_table, progress_bar, writing_to
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
     from inline_attention.benchmark.attention import AttentionReport, AttentionSettings
     from inline_attention.benchmark.everyday import EverydayReport
     from inline_attention.benchmark.models import ModelReport, ModelSettings
     from inline_attention.benchmark.tables import ResultTable
 
-DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LOG_WIDTH = 180
 Report = TypeVar("Report", "AttentionReport", "ModelReport", "EverydayReport")
 Name = TypeVar("Name", bound=str)
@@ -66,20 +57,19 @@ def bench_attention(
 ) -> None:
     """Time attention: softmax with PyTorch's kernels, InLine with every backend of this machine."""
     sizes = {
-        "tokens": None if tokens is None else parse_numbers(tokens, "--tokens"),
-        "channels": None if channels is None else parse_numbers(channels, "--channels"),
-        "head_dims": None if head_dim is None else parse_numbers(head_dim, "--head-dim"),
+        "tokens": parse_numbers(tokens, "--tokens"),
+        "channels": parse_numbers(channels, "--channels"),
+        "head_dims": parse_numbers(head_dim, "--head-dim"),
     }
     from inline_attention.benchmark import attention
 
     place = resolve_device(device)
-    chosen = _one_of("--compiled", compiled, ("none", "first", "all"))
-    cases = attention.default_cases(place, elements=elements, compiled=chosen, quick=quick, **sizes)
+    chosen = None if compiled is None else _each_of("--compiled", compiled, ("none", "first", "all"))[0]
     settings = attention.AttentionSettings(
         place,
         resolve_dtype(dtype, place),
-        cases,
-        passes=tuple(_each_of("--passes", split_names(passes), attention.PASSES)),
+        attention.default_cases(place, elements=elements, compiled=chosen, quick=quick, **sizes),
+        passes=tuple(_each_of("--passes", passes, attention.PASSES)),
         latency_case=attention.LATENCY_CASE if place.type == "cuda" and not quick else None,
         seconds=0.3 if quick else 1.0,
     )
@@ -110,7 +100,7 @@ def bench_models(
     quick: Annotated[bool, typer.Option("--quick", help="Size 224 only, measured briefly.")] = False,
 ) -> None:
     """Time whole models against their softmax rivals: images per second and peak memory."""
-    image_sizes = None if sizes is None else parse_numbers(sizes, "--sizes")
+    image_sizes = parse_numbers(sizes, "--sizes")
     from inline_attention.benchmark import models
 
     place = resolve_device(device)
@@ -118,9 +108,9 @@ def bench_models(
         place,
         models=split_names(names),
         sizes=image_sizes,
-        modes=_each_of("--mode", split_names(mode), models.MODES),
-        rivals=_each_of("--rivals", split_names(rivals), models.RIVALS),
-        executions=_each_of("--execution", split_names(execution), models.EXECUTIONS),
+        modes=_each_of("--mode", mode, models.MODES),
+        rivals=_each_of("--rivals", rivals, models.RIVALS),
+        executions=_each_of("--execution", execution, models.EXECUTIONS),
         batch_size=batch_size,
         quick=quick,
     )
@@ -146,7 +136,7 @@ def bench_everyday(
 def report_everyday(
     output: Path, *, name: str, only: str, budget: float, processes: int, add: bool, smoke: bool
 ) -> None:
-    """Measure the everyday cells, write NAME.json as results come in, then NAME.md, and print the tables."""
+    """Measure the everyday cells, write NAME.json and NAME.md as results come in, and print the tables."""
     from inline_attention.benchmark import everyday
     from inline_attention.benchmark.everyday_cells import everyday_cells, smoke_cells
     from inline_attention.benchmark.tables import everyday_tables
@@ -157,51 +147,46 @@ def report_everyday(
     if not chosen:
         fail(f"--only {only!r} fits no cell; leave it out to measure all")
     earlier = _read_earlier(output / f"{name}.json") if add else None
-    shown = tuple(cell for cell in cells if cell.name in chosen.union((earlier or {}).get("cells", ())))
     settings = everyday.EverydaySettings(
-        place, resolve_dtype(None, place), shown, budget, 0 if smoke else processes, only=only
+        place,
+        resolve_dtype(None, place),
+        tuple(cell for cell in cells if cell.name in chosen.union((earlier or {}).get("cells", ()))),
+        budget=budget,
+        processes=0 if smoke else processes,
+        seconds=0.0 if smoke else 0.25,
+        only=only,
     )
-    if smoke:
-        settings = replace(settings, seconds=0.0)
     measure = partial(everyday.measure_everyday, settings, earlier=earlier)
-    _run(measure, everyday_tables, everyday.count_steps(settings), output, name, "Everyday speed", None)
+    _run(measure, everyday_tables, everyday.count_steps(settings), output / name, "Everyday speed", draws=False)
 
 
 def _read_earlier(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(path.read_bytes()) if path.exists() else None
     except UntrustedDataError as error:
         fail(f"{path} is not a result file: {error}; run without --add to replace it")
 
 
 def report_attention(settings: AttentionSettings, output: Path, name: str) -> None:
-    """Measure attention, write NAME.json as results come in, then NAME.md and NAME.png, and print the tables."""
-    from inline_attention.benchmark.attention import count_steps, measure_attention
+    """Measure attention, write NAME.json and NAME.md as results come in, then NAME.png, and print the tables."""
+    from inline_attention.benchmark import attention
+    from inline_attention.benchmark.results import dtype_name
     from inline_attention.benchmark.tables import attention_tables
 
-    def draw(report: AttentionReport, path: Path) -> None:
-        from inline_attention.benchmark.plots import draw_attention
-
-        draw_attention(report, path)
-
-    title = f"Attention from packed qkv, {str(settings.dtype).removeprefix('torch.')}"
-    _run(partial(measure_attention, settings), attention_tables, count_steps(settings), output, name, title, draw)
+    measure = partial(attention.measure_attention, settings)
+    title = f"Attention from packed qkv, {dtype_name(settings.dtype)}"
+    _run(measure, attention_tables, attention.count_steps(settings), output / name, title)
 
 
 def report_models(settings: ModelSettings, output: Path, name: str) -> None:
-    """Measure models, write NAME.json as results come in, then NAME.md and NAME.png, and print the table."""
-    from inline_attention.benchmark.models import count_steps, measure_models
+    """Measure models, write NAME.json and NAME.md as results come in, then NAME.png, and print the table."""
+    from inline_attention.benchmark import models
+    from inline_attention.benchmark.results import dtype_name
     from inline_attention.benchmark.tables import model_tables
 
-    def draw(report: ModelReport, path: Path) -> None:
-        from inline_attention.benchmark.plots import draw_models
-
-        draw_models(report, path)
-
-    title = f"Models, {str(settings.dtype).removeprefix('torch.')}"
-    _run(partial(measure_models, settings), model_tables, count_steps(settings), output, name, title, draw)
+    measure = partial(models.measure_models, settings)
+    title = f"Models, {dtype_name(settings.dtype)}"
+    _run(measure, model_tables, models.count_steps(settings), output / name, title)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -221,74 +206,63 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """Return the dtype of a name; None is bfloat16 on a GPU and float32 on a CPU."""
     import torch
 
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
+    name = name or ("bf16" if device.type == "cuda" else "fp32")
+    if name not in DTYPES and name not in DTYPES.values():
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return getattr(torch, DTYPES[name])
+    return getattr(torch, DTYPES.get(name, name))
 
 
 def _run(
-    measure: Callable[..., Report],
+    measure: Callable[[Callable[[Report, str], None]], Report],
     tables_of: Callable[[Report], list[ResultTable]],
     steps: int,
-    output: Path,
-    name: str,
+    base: Path,
     title: str,
-    draw: Callable[[Report, Path], None] | None,
+    *,
+    draws: bool = True,
 ) -> None:
     from inline_attention.benchmark.results import write_json, write_markdown
     from inline_attention.benchmark.tables import as_markdown
 
     console = make_console(log_width=LOG_WIDTH)
-    with writing_to(output):
-        output.mkdir(parents=True, exist_ok=True)
+    with writing_to(base.parent):
+        base.parent.mkdir(parents=True, exist_ok=True)
+
+    def save(report: Report, picture: str = "") -> None:
+        with writing_to(base.parent):
+            write_json(base.with_suffix(".json"), report.as_json())
+            body = as_markdown(tables_of(report)) + picture
+            write_markdown(base.with_suffix(".md"), title, report.environment, body)
+
     with progress_bar(console) as progress:
         task = progress.add_task("measuring", total=steps)
 
-        def report_progress(text: str) -> None:
+        def show(report: Report, line: str) -> None:
             progress.advance(task)
-            console.print(text, style="dim", soft_wrap=True)
+            console.print(line, style="dim", soft_wrap=True)
             console.file.flush()  # a log is read while the command runs, and kept if it is killed
+            save(report)  # after every step: a run that is cut off leaves its figures
 
-        def save(report: Report) -> None:
-            with writing_to(output):  # after every case: a run that is cut off leaves its figures
-                write_json(output / f"{name}.json", report.as_json())
-                write_markdown(output / f"{name}.md", title, report.environment, as_markdown(tables_of(report)))
-
-        report = measure(on_progress=report_progress, on_result=save)
-    tables = tables_of(report)
-    with writing_to(output):
-        has_picture = draw is not None and draw_if_possible(partial(draw, report, output / f"{name}.png"))
-        body = as_markdown(tables) + (f"\n\n![{title}]({name}.png)" if has_picture else "")
-        write_markdown(output / f"{name}.md", title, report.environment, body)
-    for table in tables:
-        console.print(_as_rich(table))
+        report = measure(show)
+    with writing_to(base.parent):
+        drawn = draw_if_possible(partial(_draw, report, base.with_suffix(".png"))) if draws else None
+    save(report, f"\n\n![{title}]({base.name}.png)" if drawn else "")
+    for table in tables_of(report):
+        console.print(make_table(table.header, table.rows, title=table.title))
         for note in table.notes:
             console.print(f"  {note}", style="dim")
-    console.print(f"written to {output / name}.json, .md{', .png' if has_picture else ''}", soft_wrap=True)
+    console.print(f"written to {base}.json, .md{', .png' if drawn else ''}", soft_wrap=True)
 
 
-def _as_rich(table: ResultTable) -> Table:
-    from rich import box
-    from rich.table import Table
+def _draw(report: Any, path: Path) -> list[Path]:
+    from inline_attention.benchmark.plots import draw_report
 
-    rich_table = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-    for index, header in enumerate(table.header):
-        is_text = all(not row[index][:1].isdigit() for row in table.rows)
-        rich_table.add_column(header, justify="left" if is_text else "right", overflow="fold")
-    for row in table.rows:
-        rich_table.add_row(*row)
-    return rich_table
+    return draw_report(report, path)
 
 
-def _each_of(option: str, given: Sequence[str], known: Sequence[Name]) -> list[Name]:
-    chosen = [candidate for candidate in known if candidate in given]
-    unknown = [name for name in given if name not in known]
-    if unknown or not chosen:
-        fail(f"{option} takes {', '.join(known)}, separated by commas, got {','.join(given)!r}")
+def _each_of(option: str, given: str, known: Sequence[Name]) -> list[Name]:
+    names = split_names(given)
+    chosen = [candidate for candidate in known if candidate in names]
+    if not chosen or any(name not in known for name in names):
+        fail(f"{option} takes {', '.join(known)}, separated by commas, got {','.join(names)!r}")
     return chosen
-
-
-def _one_of(option: str, given: str | None, known: Sequence[Name]) -> Name | None:
-    return None if given is None else _each_of(option, [given], known)[0]

@@ -27,10 +27,10 @@ from inline_attention.benchmark.cost import (
     ATTENTIONS,
     DEFAULT_SIZES,
     CostPoint,
-    describe_machine,
     draw_cost,
     measure_attention_cost,
 )
+from inline_attention.benchmark.environment import describe_machine
 from inline_attention.cli.demo_training import RUNS, TrainedModel, accuracy_table, explain_lead, train_all
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report

@@ -10,12 +10,14 @@ def split_names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def parse_numbers(text: str, option: str, example: str = "64,256") -> list[int]:
-    """Return distinct positive whole numbers in ascending order.
+def parse_numbers(text: str | None, option: str, example: str = "64,256") -> list[int] | None:
+    """Return distinct positive whole numbers in ascending order; None if the option is not given.
 
     Raises:
         typer.BadParameter: If the text is anything else.
     """
+    if text is None:
+        return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         message = f"expected whole numbers ≥ 1 separated by commas, such as {example}, got {text!r}"
@@ -25,7 +27,7 @@ def parse_numbers(text: str, option: str, example: str = "64,256") -> list[int]:
 
 def parse_odd_sides(text: str) -> list[int]:
     """Return sides of neighborhoods: odd numbers from 3 on."""
-    sides = parse_numbers(text, "--sides", "3,5,7")
+    sides = parse_numbers(text, "--sides", "3,5,7") or []
     if any(side < 3 or side % 2 == 0 for side in sides):
         message = f"expected odd sides of at least 3 tokens, with the query in the middle, such as 3,5,7, got {text!r}"
         raise typer.BadParameter(message, param_hint="--sides")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
@@ -21,7 +21,9 @@ from inline_attention.support.text import printable
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.table import Table
 
+Result = TypeVar("Result")
 LOG_WIDTH = 140  # columns of a table in a log, which has no width of its own
 
 
@@ -88,16 +90,46 @@ def progress_bar(console: Console, **options: Any) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, **options)
 
 
-def draw_if_possible(draw: Callable[[], object]) -> bool:
-    """Draw pictures, or say which extra that needs. True if they are drawn."""
+def make_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    texts: int = 0,
+    group_by: Callable[[Sequence[Any]], object] | None = None,
+    **options: Any,
+) -> Table:
+    """Return a table.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells.
+        texts: Number of leading columns that hold text. Others are right-aligned if a cell starts with a digit.
+        group_by: Key of a row: a line separates rows with different keys, and repeated first cells are left out.
+        **options: Options of rich's table: title and caption.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, **options)
+    for index, name in enumerate(header):
+        is_text = index < texts or not any(str(row[index])[:1].isdigit() for row in rows)
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=index < texts, overflow="fold")
+    for index, row in enumerate(rows):
+        is_repeated = group_by is not None and index > 0 and row[0] == rows[index - 1][0]
+        ends = group_by is not None and index + 1 < len(rows) and group_by(row) != group_by(rows[index + 1])
+        table.add_row("" if is_repeated else row[0], *row[1:], end_section=ends)
+    return table
+
+
+def draw_if_possible(draw: Callable[[], Result]) -> Result | None:
+    """Return what `draw` returns; without matplotlib, say which extra it needs and return None."""
     try:
-        draw()
+        return draw()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         warn("no pictures without matplotlib: pip install 'inline-attention[plots]'")
-        return False
-    return True
+        return None
 
 
 @contextmanager

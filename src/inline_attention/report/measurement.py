@@ -34,8 +34,8 @@ from inline_attention.analysis.predictions import Answer, answer_batches
 from inline_attention.analysis.probes import capture_attention
 from inline_attention.analysis.subjects import Subject, trained_subject
 from inline_attention.analysis.training_curves import SETTINGS, RunFolderError, TrainingCurves, read_training_curves
-from inline_attention.benchmark.cost import CostPoint, describe_machine, measure_attention_cost
-from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
+from inline_attention.benchmark.environment import describe_environment, describe_machine
 from inline_attention.benchmark.results import write_json
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.datasets import open_dataset
