@@ -12,7 +12,7 @@ import torch
 from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
-from inline_attention.data.on_device.rand_augment import TIMM_OPTIONS, unsupported_policy
+from inline_attention.data.on_device import TIMM_OPTIONS, unsupported_policy
 from inline_attention.engine.config.reading import ConfigError, Problem, from_mapping, to_mapping
 from inline_attention.engine.config.resolving import (
     ResolvedValues,
