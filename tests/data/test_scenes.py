@@ -13,7 +13,7 @@ from PIL import Image
 from inline_attention.data.coco import check_annotations, decode_mask, read_annotations
 from inline_attention.data.images import load_image
 from inline_attention.data.scenes import OBJECT_KINDS, SEMANTIC_CLASSES, ScenesPlan, render_scene, write_scenes
-from inline_attention.data.scenes.appearance import GROUND_COLORS, MATERIALS, OBJECT_LOOKS, REACH, outline_distance
+from inline_attention.data.scenes.appearance import GROUND_COLORS, MATERIALS, OBJECT_LOOKS, REACH, SHAPES
 from inline_attention.data.scenes.rendering import LEAST_VISIBLE_PIXELS, category_number
 from inline_attention.data.scenes.writing import MANIFEST, leftovers
 from inline_attention.data.segmentation import open_and_check_pairs
@@ -123,11 +123,11 @@ def test_every_annotated_object_is_seen_and_every_object_annotated(size):
 @pytest.mark.parametrize("kind", OBJECT_KINDS)
 def test_shapes_lie_within_reach_and_differ(kind):
     steps = np.linspace(-2, 2, 201, dtype=np.float32)
-    inside = outline_distance(kind, steps, steps[:, None]) < 0
+    inside = SHAPES[kind](steps, steps[:, None]) < 0
     assert inside.any()
     assert np.hypot(steps, steps[:, None])[inside].max() <= REACH
     for other in set(OBJECT_KINDS) - {kind}:
-        another = outline_distance(other, steps, steps[:, None]) < 0
+        another = SHAPES[other](steps, steps[:, None]) < 0
         assert (inside & another).sum() < 0.9 * (inside | another).sum()
 
 

@@ -11,47 +11,31 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 Distance = np.ndarray  # [H, W] in the shape's own unit, negative inside
+Pattern = np.ndarray  # [H, W] float32 from 0 (the material's dark color) to 1 (its light one)
+Paint = tuple[np.ndarray, np.ndarray]  # [3] each, float32 from 0 to 1: dark and light color of a material
 REACH = 1.2  # no shape goes further from its center
+SHARE_OF_ODD_COLORS = 0.12
+SHARE_OF_ODD_MATERIALS = 0.3
 
 
 def _disc(x: np.ndarray, y: np.ndarray, center: tuple[float, float] = (0, 0), radius: float = 1) -> Distance:
     return np.hypot(x - center[0], y - center[1]) - radius
 
 
-def _ring(x: np.ndarray, y: np.ndarray) -> Distance:
-    return np.abs(np.hypot(x, y) - 0.78) - 0.22
-
-
 def _box(x: np.ndarray, y: np.ndarray, half_width: float, half_height: float) -> Distance:
     return np.maximum(np.abs(x) - half_width, np.abs(y) - half_height)
-
-
-def _square(x: np.ndarray, y: np.ndarray) -> Distance:
-    return _box(x, y, 0.8, 0.8)
 
 
 def _triangle(x: np.ndarray, y: np.ndarray) -> Distance:
     root = np.float32(np.sqrt(0.75))
     return np.maximum(np.maximum(root * x, -root * x) - 0.5 * y, y) - 0.5
-
-
-def _star(x: np.ndarray, y: np.ndarray) -> Distance:
-    return np.minimum(_triangle(x, y), _triangle(x, -y))
-
-
-def _cross(x: np.ndarray, y: np.ndarray) -> Distance:
-    return np.minimum(_box(x, y, 0.95, 0.32), _box(x, y, 0.32, 0.95))
-
-
-def _crescent(x: np.ndarray, y: np.ndarray) -> Distance:
-    return np.maximum(_disc(x, y), -_disc(x, y, (0.5, 0), 0.75))
 
 
 def _heart(x: np.ndarray, y: np.ndarray) -> Distance:
@@ -63,37 +47,24 @@ def _heart(x: np.ndarray, y: np.ndarray) -> Distance:
     return np.minimum(tip, np.minimum(_disc(x, y, (shift, -shift), half), _disc(x, y, (-shift, -shift), half)))
 
 
+# How far points (x, y) lie outside of a shape that about fills the unit disc. The y axis points down.
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], Distance]] = {
     "disc": _disc,
-    "ring": _ring,
-    "square": _square,
+    "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.78) - 0.22,
+    "square": lambda x, y: _box(x, y, 0.8, 0.8),
     "triangle": _triangle,
-    "star": _star,
-    "cross": _cross,
-    "crescent": _crescent,
+    "star": lambda x, y: np.minimum(_triangle(x, y), _triangle(x, -y)),
+    "cross": lambda x, y: np.minimum(_box(x, y, 0.95, 0.32), _box(x, y, 0.32, 0.95)),
+    "crescent": lambda x, y: np.maximum(_disc(x, y), -_disc(x, y, (0.5, 0), 0.75)),
     "heart": _heart,
 }
 
 
-def outline_distance(kind: str, x: np.ndarray, y: np.ndarray) -> Distance:
-    """Return how far points lie outside of a shape that about fills the unit disc, whose y axis points down.
-
-    Args:
-        kind: One of `SHAPES`.
-        x: `[H, W]`, or anything that broadcasts with `y`.
-        y: `[H, W]`, or anything that broadcasts with `x`.
-    """
-    return SHAPES[kind](x, y)
-
-
 @cache
 def unit_area(kind: str) -> float:
-    """Area of the shape that `outline_distance` describes."""
+    """Return the area of a shape."""
     steps = np.linspace(-REACH, REACH, 241, dtype=np.float32)
-    return float((outline_distance(kind, steps, steps[:, None]) < 0).mean()) * (2 * REACH) ** 2
-
-
-Pattern = np.ndarray  # [H, W] float32 from 0 (the material's dark color) to 1 (its light one)
+    return float((SHAPES[kind](steps, steps[:, None]) < 0).mean()) * (2 * REACH) ** 2
 
 
 def smooth_noise(random: np.random.Generator, height: int, width: int, grain: float) -> Pattern:
@@ -163,30 +134,7 @@ MATERIALS: dict[str, Callable[[np.random.Generator, int, int], Pattern]] = {
 }
 
 
-def painted(pattern: Pattern, dark: np.ndarray, light: np.ndarray) -> np.ndarray:
-    """`[H, W, 3]` colors between two: `dark` `[3]` where the pattern is 0, `light` `[3]` where it is 1."""
-    return dark + pattern[..., None] * (light - dark)
-
-
-SHARE_OF_ODD_COLORS = 0.12
-SHARE_OF_ODD_MATERIALS = 0.3
-
-
-@dataclass(frozen=True)
-class Paint:
-    """The two colors of a material, each `[3]` float32 from 0 to 1: of its darkest and of its lightest places."""
-
-    dark: np.ndarray
-    light: np.ndarray
-
-    @property
-    def middle(self) -> np.ndarray:
-        """`[3]`."""
-        return (self.dark + self.light) / 2
-
-
-@dataclass(frozen=True)
-class ColorRange:
+class ColorRange(NamedTuple):
     """A range of colors.
 
     Attributes:
@@ -201,24 +149,17 @@ class ColorRange:
 
     def or_odd(self, random: np.random.Generator) -> ColorRange:
         """Return the range of one object or background: mostly this one, sometimes one around another hue."""
-        return replace(self, hue=random.random()) if random.random() < SHARE_OF_ODD_COLORS else self
+        return self._replace(hue=random.random()) if random.random() < SHARE_OF_ODD_COLORS else self
 
     def draw(self, random: np.random.Generator) -> Paint:
-        """Colors of this range."""
+        """Draw colors of this range."""
         hue = random.normal(self.hue, self.spread) % 1
         light = np.array(colorsys.hsv_to_rgb(hue, random.uniform(*self.saturation), random.uniform(0.5, 1)))
-        return Paint((light * random.uniform(0.35, 0.75)).astype(np.float32), light.astype(np.float32))
+        return (light * random.uniform(0.35, 0.75)).astype(np.float32), light.astype(np.float32)
 
 
-@dataclass(frozen=True)
-class ObjectLook:
-    """Usual appearance and surroundings of a kind of object.
-
-    Attributes:
-        color_range: Usual colors of the object.
-        material: Usual material, one of `MATERIALS`.
-        ground: The background, of `MATERIALS`.
-    """
+class ObjectLook(NamedTuple):
+    """Usual colors and material of a kind of object, and the material that it usually lies on."""
 
     color_range: ColorRange
     material: str

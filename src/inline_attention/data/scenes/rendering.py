@@ -20,48 +20,34 @@ from inline_attention.data.scenes.appearance import (
     REACH,
     SHAPES,
     Paint,
-    outline_distance,
-    painted,
     smooth_noise,
     unit_area,
 )
-
-
-def photograph(random: np.random.Generator, colors: np.ndarray) -> np.ndarray:
-    """Photograph a scene.
-
-    Args:
-        random: Decides on light, lens and noise.
-        colors: `[H, W, 3]` float32 from 0 to 1, in even light.
-
-    Returns:
-        `[H, W, 3]` uint8.
-    """
-    height, width = colors.shape[:2]
-    direction, strength = random.uniform(0, 2 * np.pi), random.uniform(0, 0.35)
-    x = np.linspace(-1, 1, width, dtype=np.float32)
-    y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
-    slope = strength * (x * np.float32(np.cos(direction)) + y * np.float32(np.sin(direction)))
-    corners = random.uniform(0, 0.15) * (x * x + y * y)
-    tint = random.normal(1, 0.06, 3).astype(np.float32) * np.float32(random.uniform(0.85, 1.3))
-    lit = colors * (1 + slope - corners)[..., None] * tint
-    blurred = Image.fromarray(_to_bytes(lit)).filter(ImageFilter.GaussianBlur(random.uniform(0, 0.8)))
-    noise = np.float32(random.uniform(0.5, 7)) * random.standard_normal((height, width, 3), dtype=np.float32)
-    return np.clip(np.asarray(blurred) + noise + 0.5, 0, 255).astype(np.uint8)
-
-
-def _to_bytes(colors: np.ndarray) -> np.ndarray:
-    return (np.clip(colors, 0, 1) * 255 + 0.5).astype(np.uint8)
-
 
 OBJECT_KINDS = tuple(SHAPES)
 # Numbers from 1, as in COCO and ADE20K; 0 is what has no name.
 SEMANTIC_CLASSES = (*OBJECT_KINDS, *MATERIALS)
 OTHER = 0
+SMALLEST_SIDE, LARGEST_SIDE = 64, 4096
+SHORT_TO_LONG = (1.0, 3 / 4, 2 / 3)  # shapes of images
+MOST_OBJECTS, PIXELS_PER_OBJECT = 10, 25  # one to every so many pixels of the longer side: small images are not heaps
+SHARE_WITHOUT_OBJECTS = 0.03
+# Square roots of areas in pixels, within COCO's limits of small (below 32²), medium (below 96²) and large objects. What
+# is seen of an object may be less, as objects hide each other.
+SCALES = ((12.0, 31.0), (33.0, 94.0), (102.0, math.inf))
+SCALE_SHARES = (0.35, 0.4, 0.25)
+LARGEST_SHARE_OF_SIDE = 0.65
+STRETCH = 0.2  # largest logarithm by which an object is wider, and so much lower
+LEAST_VISIBLE_SHARE = 0.45
+LEAST_VISIBLE_PIXELS = 48
+PLACING_ATTEMPTS = 8
+COLOR_CANDIDATES = 3  # of which the one is taken that stands out most
+SHARE_AGAINST_THE_ORDER = 0.25  # of images, in which backgrounds lie in any order
+PREFERENCE = 3  # how much likelier kinds of objects are on their usual background than others
 
 
 def category_number(name: str) -> int:
-    """Number of a kind of object or of a material, from 1."""
+    """Return the number of a kind of object or of a material, from 1."""
     return SEMANTIC_CLASSES.index(name) + 1
 
 
@@ -91,25 +77,6 @@ class Scene:
         return np.where(self.instances > 0, by_instance[self.instances], self.background)
 
 
-SMALLEST_SIDE = 64
-LARGEST_SIDE = 4096
-SHORT_TO_LONG = (1.0, 3 / 4, 2 / 3)  # shapes of images
-MOST_OBJECTS, PIXELS_PER_OBJECT = 10, 25  # one to every so many pixels of the longer side: small images are not heaps
-SHARE_WITHOUT_OBJECTS = 0.03
-# Square roots of areas in pixels, within COCO's limits of small (below 32²), medium (below 96²) and large objects. What
-# is seen of an object may be less, as objects hide each other.
-SCALES = {"small": (12.0, 31.0), "medium": (33.0, 94.0), "large": (102.0, math.inf)}
-SCALE_SHARES = {"small": 0.35, "medium": 0.4, "large": 0.25}
-LARGEST_SHARE_OF_SIDE = 0.65
-STRETCH = 0.2  # largest logarithm by which an object is wider, and so much lower
-LEAST_VISIBLE_SHARE = 0.45
-LEAST_VISIBLE_PIXELS = 48
-PLACING_ATTEMPTS = 8
-COLOR_CANDIDATES = 3  # of which the one is taken that stands out most
-SHARE_AGAINST_THE_ORDER = 0.25  # of images, in which backgrounds lie in any order
-PREFERENCE = 3  # how much likelier kinds of objects are on their usual background than others
-
-
 def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
     """Draw one scene; it depends on the arguments alone, not on how many others are drawn.
 
@@ -131,7 +98,23 @@ def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
     if random.random() >= SHARE_WITHOUT_OBJECTS:
         for _ in range(random.integers(1, min(MOST_OBJECTS, size // PIXELS_PER_OBJECT) + 1)):
             canvas.draw_object()
-    return Scene(photograph(random, canvas.colors), canvas.instances, tuple(canvas.kinds), canvas.background)
+    return Scene(_photograph(random, canvas.colors), canvas.instances, tuple(canvas.kinds), canvas.background)
+
+
+def _photograph(random: np.random.Generator, colors: np.ndarray) -> np.ndarray:
+    """Photograph colors `[H, W, 3]` from 0 to 1 with random light, lens and noise; returns uint8."""
+    height, width = colors.shape[:2]
+    direction, strength = random.uniform(0, 2 * np.pi), random.uniform(0, 0.35)
+    x = np.linspace(-1, 1, width, dtype=np.float32)
+    y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
+    slope = strength * (x * np.float32(np.cos(direction)) + y * np.float32(np.sin(direction)))
+    corners = random.uniform(0, 0.15) * (x * x + y * y)
+    tint = random.normal(1, 0.06, 3).astype(np.float32) * np.float32(random.uniform(0.85, 1.3))
+    lit = colors * (1 + slope - corners)[..., None] * tint
+    sharp = Image.fromarray((np.clip(lit, 0, 1) * 255 + 0.5).astype(np.uint8))
+    blurred = sharp.filter(ImageFilter.GaussianBlur(random.uniform(0, 0.8)))
+    noise = np.float32(random.uniform(0.5, 7)) * random.standard_normal((height, width, 3), dtype=np.float32)
+    return np.clip(np.asarray(blurred) + noise + 0.5, 0, 255).astype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -149,7 +132,7 @@ class _Placement:
         x, y = (x - self.center[0]) / self.radius, (y - self.center[1]) / self.radius
         cosine, sine = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
         turned_x, turned_y = x * cosine + y * sine, y * cosine - x * sine
-        return outline_distance(self.kind, turned_x * self.stretch, turned_y / self.stretch) * self.radius
+        return SHAPES[self.kind](turned_x * self.stretch, turned_y / self.stretch) * self.radius
 
     def window(self, height: int, width: int, margin: float) -> tuple[slice, slice]:
         """The part of the image that the object and a margin take up; its center lies in the image."""
@@ -233,23 +216,23 @@ class _Canvas:
 
     def _area(self) -> float:
         """Pixels of an object, were all of it seen."""
-        name = self.random.choice(list(SCALES), p=list(SCALE_SHARES.values()))
-        low, high = SCALES[str(name)]
+        low, high = SCALES[self.random.choice(len(SCALES), p=SCALE_SHARES)]
         high = min(high, LARGEST_SHARE_OF_SIDE * min(self.height, self.width))
         low = min(low, high / 2)
         return float(np.exp(self.random.uniform(np.log(low), np.log(high)))) ** 2
 
     def _try_placing(self, placement: _Placement, whole: float) -> bool:
         shadow_reach = 2 + 0.16 * placement.radius
-        window = placement.window(self.height, self.width, margin=2 * shadow_reach)
-        rows, columns = window
+        window = rows, columns = placement.window(self.height, self.width, margin=2 * shadow_reach)
         y = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None]
         x = np.arange(columns.start, columns.stop, dtype=np.float32)
         distance = placement.distance(x, y)
         inside = distance < 0
-        if not self._enough_visible(int(inside.sum()), whole) or self._hides_too_much(self.instances[window][inside]):
+        if not _enough_visible(int(inside.sum()), whole) or self._hides_too_much(self.instances[window][inside]):
             return False
-        self._cast_shadow(placement, window, x, y, shadow_reach)
+        shadow = placement.distance(x + shadow_reach * self._to_light[0], y + shadow_reach * self._to_light[1])
+        depth = 0.55 * np.clip(0.5 - shadow / shadow_reach, 0, 1)
+        self.colors[window] *= 1 - depth[..., None]
         self._paint(placement, window, distance)
         self.kinds.append(placement.kind)
         self._whole_pixels.append(whole)
@@ -259,32 +242,18 @@ class _Canvas:
     def _hides_too_much(self, covered: np.ndarray) -> bool:
         """True if an object seen at the pixels with these instance numbers would leave too little of another."""
         hidden = np.bincount(covered, minlength=len(self.kinds) + 1)
-        for number in np.flatnonzero(hidden[1:]) + 1:
-            remaining = int((self.instances == number).sum() - hidden[number])
-            if not self._enough_visible(remaining, self._whole_pixels[number - 1]):
-                return True
-        return False
-
-    @staticmethod
-    def _enough_visible(pixels: int, whole: float) -> bool:
-        return pixels >= max(LEAST_VISIBLE_PIXELS, LEAST_VISIBLE_SHARE * whole)
-
-    def _cast_shadow(
-        self, placement: _Placement, window: tuple[slice, slice], x: np.ndarray, y: np.ndarray, reach: float
-    ) -> None:
-        distance = placement.distance(x + reach * self._to_light[0], y + reach * self._to_light[1])
-        depth = 0.55 * np.clip(0.5 - distance / reach, 0, 1)
-        self.colors[window] *= 1 - depth[..., None]
+        return any(
+            not _enough_visible(int((self.instances == number).sum() - hidden[number]), self._whole_pixels[number - 1])
+            for number in np.flatnonzero(hidden[1:]) + 1
+        )
 
     def _paint(self, placement: _Placement, window: tuple[slice, slice], distance: np.ndarray) -> None:
-        height, width = distance.shape
-        coverage = _coverage(distance)
         around = self.colors[window][np.abs(distance) < 2 + 0.2 * placement.radius].mean(0)
         look = OBJECT_LOOKS[placement.kind]
         color_range = look.color_range.or_odd(self.random)
         candidates = [color_range.draw(self.random) for _ in range(COLOR_CANDIDATES)]
-        paint = max(candidates, key=lambda candidate: float(np.linalg.norm(candidate.middle - around)))
-        surface = self._surface(look.draw_material(self.random), height, width, paint)
+        paint = max(candidates, key=lambda paint: float(np.linalg.norm((paint[0] + paint[1]) / 2 - around)))
+        surface = self._surface(look.draw_material(self.random), *distance.shape, paint)
         # Darker towards the rim and away from the light: an object is no hole in the background.
         rim = np.clip(-distance / (0.18 * placement.radius + 1), 0, 1)
         rows, columns = window
@@ -292,10 +261,16 @@ class _Canvas:
         y = (np.arange(rows.start, rows.stop) - placement.center[1])[:, None] / placement.radius
         slope = np.clip(x * self._to_light[0] + y * self._to_light[1], -1, 1)
         shade = ((0.72 + 0.28 * rim) * (1 + 0.22 * slope)).astype(np.float32)
-        self.colors[window] += coverage[..., None] * (surface * shade[..., None] - self.colors[window])
+        self.colors[window] += _coverage(distance)[..., None] * (surface * shade[..., None] - self.colors[window])
 
     def _surface(self, material: str, height: int, width: int, paint: Paint) -> np.ndarray:
-        return painted(MATERIALS[material](self.random, height, width), paint.dark, paint.light)
+        """`[h, w, 3]` colors of a material."""
+        dark, light = paint
+        return dark + MATERIALS[material](self.random, height, width)[..., None] * (light - dark)
+
+
+def _enough_visible(pixels: int, whole: float) -> bool:
+    return pixels >= max(LEAST_VISIBLE_PIXELS, LEAST_VISIBLE_SHARE * whole)
 
 
 def _coverage(distance: np.ndarray) -> np.ndarray:

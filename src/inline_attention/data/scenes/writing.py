@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,47 +37,12 @@ from inline_attention.support.files import UNFINISHED, read_bounded, unfinished
 from inline_attention.support.signals import children_ignore_interrupts
 from inline_attention.support.untrusted import parse_json
 
-COLUMNS = 4
-GAP = 8
-
-
-def draw_preview(scenes: Sequence[Scene]) -> Image.Image:
-    """Images with boxes and names, each above its map of classes."""
-    cell = max(max(scene.image.shape[:2]) for scene in scenes) + GAP
-    columns = min(COLUMNS, len(scenes))
-    rows = -(-len(scenes) // columns)
-    sheet = Image.new("RGB", (columns * cell - GAP, 2 * rows * cell - GAP), "white")
-    for number, scene in enumerate(scenes):
-        left, top = number % columns * cell, number // columns * 2 * cell
-        sheet.paste(_with_boxes(scene), (left, top))
-        sheet.paste(Image.fromarray(class_colors()[scene.semantic_map()]), (left, top + cell))
-    return sheet
-
-
-def class_colors() -> np.ndarray:
-    """`[K + 1, 3]` uint8: black for what has no name, and a color for each class."""
-    count = len(SEMANTIC_CLASSES)
-    # Neighbors in number are far apart in hue, neighbors in hue apart in brightness.
-    colors = [colorsys.hsv_to_rgb(5 * number % count / count, 0.75, 1 - number % 3 / 4) for number in range(count)]
-    return (np.array([(0, 0, 0), *colors]) * 255).astype(np.uint8)
-
-
-def _with_boxes(scene: Scene) -> Image.Image:
-    image = Image.fromarray(scene.image)
-    draw = ImageDraw.Draw(image)
-    for number, kind in enumerate(scene.kinds, start=1):
-        extent = extent_of(scene.visible_mask(number))
-        assert extent is not None, "objects of which nothing is seen are not drawn"
-        left, top, right, bottom = extent
-        draw.rectangle((left, top, right - 1, bottom - 1), outline="yellow")
-        draw.text((left + 2, max(0, top - 11)), kind, fill="yellow", stroke_width=1, stroke_fill="black")
-    return image
-
-
 MANIFEST = "scenes.json"
 JPEG_QUALITY = (80, 96)
 FEW_FOR_PROCESSES = 64  # starting processes takes longer than drawing so many
 SPLITS = {"training": "train", "validation": "val"}  # ADE20K's name of each, and COCO's
+PREVIEWED, COLUMNS, GAP = 8, 4, 8  # scenes of the preview, and pixels between them
+_Drawn = tuple[CocoImage, list[CocoObject]]
 
 
 @dataclass(frozen=True)
@@ -102,10 +67,6 @@ class ScenesPlan:
                 "a dataset needs at least one image to train on and one to validate on, "
                 f"got {self.images} and {self.validation_images}"
             )
-
-    def count(self, split: str) -> int:
-        """Images of a split."""
-        return self.images if split == "training" else self.validation_images
 
 
 def write_scenes(
@@ -133,21 +94,24 @@ def write_scenes(
     _check_free(folder, overwrite)
     if plan.images + plan.validation_images < FEW_FOR_PROCESSES:
         workers = 1
+    categories = tuple(CocoCategory(category_number(kind), kind) for kind in OBJECT_KINDS)
     with _replacing(folder, overwrite) as new, _mapping(workers) as mapped:
-        for split, short_name in SPLITS.items():
+        for (split, short_name), count in zip(SPLITS.items(), (plan.images, plan.validation_images), strict=True):
             for kind in ("images", "annotations"):
                 (new / kind / split).mkdir(parents=True)
-            draw = partial(_write_scene, new, plan, split)
-            found: list[_Drawn] = []
-            for drawn in mapped(draw, range(plan.count(split))):
-                found.append(drawn)
+            images: list[CocoImage] = []
+            objects: list[CocoObject] = []
+            for image, drawn in mapped(partial(_write_scene, new, plan, split), range(count)):
+                images.append(image)
+                objects += (replace(item, id=number) for number, item in enumerate(drawn, start=len(objects) + 1))
                 if on_progress is not None:
                     on_progress()
-            annotations = _annotations(found)
+            annotations = CocoAnnotations("scenes", tuple(images), categories, tuple(objects))
             (new / "annotations" / f"instances_{short_name}.json").write_text(json.dumps(annotations.to_json()))
         (new / "classes.txt").write_text("".join(f"{name}\n" for name in SEMANTIC_CLASSES))
-        preview = [render_scene(plan.seed, "training", index, plan.size) for index in range(min(8, plan.images))]
-        draw_preview(preview).save(new / "preview.png")
+        shown = range(min(PREVIEWED, plan.images))
+        preview = [render_scene(plan.seed, "training", index, plan.size) for index in shown]
+        _draw_preview(preview).save(new / "preview.png")
         (new / MANIFEST).write_text(json.dumps({"kind": "inline scenes", **asdict(plan)}, indent=2) + "\n")
     return folder
 
@@ -160,54 +124,59 @@ def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(path for path in folder.parent.iterdir() if path.name.startswith(f"{UNFINISHED}{folder.name}-"))
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """Annotations of one image."""
+def _draw_preview(scenes: Sequence[Scene]) -> Image.Image:
+    """Images with boxes and names, each above its map of classes."""
+    count = len(SEMANTIC_CLASSES)
+    # Neighbors in number are far apart in hue, neighbors in hue apart in brightness. Black is what has no name.
+    hues = [colorsys.hsv_to_rgb(5 * number % count / count, 0.75, 1 - number % 3 / 4) for number in range(count)]
+    class_colors = (np.array([(0, 0, 0), *hues]) * 255).astype(np.uint8)
+    cell = max(max(scene.image.shape[:2]) for scene in scenes) + GAP
+    columns = min(COLUMNS, len(scenes))
+    rows = -(-len(scenes) // columns)
+    sheet = Image.new("RGB", (columns * cell - GAP, 2 * rows * cell - GAP), "white")
+    for number, scene in enumerate(scenes):
+        image = Image.fromarray(scene.image)
+        draw = ImageDraw.Draw(image)
+        for kind, (left, top, right, bottom) in zip(scene.kinds, _boxes(scene), strict=True):
+            draw.rectangle((left, top, right - 1, bottom - 1), outline="yellow")
+            draw.text((left + 2, max(0, top - 11)), kind, fill="yellow", stroke_width=1, stroke_fill="black")
+        left, top = number % columns * cell, number // columns * 2 * cell
+        sheet.paste(image, (left, top))
+        sheet.paste(Image.fromarray(class_colors[scene.semantic_map()]), (left, top + cell))
+    return sheet
 
-    image: CocoImage
-    objects: tuple[CocoObject, ...]
+
+def _boxes(scene: Scene) -> Iterator[tuple[float, float, float, float]]:
+    for number in range(1, len(scene.kinds) + 1):
+        extent = extent_of(scene.visible_mask(number))
+        assert extent is not None, "objects of which nothing is seen are not drawn"
+        yield extent
 
 
 def _write_scene(folder: Path, plan: ScenesPlan, split: str, index: int) -> _Drawn:
+    """Write the image and its map of classes; returns its annotations, with objects numbered within the image."""
     scene = render_scene(plan.seed, split, index, plan.size)
     name = f"{index:06d}"
     quality = np.random.default_rng(derived_seed("jpeg", plan.seed, split, index)).integers(*JPEG_QUALITY)
     Image.fromarray(scene.image).save(folder / "images" / split / f"{name}.jpg", quality=int(quality))
     Image.fromarray(scene.semantic_map()).save(folder / "annotations" / split / f"{name}.png")
-    height, width = scene.instances.shape
-    image = CocoImage(index + 1, f"{name}.jpg", height, width)
-    return _Drawn(image, tuple(_objects(scene, image.id)))
-
-
-def _objects(scene: Scene, image_id: int) -> Iterator[CocoObject]:
-    for number, kind in enumerate(scene.kinds, start=1):
-        mask = scene.visible_mask(number)
-        extent = extent_of(mask)
-        assert extent is not None, "objects of which nothing is seen are not drawn"
+    image = CocoImage(index + 1, f"{name}.jpg", *scene.instances.shape)
+    objects: list[CocoObject] = []
+    for number, (kind, extent) in enumerate(zip(scene.kinds, _boxes(scene), strict=True), start=1):
         left, top, right, bottom = extent
-        # Numbered within the image for now: others may be drawn before it.
-        yield CocoObject(
-            number,
-            image_id,
-            category_number(kind),
-            (left, top, right - left, bottom - top),
-            float(mask.sum()),
-            encode_mask(mask),
-            is_crowd=False,
+        mask = scene.visible_mask(number)
+        objects.append(
+            CocoObject(
+                number,
+                image.id,
+                category_number(kind),
+                (left, top, right - left, bottom - top),
+                float(mask.sum()),
+                encode_mask(mask),
+                is_crowd=False,
+            )
         )
-
-
-def _annotations(found: Iterable[_Drawn]) -> CocoAnnotations:
-    found = list(found)
-    categories = tuple(CocoCategory(category_number(kind), kind) for kind in OBJECT_KINDS)
-    numbered = enumerate((item for drawn in found for item in drawn.objects), start=1)
-    objects = tuple(
-        CocoObject(
-            number, item.image_id, item.category_id, item.box, item.area, item.segmentation, is_crowd=item.is_crowd
-        )
-        for number, item in numbered
-    )
-    return CocoAnnotations("scenes", tuple(drawn.image for drawn in found), categories, objects)
+    return image, objects
 
 
 @contextmanager
