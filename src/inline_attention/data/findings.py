@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from inline_attention.support.text import printable
 
+Source = TypeVar("Source")
 FIRST_OFFENDERS = 5
 LONGEST_NAME = 400  # characters
 
@@ -18,7 +20,7 @@ class Finding:
     Attributes:
         fault: Fault, in the plural, such as "boxes without area".
         repair: Repair of the fault.
-        count: How many there are.
+        count: Number of such faults.
         first: The first of them, by name.
     """
 
@@ -27,78 +29,77 @@ class Finding:
     count: int = 0
     first: list[str] = field(default_factory=list)
 
-    def add(self, offender: str) -> None:
-        """Count one."""
-        self.count += 1
-        if len(self.first) < FIRST_OFFENDERS:
-            self.first.append(offender if len(offender) <= LONGEST_NAME else f"{offender[:LONGEST_NAME]}…")
+    def __str__(self) -> str:
+        more = f" and {self.count - len(self.first):,} more" if self.count > len(self.first) else ""
+        return f"{self.count:,} {self.fault} ({', '.join(self.first)}{more})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataReport:
     """All that is wrong with a dataset.
 
     Attributes:
         location: The dataset.
         checked: What was looked at, such as "118,287 images, 860,001 objects".
-        findings: One for each kind of fault that was met.
-        repaired: Whether the faults have been repaired in what is used; files are never changed.
+        repaired: True if the faults have been repaired in what is used; files are never changed.
+        findings: One for each kind of fault that was met, by its name.
     """
 
     location: str
     checked: str
-    findings: tuple[Finding, ...]
     repaired: bool
+    findings: dict[str, Finding] = field(default_factory=dict)
+
+    def add(self, fault: str, offender: str, repair: str) -> None:
+        """Count a fault; arguments as the attributes of `Finding`."""
+        finding = self.findings.setdefault(fault, Finding(fault, repair))
+        finding.count += 1
+        if len(finding.first) < FIRST_OFFENDERS:
+            finding.first.append(offender if len(offender) <= LONGEST_NAME else f"{offender[:LONGEST_NAME]}…")
 
     def __len__(self) -> int:
         """Faults of all kinds."""
-        return sum(finding.count for finding in self.findings)
+        return sum(finding.count for finding in self)
 
     def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
-
-    def __bool__(self) -> bool:
-        """True if anything was found."""
-        return bool(self.findings)
+        return iter(self.findings.values())
 
     def count(self, fault: str) -> int:
         """Return the number of faults of a kind."""
-        return sum(finding.count for finding in self.findings if finding.fault == fault)
+        return self.findings[fault].count if fault in self.findings else 0
 
     @property
     def problems(self) -> list[str]:
         """A sentence for each kind of fault that stands in the way of training; none if they were repaired."""
         if self.repaired:
             return []
-        return [
-            printable(f"{self.location}: {_described(finding)}; repairing: {finding.repair}")
-            for finding in self.findings
-        ]
+        return [printable(f"{self.location}: {finding}; repairing: {finding.repair}") for finding in self]
 
     def __str__(self) -> str:
         """A few lines for people."""
-        lines = [f"{self.location} ({self.checked}): {'nothing wrong' if not self else f'{len(self):,} faults'}"]
-        for finding in self.findings:
-            done = f": {finding.repair}" if self.repaired else f" (repairing: {finding.repair})"
-            lines.append(f"  {_described(finding)}{done}")
+        lines = [f"{self.location} ({self.checked}): {f'{len(self):,} faults' if len(self) else 'nothing wrong'}"]
+        repaired = "  {0}: {0.repair}" if self.repaired else "  {0} (repairing: {0.repair})"
+        lines += (repaired.format(finding) for finding in self)
         return "\n".join(map(printable, lines))
 
 
-class Findings:
-    """Faults in the counting."""
+@dataclass(frozen=True)
+class OpenedSplits(Generic[Source]):
+    """Training and validation data, as far as they could be opened, and all that is wrong with them.
 
-    def __init__(self):
-        self._by_fault: dict[str, Finding] = {}
+    Attributes:
+        train: Data to train on.
+        validation: Data to validate on.
+        problems: One sentence each; faults that were repaired are in the reports alone.
+        reports: One for each split that could be checked.
+    """
 
-    def add(self, fault: str, offender: str, *, repair: str) -> None:
-        """Count a fault of a kind; arguments as the attributes of `Finding`."""
-        self._by_fault.setdefault(fault, Finding(fault, repair)).add(offender)
-
-    def report(self, location: str, checked: str, *, repaired: bool) -> DataReport:
-        """All faults met so far."""
-        return DataReport(location, checked, tuple(self._by_fault.values()), repaired)
+    train: Source | None
+    validation: Source | None
+    problems: list[str] = field(default_factory=list)
+    reports: list[DataReport] = field(default_factory=list)
 
 
-def _described(finding: Finding) -> str:
-    more = f" and {finding.count - len(finding.first):,} more" if finding.count > len(finding.first) else ""
-    return f"{finding.count:,} {finding.fault} ({', '.join(finding.first)}{more})"
+def each_once(problems: Iterable[str]) -> list[str]:
+    """Problems without repetitions: both splits may be the same. Names from files are shown as text."""
+    return [printable(problem) for problem in dict.fromkeys(problems)]

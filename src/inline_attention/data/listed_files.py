@@ -40,7 +40,7 @@ class ListedFiles:
         """
         self.folder = Path(folder)
         self._allow_outside = allow_outside
-        self._roots = tuple(os.path.realpath(root) for root in (self.folder, data_dir) if root is not None)
+        self._roots = [os.path.realpath(root) for root in (self.folder, data_dir) if root is not None]
 
     @classmethod
     def of(cls, folder: Self | str | os.PathLike[str]) -> Self:
@@ -65,6 +65,11 @@ class ListedFiles:
             return self.path(name)
         except OutsideError as error:
             return error
+
+    def has(self, name: str) -> bool:
+        """True if a listed file exists and is not outside of the folders."""
+        path = self.path_or_error(name)
+        return not isinstance(path, OutsideError) and os.path.isfile(path)
 
     def _outside(self, path: Path) -> str | None:
         try:

@@ -28,7 +28,7 @@ class ImageSource(ABC):
     """Labeled images by number. Cheap to copy into worker processes.
 
     Attributes:
-        location: Where they are, for messages.
+        location: Their place, for messages.
         class_names: Name of each class; its place is the class's number.
         targets: `[N]` class number of each image, int64.
         empty_classes: Names of classes that were announced, and have no image.
@@ -80,14 +80,7 @@ class ArraySource(ImageSource):
     """Images in memory."""
 
     def __init__(self, location: str, class_names: Sequence[str], images: np.ndarray, targets: np.ndarray):
-        """Take them as they are.
-
-        Args:
-            location: Where they are from.
-            class_names: Name of each class.
-            images: `[N, H, W, 3]` uint8.
-            targets: `[N]` class numbers.
-        """
+        """Take images `[N, H, W, 3]` uint8 and class numbers `[N]` as they are."""
         super().__init__(location, class_names, targets)
         self.images = images
 
@@ -125,9 +118,8 @@ class FolderSource(ImageSource):
             raise DataError(f"the data folder {self.root} {what}; give one that holds a folder of images per class")
         by_path, empty = _walk(self.root)
         if not by_path:
-            raise DataError(
-                f"{self.root} holds no image; expected ROOT/CLASS/NAME with a suffix of {', '.join(FORMATS)} files"
-            )
+            suffixes = ", ".join(FORMATS)
+            raise DataError(f"{self.root} holds no image; expected ROOT/CLASS/NAME with a suffix of {suffixes} files")
         stray = [path for path, name in by_path.items() if not name]
         if stray:
             raise DataError(
@@ -151,15 +143,32 @@ class FolderSource(ImageSource):
         return os.path.join(self.root, os.fsdecode(self._paths[index]))
 
 
+def split_names(split: str) -> tuple[str, ...]:
+    """Return the usual names of a split, one of which is given; the given one alone if it is not usual."""
+    return next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
+
+
+def is_training_split(split: str, location: str) -> bool:
+    """True for the split to train on, False for the one held out, by any of their names.
+
+    Raises:
+        DataError: If it is neither. A guess might train on what is held out.
+    """
+    for kind, names in SPLIT_FOLDERS.items():
+        if split in names:
+            return kind == "train"
+    known = " and ".join(f"one called {', '.join(names[:-1])} or {names[-1]}" for names in SPLIT_FOLDERS.values())
+    raise DataError(f"{location} has no split {split!r}; it has two, {known}")
+
+
 def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
     """The folder of a split: one of its usual names below `root`, or `root` itself if it is not split at all.
 
     Raises:
         DataError: If there are folders for other splits, but not for this one.
     """
-    root = Path(root)
-    names = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
-    for name in dict.fromkeys((split, *names)):
+    root, names = Path(root), split_names(split)
+    for name in (split, *names):
         if (root / name).is_dir():
             return root / name
     others = [name for names in SPLIT_FOLDERS.values() for name in names if (root / name).is_dir()]
@@ -196,23 +205,6 @@ def _walk(root: Path) -> tuple[dict[str, str], set[str]]:
 
 
 def _identity(folder: str | Path) -> tuple[int, int]:
-    """Return what a folder and all links to it have in common."""
+    """Numbers that a folder and all links to it share."""
     status = os.stat(folder)
     return status.st_dev, status.st_ino
-
-
-def is_training_split(split: str, location: str) -> bool:
-    """True if a split is the one to train on, False if it is the one held out.
-
-    Args:
-        split: "train", "validation", or another of the names that folders have for these.
-        location: Where the images are, for the message.
-
-    Raises:
-        DataError: If it is none of these. A guess might train on what is held out.
-    """
-    for kind, names in SPLIT_FOLDERS.items():
-        if split in names:
-            return kind == "train"
-    known = " and ".join(f"one called {', '.join(names[:-1])} or {names[-1]}" for names in SPLIT_FOLDERS.values())
-    raise DataError(f"{location} has no split {split!r}; it has two, {known}")

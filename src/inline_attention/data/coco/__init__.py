@@ -10,9 +10,14 @@ from inline_attention.data.coco.annotations import (
     find_image_folder,
     read_annotations,
 )
-from inline_attention.data.coco.checks import CheckedAnnotations, check_annotations, check_same_categories
+from inline_attention.data.coco.checks import (
+    CheckedAnnotations,
+    OpenedCoco,
+    check_annotations,
+    check_same_categories,
+    open_and_check_coco,
+)
 from inline_attention.data.coco.masks import MaskError, decode_mask, encode_mask
-from inline_attention.data.coco.opening import OpenedCoco, open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The contents of a COCO annotation file, as they are: what may be wrong with them is for `checks` to find."""
+"""The contents of a COCO annotation file as they are; `checks` finds what is wrong with them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.listed_files import ListedFiles, OutsideError, is_plain
-from inline_attention.data.sources import SPLIT_FOLDERS, DataError
+from inline_attention.data.sources import DataError, split_names
 from inline_attention.support.files import read_bounded
 
 Entry = TypeVar("Entry")
@@ -52,7 +53,7 @@ class CocoObject:
         box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
         area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
         segmentation: Polygons or run lengths, as `masks` takes them.
-        is_crowd: Whether it stands for many objects that nobody has told apart.
+        is_crowd: True if it stands for many objects that nobody has told apart.
     """
 
     id: int
@@ -134,11 +135,8 @@ class CocoAnnotations:
     def to_json(self) -> dict[str, Any]:
         """The contents in COCO's format, without entries that are malformed."""
         return {
-            "images": [
-                {"id": image.id, "file_name": image.file_name, "height": image.height, "width": image.width}
-                for image in self.images
-            ],
-            "categories": [{"id": category.id, "name": category.name} for category in self.categories],
+            "images": [asdict(image) for image in self.images],
+            "categories": [asdict(category) for category in self.categories],
             "annotations": [
                 {
                     "id": item.id,
@@ -191,10 +189,9 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
     Raises:
         DataError: If there is none, or more than one.
     """
-    root = Path(root)
-    names = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
+    root, names = Path(root), split_names(split)
     for folder in (root / "annotations", root):
-        for name in dict.fromkeys((split, *names)):
+        for name in (split, *names):
             found = sorted(folder.glob(f"instances_{name}.json")) or sorted(folder.glob(f"instances_{name}*.json"))
             if len(found) > 1:
                 listed = ", ".join(file.name for file in found)
@@ -215,7 +212,7 @@ def find_image_folder(
     Args:
         root: Folder of the dataset.
         annotations: The annotations.
-        split: Such as "train".
+        split: Name such as "train".
         allow_outside: Accept file names that lead out of the folder.
 
     Raises:
@@ -224,9 +221,9 @@ def find_image_folder(
     root = Path(root)
     if not annotations.images:
         return root  # there is nothing to look for, and something wrong that a check says better
-    split_names = next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
     own = Path(annotations.location).stem.removeprefix("instances_")  # such as train2017
-    named = [parent / name for name in dict.fromkeys((own, split, *split_names)) for parent in (root, root / "images")]
+    folder_names = dict.fromkeys((own, split, *split_names(split)))
+    named = [parent / name for name in folder_names for parent in (root, root / "images")]
     existing = [folder for folder in (*named, root / "images", root) if folder.is_dir()]
     names = [image.file_name for image in annotations.images]
     plain = [name for name in names if is_plain(name)]
@@ -234,7 +231,7 @@ def find_image_folder(
     # A few will do as a rule. All are looked for only where none of those is there, and names that lead out of a folder
     # only at the very last: an absolute one is "in" whatever folder it is looked for.
     for looked_for in (plain[:: max(1, len(plain) // NAMES_TRIED)], plain, names):
-        held = [sum(_is_file(files.path_or_error(name)) for name in looked_for) for files in folders]
+        held = [sum(map(files.has, looked_for)) for files in folders]
         if any(held):
             return existing[held.index(max(held))]
     if existing and not plain and all(isinstance(folders[0].path_or_error(name), OutsideError) for name in names):
@@ -243,10 +240,6 @@ def find_image_folder(
         f"none of the images in {annotations.location}, such as {names[0]!r}, is in any of "
         f"{', '.join(str(folder) for folder in named[:4])} or {root}; put them there"
     )
-
-
-def _is_file(path: Path | OutsideError) -> bool:
-    return not isinstance(path, OutsideError) and os.path.isfile(path)
 
 
 def _entries(
@@ -266,19 +259,23 @@ def _entries(
             if not isinstance(item, dict):
                 raise ValueError(f"{reprlib.repr(item)} instead of names with values")
             entries.append(build(item))
-        except ValueError as error:
-            malformed.append(MalformedEntry(list_name, number, str(error), _id_if_any(item)))
+        except (ValueError, KeyError) as error:
+            fault = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            entry_id = None
+            with suppress(ValueError, KeyError, TypeError):  # the last from what is no dictionary
+                entry_id = _whole_number(item, "id")
+            malformed.append(MalformedEntry(list_name, number, fault, entry_id))
     return tuple(entries)
 
 
 def _image(item: Mapping[str, Any]) -> CocoImage:
-    file_name = _text("file_name", _value(item, "file_name"))
-    height, width = (_whole_number(side, item.get(side) or 0) for side in ("height", "width"))
-    return CocoImage(_id(item, "id"), file_name, height, width)
+    file_name = _text("file_name", item["file_name"])
+    height, width = (_whole_number(item, side, default=0) for side in ("height", "width"))
+    return CocoImage(_whole_number(item, "id"), file_name, height, width)
 
 
 def _category(item: Mapping[str, Any]) -> CocoCategory:
-    number = _id(item, "id")
+    number = _whole_number(item, "id")
     name = item.get("name", number)
     return CocoCategory(number, str(name) if isinstance(name, (int, float)) else _text("name", name))
 
@@ -286,31 +283,14 @@ def _category(item: Mapping[str, Any]) -> CocoCategory:
 def _object(item: Mapping[str, Any]) -> CocoObject:
     box, area = item.get("bbox"), item.get("area")
     return CocoObject(
-        _id(item, "id"),
-        _id(item, "image_id"),
-        _id(item, "category_id"),
+        _whole_number(item, "id"),
+        _whole_number(item, "image_id"),
+        _whole_number(item, "category_id"),
         tuple(map(_float, box)) if isinstance(box, list) and len(box) == 4 else (),
         None if area is None else _float(area),
         with_whole_size(item.get("segmentation")),
-        bool(_whole_number("iscrowd", item.get("iscrowd") or 0)),  # some files have it as text, and "0" is true
+        bool(_whole_number(item, "iscrowd", default=0)),  # some files have it as text, and "0" is true
     )
-
-
-def _id(item: Mapping[str, Any], key: str) -> int:
-    return _whole_number(key, _value(item, key))
-
-
-def _id_if_any(item: Any) -> int | None:
-    try:
-        return _id(item, "id")
-    except (ValueError, TypeError):  # the latter from what is no dictionary
-        return None
-
-
-def _value(item: Mapping[str, Any], key: str) -> Any:
-    if key not in item:
-        raise ValueError(f"has no {key!r}")
-    return item[key]
 
 
 def _text(key: str, value: Any) -> str:
@@ -320,8 +300,9 @@ def _text(key: str, value: Any) -> str:
     return value
 
 
-def _whole_number(key: str, value: Any) -> int:
-    """The value of a key as it is, or written as 1.0 or "1"."""
+def _whole_number(item: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """The number under a key, which may be written as 1.0 or "1"; the default where the key is missing or null."""
+    value = item[key] if default is None else item.get(key) or default
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

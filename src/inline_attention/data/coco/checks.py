@@ -1,4 +1,4 @@
-"""Check COCO annotations before the first step, and repair them on request.
+"""Open COCO datasets and check them before the first step, and repair them on request.
 
 No repair is silent and no file is changed: a repair applies to what this run uses, and the report says what was done.
 """
@@ -9,30 +9,102 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
     CocoCategory,
     CocoImage,
     CocoObject,
-    MalformedEntry,
+    find_annotation_file,
+    find_image_folder,
+    read_annotations,
 )
-from inline_attention.data.coco.masks import MaskError, MaskSizeError, mask_area, mask_extent, valid_polygons
-from inline_attention.data.findings import DataReport, Findings
+from inline_attention.data.coco.masks import Extent, MaskError, MaskSizeError, decode_mask, mask_extent, valid_polygons
+from inline_attention.data.coco.source import CocoSource
+from inline_attention.data.findings import DataReport, OpenedSplits, each_once
 from inline_attention.data.images import ImageError, image_sizes
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
+from inline_attention.data.sources import DataError
 
-Extent = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
 MASK_TOLERANCE_PIXELS = 2.0
 MASK_TOLERANCE_SHARE = 0.05  # of the box's longer side
 # Of the image's side: what is smaller gets lost in the rounding of float32 as boxes are flipped and resized, and a box
 # without area makes losses infinite.
 VANISHING_SHARE = 2.0**-20
+# Repairs.
+LEFT_OUT = "left out"
+WITH_OBJECTS = "left out with their objects"
+FROM_MASK = "box taken from the mask"
 
 
 @dataclass(frozen=True)
-class CheckedAnnotations:
+class OpenedCoco(OpenedSplits[CocoSource]):
+    """Both splits: images to train on have an object and no crowds; all images are validated on.
+
+    Attributes:
+        validation_annotations: Ground truth of the validation images, crowds included.
+    """
+
+    validation_annotations: CocoAnnotations | None = None
+
+
+def open_and_check_coco(
+    data_dir: str | os.PathLike[str],
+    *,
+    train_split: str = "train",
+    validation_split: str = "validation",
+    masks: bool = True,
+    num_classes: int | None = None,
+    repair: bool = False,
+    allow_outside: bool = False,
+    on_progress: Callable[[], None] | None = None,
+) -> OpenedCoco:
+    """Open `data_dir/annotations/instances_*.json` and the images they are about, and check both.
+
+    Args:
+        data_dir: Folder of the dataset.
+        train_split: Name such as "train" or "train2017".
+        validation_split: Name such as "validation", "val" or "val2017".
+        masks: Use masks.
+        num_classes: Categories that the model knows; None if it follows the data.
+        repair: Repair what can be repaired in what is used; the files stay as they are.
+        allow_outside: Read images that the annotations name outside of `data_dir`.
+        on_progress: Called after each image.
+    """
+    problems: list[str] = []
+    reports: list[DataReport] = []
+
+    def open_split(split: str, *, training: bool) -> tuple[CocoAnnotations | None, CocoSource | None]:
+        checked = None
+        try:
+            read = read_annotations(find_annotation_file(data_dir, split))
+            folder = find_image_folder(data_dir, read, split, allow_outside=allow_outside)
+            files = ListedFiles(folder, data_dir, allow_outside=allow_outside)
+            checked, report = check_annotations(
+                read, files, masks=masks, every_category=training, repair=repair, on_progress=on_progress
+            )
+            reports.append(report)
+            problems.extend(report.problems)
+            if not report.problems:
+                return checked, CocoSource(checked, files, masks=masks, skip_empty=training)
+        except DataError as error:
+            problems.append(str(error))
+        return checked, None
+
+    ours, train = open_split(train_split, training=True)
+    theirs, validation = open_split(validation_split, training=False)
+    if ours is not None and theirs is not None:
+        problems += check_same_categories(ours, theirs)
+    if ours is not None and num_classes not in (None, count := len(ours.class_names)):
+        problems.append(f"{ours.location} has {count} categories, the model {num_classes}; use num_classes={count}")
+    return OpenedCoco(train, validation, each_once(problems), reports, theirs)
+
+
+class CheckedAnnotations(NamedTuple):
     """Annotations, repaired if that was asked for, and what was found wrong with them.
 
     If nothing is wrong any more, all objects have an area.
@@ -55,31 +127,34 @@ def check_annotations(
 
     Args:
         annotations: Annotations as read from the file.
-        image_folder: What their file names are relative to.
-        masks: Whether masks will be used; without, objects need none, and what is wrong with those they have is no
-            fault.
-        every_category: Whether each category needs an object, as it does to be learned; in validation data it does not.
+        image_folder: Folder that their file names are relative to.
+        masks: Check masks. Without them objects need none, and what is wrong with those they have is no fault.
+        every_category: Require an object of each category, as it takes one to be learned; not in validation data.
         repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
         on_progress: Called after each image.
     """
-    findings = Findings()
-    _check_entries(annotations.malformed, findings)
-    images = _check_images(annotations.images, ListedFiles.of(image_folder), findings, on_progress)
-    categories = _check_categories(annotations.categories, findings)
-    # Objects are left out with their image, which is one fault, not many.
-    objects = _Objects(
-        {image.id: image for image in images},
-        {image.id for image in annotations.images} | _ids_of_malformed_images(annotations.malformed),
-        {category.id for category in categories},
-        findings,
-        masks=masks,
-    ).checked(annotations.objects)
-    if every_category:
-        _check_every_category(categories, objects, findings)
     checked = f"{len(annotations.images):,} images, {len(annotations.objects):,} objects"
-    report = findings.report(annotations.location, checked, repaired=repair)
+    report = DataReport(annotations.location, checked, repaired=repair)
+    for entry in annotations.malformed:
+        report.add("malformed entries", str(entry), "left out, images with their objects")
+    images = _check_images(annotations.images, ListedFiles.of(image_folder), report, on_progress)
+    categories = _check_categories(annotations.categories, report)
+    # Objects are left out with their image, which is one fault, not many.
+    known_images = {image.id for image in annotations.images}
+    known_images |= {
+        entry.id for entry in annotations.malformed if entry.list_name == "images" and entry.id is not None
+    }
+    objects = _ObjectChecks(images, known_images, categories, report, masks=masks).checked(annotations.objects)
+    if every_category:
+        used = {item.category_id for item in objects if not item.is_crowd}
+        for category in categories.values():
+            if category.id not in used:
+                kept = "kept, so that labels stay the same; nothing will be learned of them"
+                report.add("categories without an object", f"{category.name} ({category.id})", kept)
     if repair or not report:
-        annotations = CocoAnnotations(annotations.location, tuple(images), tuple(categories), tuple(objects))
+        annotations = CocoAnnotations(
+            annotations.location, tuple(images.values()), tuple(categories.values()), tuple(objects)
+        )
     return CheckedAnnotations(annotations, report)
 
 
@@ -96,164 +171,118 @@ def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -
     ]
 
 
-def _check_entries(malformed: Iterable[MalformedEntry], findings: Findings) -> None:
-    for entry in malformed:
-        findings.add("malformed entries", str(entry), repair="left out, images with their objects")
-
-
-def _ids_of_malformed_images(malformed: Iterable[MalformedEntry]) -> set[int]:
-    return {entry.id for entry in malformed if entry.list_name == "images" and entry.id is not None}
-
-
 def _check_images(
-    images: Iterable[CocoImage], files: ListedFiles, findings: Findings, on_progress: Callable[[], None] | None
-) -> list[CocoImage]:
+    images: Iterable[CocoImage], files: ListedFiles, report: DataReport, on_progress: Callable[[], None] | None
+) -> dict[int, CocoImage]:
+    """Return the images that can be used, by id."""
     images = list(images)
-    shared = _shared_ids(images)
+    first: dict[int, CocoImage] = {}
+    # As after joining two files: objects may be of either image.
+    shared = {image.id for image in images if first.setdefault(image.id, image) != image}
     kept: dict[int, CocoImage] = {}
     found = image_sizes((files.path_or_error(image.file_name) for image in images), on_progress)
     for image, size in zip(images, found, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:
-            findings.add(
-                "different images with the same id",
-                name,
-                repair="left out with their objects, as nobody knows whose those are",
-            )
+            report.add("different images with the same id", name, f"{WITH_OBJECTS}, as nobody knows whose those are")
         elif isinstance(size, OutsideError):
-            findings.add(
-                "images whose file is outside of the data folder",
-                name,
-                repair=f"left out with their objects; {ALLOW_OUTSIDE} reads them",
-            )
+            fault = "images whose file is outside of the data folder"
+            report.add(fault, name, f"{WITH_OBJECTS}; {ALLOW_OUTSIDE} reads them")
         elif isinstance(size, ImageError):
-            # Not `Path.exists`, which raises for names that no file can have.
-            missing = not os.path.exists(size.path)
-            fault = "images whose file is missing" if missing else "images whose file cannot be read"
-            findings.add(fault, name if missing else f"{name}: {size.reason}", repair="left out with their objects")
+            if os.path.exists(size.path):  # not `Path.exists`, which raises for names that no file can have
+                report.add("images whose file cannot be read", f"{name}: {size.reason}", WITH_OBJECTS)
+            else:
+                report.add("images whose file is missing", name, WITH_OBJECTS)
         elif image.id in kept:
-            findings.add("images that are listed more than once", name, repair="kept once")
+            report.add("images that are listed more than once", name, "kept once")
         elif not (image.height and image.width):
-            findings.add("images without a size", name, repair="size taken from the file")
+            report.add("images without a size", name, "size taken from the file")
             kept[image.id] = replace(image, height=size[0], width=size[1])
         elif size != (image.height, image.width):
-            findings.add(
-                "images of another size than the annotations say",
-                f"{name}: {size[1]}×{size[0]} instead of {image.width}×{image.height}",
-                repair="left out with their objects, as nobody knows which is right",
-            )
+            fault = "images of another size than the annotations say"
+            sizes = f"{size[1]}×{size[0]} instead of {image.width}×{image.height}"
+            report.add(fault, f"{name}: {sizes}", f"{WITH_OBJECTS}, as nobody knows which is right")
         else:
             kept[image.id] = image
-    return list(kept.values())
+    return kept
 
 
-def _shared_ids(images: Iterable[CocoImage]) -> set[int]:
-    """Ids of more than one image, as after joining two files: their objects may be of either."""
-    first: dict[int, CocoImage] = {}
-    return {image.id for image in images if first.setdefault(image.id, image) != image}
-
-
-def _check_categories(categories: Iterable[CocoCategory], findings: Findings) -> list[CocoCategory]:
+def _check_categories(categories: Iterable[CocoCategory], report: DataReport) -> dict[int, CocoCategory]:
+    """Return the categories that can be used, by id."""
     kept: dict[int, CocoCategory] = {}
     for category in categories:
-        if category.id in kept:
-            findings.add(
-                "categories with an id that another has",
-                f"{category.name} ({category.id})",
-                repair="left out, the first of each id being kept",
-            )
-        else:
-            kept[category.id] = category
+        if kept.setdefault(category.id, category) is not category:
+            fault, repair = "categories with an id that another has", "left out, the first of each id being kept"
+            report.add(fault, f"{category.name} ({category.id})", repair)
     ids: dict[str, int] = {}
     for category in kept.values():
         if (first := ids.setdefault(category.name, category.id)) != category.id:
-            findings.add(
-                "categories with a name that another has",
-                f"{category.name} ({first} and {category.id})",
-                repair="kept apart, by their ids; figures by category show the last of them alone",
+            repair = "kept apart, by their ids; figures by category show the last of them alone"
+            report.add(
+                "categories with a name that another has", f"{category.name} ({first} and {category.id})", repair
             )
-    return list(kept.values())
+    return kept
 
 
-def _check_every_category(categories: list[CocoCategory], objects: list[CocoObject], findings: Findings) -> None:
-    used = {item.category_id for item in objects if not item.is_crowd}
-    for category in categories:
-        if category.id not in used:
-            findings.add(
-                "categories without an object",
-                f"{category.name} ({category.id})",
-                repair="kept, so that labels stay the same; nothing will be learned of them",
-            )
-
-
-class _Objects:
+class _ObjectChecks:
     """Checks objects one by one, each against its image."""
 
     def __init__(
         self,
         images: dict[int, CocoImage],
         known_images: set[int],
-        categories: set[int],
-        findings: Findings,
+        categories: dict[int, CocoCategory],
+        report: DataReport,
         *,
         masks: bool,
     ):
         self._images, self._known_images, self._categories = images, known_images, categories
-        self._findings, self._masks = findings, masks
-        self._ids: set[int] = set()
+        self._report, self._masks = report, masks
 
     def checked(self, objects: Iterable[CocoObject]) -> list[CocoObject]:
-        """The objects that can be used, repaired."""
+        """Return the objects that can be used, repaired."""
         objects = list(objects)
         next_id = max((item.id for item in objects), default=0) + 1
+        ids: set[int] = set()
         kept: list[CocoObject] = []
         for item in objects:
             usable = self._checked(item)
-            if item.id in self._ids:
+            if item.id in ids:
                 self._add("objects with an id that another has", item, repair="given new ids")
                 if usable is not None:
                     usable = replace(usable, id=next_id)
                     next_id += 1
-            self._ids.add(item.id)
+            ids.add(item.id)
             if usable is not None:
                 kept.append(usable)
         return kept
 
     def _checked(self, item: CocoObject) -> CocoObject | None:
-        if item.image_id not in self._known_images:
-            self._add("objects of an unknown image", item, f"image {item.image_id}")
-            return None
-        if item.category_id not in self._categories:
-            self._add("objects of an unknown category", item, f"category {item.category_id}")
-            return None
         image = self._images.get(item.image_id)
+        if item.image_id not in self._known_images:
+            return self._add("objects of an unknown image", item, f"image {item.image_id}")
+        if item.category_id not in self._categories:
+            return self._add("objects of an unknown category", item, f"category {item.category_id}")
         if image is None:
             return None
-        extent = None
-        if self._masks:
-            with_mask = self._with_usable_mask(item, image)
-            if with_mask is None:
-                return None
-            item, extent = with_mask
-        with_box = self._with_usable_box(item, image, extent)
-        usable = None if with_box is None else self._with_usable_area(with_box, image)
+        usable, extent = self._with_usable_mask(item, image) if self._masks else (item, None)
+        usable = usable and self._with_usable_box(usable, image, extent)
+        usable = usable and self._with_usable_area(usable, image)
         if usable is None or self._masks or usable.segmentation is None:
             return usable
         return replace(usable, segmentation=None)  # nobody has checked it
 
-    def _with_usable_mask(self, item: CocoObject, image: CocoImage) -> tuple[CocoObject, Extent] | None:
+    def _with_usable_mask(self, item: CocoObject, image: CocoImage) -> tuple[CocoObject | None, Extent | None]:
         try:
             extent = mask_extent(item.segmentation, image.height, image.width)
         except MaskSizeError as error:
-            self._add("masks of another size than their image", item, str(error))
-            return None
+            return self._add("masks of another size than their image", item, str(error)), None
         except MaskError as error:
-            fault = "malformed masks" if item.segmentation else "objects without a mask"
-            self._add(fault, item, "" if fault == "objects without a mask" else str(error))
-            return None
+            if item.segmentation:
+                return self._add("malformed masks", item, str(error)), None
+            return self._add("objects without a mask", item), None
         if extent is None or _vanishes(extent, image):
-            self._add("masks that cover nothing of their image", item)
-            return None
+            return self._add("masks that cover nothing of their image", item), None
         if isinstance(item.segmentation, list):
             valid = valid_polygons(item.segmentation, image.height, image.width)
             if len(valid) < len(item.segmentation):
@@ -262,61 +291,57 @@ class _Objects:
         return item, extent
 
     def _with_usable_box(self, item: CocoObject, image: CocoImage, extent: Extent | None) -> CocoObject | None:
-        repair = "left out" if extent is None else "box taken from the mask"
-        if not item.box or not all(map(math.isfinite, item.box)):
-            self._add("objects without a box of four finite numbers", item, repair=repair)
+        clipped, fault, detail = _clipped_box(item.box, image)
+        if clipped is None:
+            self._add(fault, item, detail, repair=LEFT_OUT if extent is None else FROM_MASK)
             return None if extent is None else _with_box(item, extent)
         left, top, width, height = item.box
-        if width <= 0 or height <= 0:
-            self._add("boxes without area", item, f"{width:g}×{height:g}", repair=repair)
-            return None if extent is None else _with_box(item, extent)
-        box = left, top, left + width, top + height
-        clipped = (
-            max(0.0, left),
-            max(0.0, top),
-            min(float(image.width), left + width),
-            min(float(image.height), top + height),
-        )
-        if clipped[0] >= clipped[2] or clipped[1] >= clipped[3]:
-            self._add("boxes wholly outside of their image", item, repair=repair)
-            return None if extent is None else _with_box(item, extent)
-        if _vanishes(clipped, image):
-            self._add("boxes without area", item, f"{width:g}×{height:g}", repair=repair)
-            return None if extent is None else _with_box(item, extent)
-        if max(abs(a - b) for a, b in zip(box, clipped, strict=True)) > OUTSIDE_TOLERANCE:
+        if _difference((left, top, left + width, top + height), clipped) > OUTSIDE_TOLERANCE:
             self._add("boxes that leave their image", item, repair="clipped")
             item = _with_box(item, clipped)
-        if extent is not None:
-            tolerance = max(MASK_TOLERANCE_PIXELS, MASK_TOLERANCE_SHARE * max(width, height))
-            if max(abs(a - b) for a, b in zip(clipped, extent, strict=True)) > tolerance:
-                self._add("boxes that disagree with their mask", item, repair="box taken from the mask")
-                item = _with_box(item, extent)
+        tolerance = max(MASK_TOLERANCE_PIXELS, MASK_TOLERANCE_SHARE * max(width, height))
+        if extent is not None and _difference(clipped, extent) > tolerance:
+            self._add("boxes that disagree with their mask", item, repair=FROM_MASK)
+            item = _with_box(item, extent)
         return item
 
     def _with_usable_area(self, item: CocoObject, image: CocoImage) -> CocoObject:
         if item.area is not None and 0 < item.area < math.inf:
             return item
         if item.area is not None:
-            self._add(
-                "objects without a positive finite area",
-                item,
-                "no number" if math.isnan(item.area) else f"{item.area:g}",
-                repair="area taken from the mask, or else from the box",
-            )
-        return replace(item, area=_covered_area(item, image))
+            detail = "no number" if math.isnan(item.area) else f"{item.area:g}"
+            repair = "area taken from the mask, or else from the box"
+            self._add("objects without a positive finite area", item, detail, repair=repair)
+        try:
+            covered = float(np.count_nonzero(decode_mask(item.segmentation, image.height, image.width)))
+        except MaskError:
+            covered = 0.0
+        return replace(item, area=covered or item.box_area)
 
-    def _add(self, fault: str, item: CocoObject, detail: str = "", *, repair: str = "left out") -> None:
+    def _add(self, fault: str, item: CocoObject, detail: str = "", *, repair: str = LEFT_OUT) -> None:
+        """Report a fault; returns None in place of the object."""
         image = self._images.get(item.image_id)
         where = f" in {image.file_name}" if image is not None else ""
-        self._findings.add(fault, f"object {item.id}{where}{': ' if detail else ''}{detail}", repair=repair)
+        self._report.add(fault, f"object {item.id}{where}{': ' if detail else ''}{detail}", repair)
 
 
-def _covered_area(item: CocoObject, image: CocoImage) -> float:
-    """Return the area of the mask as evaluation counts it, or of the box if no mask covers a pixel."""
-    try:
-        return float(mask_area(item.segmentation, image.height, image.width)) or item.box_area
-    except MaskError:
-        return item.box_area
+def _clipped_box(box: tuple[float, ...], image: CocoImage) -> tuple[Extent | None, str, str]:
+    """Return what of a box is in the image, or else None, the fault and a detail."""
+    if not box or not all(map(math.isfinite, box)):
+        return None, "objects without a box of four finite numbers", ""
+    left, top, width, height = box
+    right, bottom = min(float(image.width), left + width), min(float(image.height), top + height)
+    clipped = max(0.0, left), max(0.0, top), right, bottom
+    is_empty = width <= 0 or height <= 0
+    if not is_empty and (clipped[0] >= right or clipped[1] >= bottom):
+        return None, "boxes wholly outside of their image", ""
+    if is_empty or _vanishes(clipped, image):
+        return None, "boxes without area", f"{width:g}×{height:g}"
+    return clipped, "", ""
+
+
+def _difference(one: Extent, other: Extent) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def _vanishes(corners: Extent, image: CocoImage) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from inline_attention.data.sources import DataError
 
+Extent = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 LONGEST_PACKED_NUMBER = 8  # characters, for 40 bits
 LONGEST_OUTLINE = 2**28  # pixels that a polygon's outline may pass; drawing it takes memory for each
 
@@ -55,22 +56,11 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
     return mask_library().decode(_drawn(_polygons(segmentation, height, width), height, width))
 
 
-def mask_area(segmentation: Any, height: int, width: int) -> int:
-    """Number of pixels that a segmentation covers within the image; arguments and errors as for `decode_mask`."""
-    if isinstance(segmentation, dict):
-        return int(np.count_nonzero(_decode_run_lengths(segmentation, height, width)))
-    return int(mask_library().area(_drawn(_polygons(segmentation, height, width), height, width)))
-
-
-def mask_extent(segmentation: Any, height: int, width: int) -> tuple[float, float, float, float] | None:
-    """Left, top, right and bottom in pixels of what a segmentation covers within the image; None if that is no pixel.
+def mask_extent(segmentation: Any, height: int, width: int) -> Extent | None:
+    """Extent of what a segmentation covers within the image; None if that is no pixel. Errors as of `decode_mask`.
 
     Only polygons so small or thin that they may fall between pixels are drawn for it, which makes this fit for checking
     a million of them.
-
-    Raises:
-        MaskError: If it is malformed.
-        DataError: If decoding needs a library that is not installed.
     """
     if isinstance(segmentation, dict):
         return extent_of(_decode_run_lengths(segmentation, height, width))
@@ -85,8 +75,8 @@ def mask_extent(segmentation: Any, height: int, width: int) -> tuple[float, floa
     return (left, top, right, bottom) if left < right and top < bottom else None
 
 
-def extent_of(mask: np.ndarray) -> tuple[float, float, float, float] | None:
-    """Left, top, right and bottom in pixels of the ones in a `[H, W]` mask; None if there are none."""
+def extent_of(mask: np.ndarray) -> Extent | None:
+    """Extent of the ones in a `[H, W]` mask; None if there are none."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     if not len(rows):
         return None
@@ -95,9 +85,8 @@ def extent_of(mask: np.ndarray) -> tuple[float, float, float, float] | None:
 
 def valid_polygons(segmentation: Any, height: int, width: int) -> list[list[float]]:
     """The polygons of a segmentation that can be drawn: three points or more, none of them far outside of the image."""
-    if not isinstance(segmentation, Sequence) or isinstance(segmentation, (str, bytes)):
-        return []
-    return [polygon for polygon in segmentation if _is_polygon(polygon, height, width)]
+    polygons = segmentation if _is_sequence(segmentation) else ()
+    return [polygon for polygon in polygons if _is_polygon(polygon, height, width)]
 
 
 def with_whole_size(segmentation: Any) -> Any:
@@ -106,14 +95,14 @@ def with_whole_size(segmentation: Any) -> Any:
     Sizes that are no whole numbers stay; `decode_mask` refuses them.
     """
     size = segmentation.get("size") if isinstance(segmentation, dict) else None
-    if not isinstance(size, list) or not any(isinstance(side, float) and side.is_integer() for side in size):
+    if not isinstance(size, list):
         return segmentation
     whole = [int(side) if isinstance(side, float) and side.is_integer() else side for side in size]
     return {**segmentation, "size": whole}
 
 
 def mask_library() -> ModuleType:
-    """faster-coco-eval's masks.
+    """Import faster-coco-eval's masks.
 
     Raises:
         DataError: If it is not installed.
@@ -136,7 +125,11 @@ def _decode_run_lengths(segmentation: dict[str, Any], height: int, width: int) -
         raise MaskError(f"the 'size' of run lengths must be whole numbers, got {list(size)}")
     if list(size) != [height, width]:
         raise MaskSizeError(f"the mask's (height, width) is {tuple(size)}, the image's {(height, width)}")
-    return _from_numbers(counts if isinstance(counts, list) else _unpacked(counts), height, width)
+    numbers = counts if isinstance(counts, list) else _unpacked(counts)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers) or sum(numbers) != height * width:
+        raise MaskError(f"run lengths must be whole numbers that add up to the {height * width:,} pixels of the image")
+    values = (np.arange(len(numbers)) % 2).astype(np.uint8)
+    return np.repeat(values, numbers).reshape((height, width), order="F")
 
 
 def _unpacked(text: str | bytes) -> list[int]:
@@ -161,19 +154,16 @@ def _unpacked(text: str | bytes) -> list[int]:
     return numbers.tolist()
 
 
-def _from_numbers(counts: list[Any], height: int, width: int) -> np.ndarray:
-    if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != height * width:
-        raise MaskError(f"run lengths must be whole numbers that add up to the {height * width:,} pixels of the image")
-    values = (np.arange(len(counts)) % 2).astype(np.uint8)
-    return np.repeat(values, counts).reshape((height, width), order="F")
-
-
 def _polygons(segmentation: Any, height: int, width: int) -> list[list[float]]:
     """Return the polygons that can be drawn, at least one."""
-    polygons = valid_polygons(segmentation, height, width)
-    if not polygons:
-        raise MaskError(_polygon_fault(segmentation))
-    return polygons
+    if polygons := valid_polygons(segmentation, height, width):
+        return polygons
+    if not segmentation:
+        raise MaskError("there is no mask")
+    if not isinstance(segmentation, list):
+        kind = type(segmentation).__name__
+        raise MaskError(f"a segmentation is a list of polygons or a dictionary of run lengths, got {kind}")
+    raise MaskError("no polygon has three points or more, all finite and near the image")
 
 
 def _drawn(polygons: list[list[float]], height: int, width: int) -> Any:
@@ -204,7 +194,7 @@ def _perimeter(x: Sequence[float], y: Sequence[float]) -> float:
 
 def _is_polygon(polygon: Any, height: int, width: int) -> bool:
     # Checked for all: the library neither notices a missing coordinate nor comes back from one that is not finite.
-    if not isinstance(polygon, Sequence) or isinstance(polygon, (str, bytes)) or len(polygon) < 6 or len(polygon) % 2:
+    if not _is_sequence(polygon) or len(polygon) < 6 or len(polygon) % 2:
         return False
     # Whole numbers are finite, though perhaps too large for `math.isfinite`.
     if not all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in polygon):
@@ -212,14 +202,8 @@ def _is_polygon(polygon: Any, height: int, width: int) -> bool:
     x, y = polygon[0::2], polygon[1::2]
     if not (-width <= min(x) and max(x) <= 2 * width and -height <= min(y) and max(y) <= 2 * height):
         return False
-    if 3 * len(x) * (height + width) <= LONGEST_OUTLINE:
-        return True
-    return _perimeter(x, y) <= LONGEST_OUTLINE
+    return 3 * len(x) * (height + width) <= LONGEST_OUTLINE or _perimeter(x, y) <= LONGEST_OUTLINE
 
 
-def _polygon_fault(segmentation: Any) -> str:
-    if not segmentation:
-        return "there is no mask"
-    if not isinstance(segmentation, list):
-        return f"a segmentation is a list of polygons or a dictionary of run lengths, got {type(segmentation).__name__}"
-    return "no polygon has three points or more, all finite and near the image"
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -49,9 +49,9 @@ class CocoSource:
 
         Args:
             annotations: The annotations.
-            image_folder: What their file names are relative to.
-            masks: Whether targets hold masks.
-            crowds: Whether targets hold crowds; losses do not know what to do with them.
+            image_folder: Folder that their file names are relative to.
+            masks: Add masks to targets.
+            crowds: Add crowds to targets; losses do not know what to do with them.
             skip_empty: Leave out images without an object, as is usual in training.
 
         Raises:
@@ -72,7 +72,7 @@ class CocoSource:
         # Packed, as a million small Python objects would be copied into every worker, page by page, as they are used.
         self._names = np.array([os.fsencode(image.file_name) for image in images])
         packed = [json.dumps([_packed(item, labels) for item in by_image[image.id]]).encode() for image in images]
-        self._ends = np.cumsum([len(text) for text in packed])
+        self._ends = np.cumsum([0, *map(len, packed)])
         self._objects = np.frombuffer(b"".join(packed), dtype=np.uint8)
 
     def __len__(self) -> int:
@@ -89,11 +89,10 @@ class CocoSource:
             ImageError: If it cannot be read, is outside of the data folder, or is not of the annotated size.
         """
         image = load_image(self._files.path(os.fsdecode(self._names[index])))
-        height, width = map(int, self.sizes[index])
+        height, width = self.sizes[index]
         if image.size != (width, height):
-            raise ImageError(
-                self.name(index), f"is {image.width}×{image.height} pixels, {width}×{height} in {self.location}"
-            )
+            reason = f"is {image.width}×{image.height} pixels, {width}×{height} in {self.location}"
+            raise ImageError(self.name(index), reason)
         return image
 
     def target(self, index: int) -> Target:
@@ -106,8 +105,8 @@ class CocoSource:
         Raises:
             ImageError: If a mask is malformed.
         """
-        start = int(self._ends[index - 1]) if index else 0
-        objects: list[dict[str, Any]] = json.loads(self._objects[start : int(self._ends[index])].tobytes())
+        packed = self._objects[self._ends[index] : self._ends[index + 1]]
+        objects: list[dict[str, Any]] = json.loads(packed.tobytes())
         boxes = torch.tensor([item["box"] for item in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         target = {
@@ -122,7 +121,7 @@ class CocoSource:
         return target
 
     def without_masks(self) -> Self:
-        """The same images, with targets that hold no masks: for where nobody looks at them."""
+        """The same images, with targets that hold no masks."""
         plain = copy.copy(self)
         plain._masks = False
         return plain
@@ -130,9 +129,8 @@ class CocoSource:
     def _decoded(self, objects: list[dict[str, Any]], index: int) -> Tensor:
         height, width = map(int, self.sizes[index])
         if len(objects) * height * width > MOST_MASK_PIXELS:
-            raise ImageError(
-                self.name(index), f"has {len(objects):,} masks of {width}×{height} pixels, too many to decode"
-            )
+            reason = f"has {len(objects):,} masks of {width}×{height} pixels, too many to decode"
+            raise ImageError(self.name(index), reason)
         masks = np.empty((len(objects), height, width), dtype=np.uint8)
         for mask, item in zip(masks, objects, strict=True):
             try:

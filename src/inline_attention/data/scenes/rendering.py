@@ -253,7 +253,7 @@ class _Canvas:
         color_range = look.color_range.or_odd(self.random)
         candidates = [color_range.draw(self.random) for _ in range(COLOR_CANDIDATES)]
         paint = max(candidates, key=lambda paint: float(np.linalg.norm((paint[0] + paint[1]) / 2 - around)))
-        surface = self._surface(look.draw_material(self.random), *distance.shape, paint)
+        surface = self._surface(look.draw_material(self.random), distance.shape[0], distance.shape[1], paint)
         # Darker towards the rim and away from the light: an object is no hole in the background.
         rim = np.clip(-distance / (0.18 * placement.radius + 1), 0, 1)
         rows, columns = window

@@ -17,7 +17,6 @@ from inline_attention.data.segmentation.files import Pair, read_label_map
 from inline_attention.data.sources import DataError
 
 IGNORED = 255  # label of pixels that count neither in losses nor in figures
-LARGEST_CLASS_COUNT = IGNORED
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class LabelRules:
         num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`.
         reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
         ignored: Number in files that is ignored.
-        outside_ignored: Whether numbers out of range are ignored; an error otherwise.
-        resize: Whether a map of another size than its image is brought to its size; an error otherwise.
+        outside_ignored: Ignore numbers out of range, which are an error otherwise.
+        resize: Resize a map to the size of its image, if they differ, which is an error otherwise.
     """
 
     num_classes: int
@@ -39,16 +38,13 @@ class LabelRules:
     resize: bool = False
 
     def __post_init__(self):
-        if not 1 <= self.num_classes <= LARGEST_CLASS_COUNT:
-            raise DataError(f"there may be 1 to {LARGEST_CLASS_COUNT} classes, got {self.num_classes}")
+        if not 1 <= self.num_classes <= IGNORED:
+            raise DataError(f"there may be 1 to {IGNORED} classes, got {self.num_classes}")
 
     def labels(self, values: np.ndarray) -> np.ndarray:
         """Labels as they follow from numbers in files, of the same shape; -1 where they are out of range."""
-        labels = np.array(values, dtype=np.int32)
-        if self.reduce_zero_label:
-            labels -= 1
-        outside = (labels < 0) | (labels >= self.num_classes)
-        labels[outside] = -1
+        labels = values.astype(np.int32) - int(self.reduce_zero_label)
+        labels[(labels < 0) | (labels >= self.num_classes)] = -1
         labels[values == self.ignored] = IGNORED
         if self.reduce_zero_label:
             labels[values == 0] = IGNORED
@@ -59,9 +55,9 @@ class SegmentationSource:
     """Pairs of images and label maps. Cheap to copy into worker processes.
 
     Attributes:
-        location: Where they are, for messages.
+        location: Their place, for messages.
         class_names: Name of each class; its place is its label.
-        rules: How numbers in files become labels.
+        rules: Rules that turn numbers in files into labels.
     """
 
     def __init__(self, location: str, class_names: Sequence[str], pairs: Sequence[Pair], rules: LabelRules):
@@ -105,8 +101,7 @@ class SegmentationSource:
             values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
         labels = self.rules.labels(values)
         outside = labels < 0
-        if outside.any():
-            if not self.rules.outside_ignored:
-                raise ImageError(path, f"has the label {values[outside][0]}, which is not in the list of classes")
-            labels[outside] = IGNORED
+        if outside.any() and not self.rules.outside_ignored:
+            raise ImageError(path, f"has the label {values[outside][0]}, which is not in the list of classes")
+        labels[outside] = IGNORED
         return labels.astype(np.uint8)

@@ -16,8 +16,7 @@ from inline_attention.data.coco.annotations import (
     find_image_folder,
     read_annotations,
 )
-from inline_attention.data.coco.checks import check_annotations
-from inline_attention.data.coco.opening import OpenedCoco, open_and_check_coco
+from inline_attention.data.coco.checks import OpenedCoco, check_annotations, open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.dense import CocoSamples, detection_evaluation_transform, detection_training_transform
 from inline_attention.data.listed_files import ListedFiles
