@@ -11,9 +11,9 @@ from inline_attention.ablation import runs as ablation_runs
 from inline_attention.ablation.grid import AxisError, grid, parse_axis
 from inline_attention.ablation.runs import UnusableRunError, collect, finish_run, train_cells, train_side_by_side
 from inline_attention.ablation.tables import (
+    CellResult,
     RunOutcome,
     as_markdown,
-    cell_result,
     draw_ablation,
     latest_environment,
     plain_results,
@@ -101,8 +101,8 @@ def test_combinations_that_cannot_be_trained_say_why(name, axes, reason):
 
 def test_mean_spread_and_notes(config):
     first, second = grid(config, {"normalization": ("divide", "subtract")})
-    good = cell_result(first, {0: outcome(50.0), 1: outcome(54.0, images_per_second=300.0)})
-    bad = cell_result(second, {0: outcome(None, failure="NaN", images_per_second=None)})
+    good = CellResult(first, {0: outcome(50.0), 1: outcome(54.0, images_per_second=300.0)})
+    bad = CellResult(second, {0: outcome(None, failure="NaN", images_per_second=None)})
     assert good.mean == 52.0
     assert good.spread == pytest.approx(8**0.5)
     assert good.images_per_second == 200.0
@@ -118,7 +118,7 @@ def test_mean_spread_and_notes(config):
 def test_files_name_every_place_the_runs_were_made(config, tmp_path):
     (cell,) = grid(config, {"heads": (2,)})
     later = ENVIRONMENT | {"gpu": "H200", "date": "2026-01-02 00:00 UTC"}
-    result = cell_result(cell, {0: outcome(50.0, environment=later), 1: outcome(51.0)})
+    result = CellResult(cell, {0: outcome(50.0, environment=later), 1: outcome(51.0)})
     assert latest_environment([result])["gpu"] == "none, then H200"
     write_ablation(tmp_path / "new", "ablation", [result], title="T", about="How.", settings={"recipe": "digits"})
     content = json.loads((tmp_path / "new" / "ablation.json").read_text())
@@ -214,9 +214,9 @@ def test_the_picture_has_a_row_per_trained_cell(config, tmp_path):
     pytest.importorskip("matplotlib")
     trained, diverged, impossible = grid(config, {"heads": (2, 4, 3)})
     results = [
-        cell_result(trained, {0: outcome(50.0), 1: outcome(54.0)}),
-        cell_result(diverged, {0: outcome(None, failure="NaN")}),
-        cell_result(impossible, {}),
+        CellResult(trained, {0: outcome(50.0), 1: outcome(54.0)}),
+        CellResult(diverged, {0: outcome(None, failure="NaN")}),
+        CellResult(impossible, {}),
     ]
     files = draw_ablation(plain_results(results[:2]), tmp_path, "ablation", title="Heads", small_print="How.")
     assert [file.name for file in files] == ["ablation.png", "ablation.svg"]

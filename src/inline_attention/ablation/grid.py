@@ -13,6 +13,8 @@ from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.ops.validation import NORMALIZATIONS
 from inline_attention.support.text import did_you_mean
 
+ATTENTIONS = ("inline", *TWINS)
+
 
 class AxisError(ValueError):
     """An axis does not exist, or cannot take a value."""
@@ -20,19 +22,12 @@ class AxisError(ValueError):
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting that can be varied.
+    """A setting that can be varied."""
 
-    Attributes:
-        values: Default values.
-        applied: Function from the model's settings and a value to the changed settings.
-        is_of_layer: True for an argument of the InLine or linear attention layer, which softmax twins lack.
-        known: All possible values, if they have names.
-    """
-
-    values: tuple[Any, ...]
-    applied: Callable[[ModelSection, Any], ModelSection]
-    is_of_layer: bool = False
-    known: tuple[str, ...] = ()
+    values: tuple[Any, ...]  # by default
+    applied: Callable[[ModelSection, Any], ModelSection]  # returns the model's settings with a value
+    is_of_layer: bool = False  # an argument of the InLine or linear attention layer, which softmax twins lack
+    known: tuple[str, ...] = ()  # all possible values, if they have names
 
     def parse(self, text: str) -> Any:
         """Parse a value from the command line.
@@ -42,12 +37,11 @@ class Axis:
         """
         if self.known and text not in self.known:
             raise ValueError(f"expected one of {', '.join(self.known)}")
-        example = self.values[0]
-        if isinstance(example, bool):
+        if isinstance(self.values[0], bool):
             if text not in ("true", "false"):
                 raise ValueError("expected true or false")
             return text == "true"
-        return type(example)(text)
+        return type(self.values[0])(text)
 
 
 def _with_argument(model: ModelSection, name: str, value: Any) -> ModelSection:
@@ -79,23 +73,17 @@ AXES: Mapping[str, Axis] = {
     "local_residual": _layer_axis("local_residual", True, False),
     "window": Axis((7, 14, 28), lambda model, side: _with_argument(model, "window_size", side)),
     "heads": Axis((1, 2, 4, 8), _with_heads),
-    "attention": Axis(("inline", *TWINS), _with_attention, known=("inline", *TWINS)),
+    "attention": Axis(ATTENTIONS, _with_attention, known=ATTENTIONS),
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination.
-
-    Attributes:
-        values: Values by axis.
-        config: The recipe's settings with these values.
-        problem: Why it cannot be trained; None if it can.
-    """
+    """One combination of values, by axis, and the recipe's settings with them."""
 
     values: Mapping[str, Any]
     config: TrainConfig
-    problem: str | None = None
+    problem: str | None = None  # why it cannot be trained
 
     @property
     def name(self) -> str:
@@ -142,22 +130,17 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
     if not equals:
         return name, axis.values
     values = []
-    for part in listed.split(","):
+    for part in map(str.strip, listed.split(",")):
         try:
-            values.append(axis.parse(part.strip()))
+            values.append(axis.parse(part))
         except ValueError as error:
-            example = ",".join(shown(value) for value in axis.values)
-            raise AxisError(f"{name} cannot be {part.strip()!r} ({error}); for example {name}={example}") from error
+            example = ",".join(map(shown, axis.values))
+            raise AxisError(f"{name} cannot be {part!r} ({error}); for example {name}={example}") from error
     return name, tuple(dict.fromkeys(values))
 
 
 def grid(config: TrainConfig, axes: Mapping[str, Sequence[Any]]) -> list[Cell]:
-    """Return every combination of the axes' values, with the reason if it cannot be trained.
-
-    Args:
-        config: Settings of a recipe.
-        axes: Values by axis; the first varies slowest.
-    """
+    """Return every combination of the axes' values; the first axis varies slowest."""
     return [cell(config, dict(zip(axes, chosen, strict=True))) for chosen in itertools.product(*axes.values())]
 
 
@@ -173,12 +156,11 @@ def cell(config: TrainConfig, values: Mapping[str, Any]) -> Cell:
 def _problem(config: TrainConfig, values: Mapping[str, Any]) -> str | None:
     name = config.model.name
     attention, _, family = name.partition("_")
-    if "window" in values and attention in ("inline", *TWINS) and not family.startswith("swin_"):
+    if "window" in values and attention in ATTENTIONS and not family.startswith("swin_"):
         return f"{name} has no windows, which only swin models have"
-    if name.startswith("softmax_"):
-        without_effect = [axis for axis in values if AXES[axis].is_of_layer]
-        if without_effect:
-            return f"{name} has no {' and no '.join(without_effect)}: they belong to InLine and linear attention"
+    without_effect = [axis for axis in values if AXES[axis].is_of_layer]
+    if attention == "softmax" and without_effect:
+        return f"{name} has no {' and no '.join(without_effect)}: they belong to InLine and linear attention"
     # Problems with the data are the same for all cells, and training reports them.
     problems = [problem for problem in check(config) if problem.path.startswith("model.")]
     return "; ".join(problem.message for problem in problems) or None

@@ -10,20 +10,20 @@ trains one run. `--alone` says that no other run shares the machine, so that its
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from inline_attention.ablation.grid import Cell
-from inline_attention.ablation.tables import CellResult, RunOutcome, cell_result
+from inline_attention.ablation.tables import CellResult, RunOutcome
 from inline_attention.analysis.training_curves import SETTINGS, read_training_curves
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
@@ -33,12 +33,11 @@ from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.train import open_sources, train
 from inline_attention.engine.trainer import DivergedError
 from inline_attention.support.files import read_bounded
-from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, build_dataclass, parse_json
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, build_dataclass, parse_json
 
 Content = TypeVar("Content")
 
 MODULE = "inline_attention.ablation.runs"
-OnEpoch = Callable[[Cell, int, Mapping[str, Any]], None]
 TIMING, OUTCOME = "timing.json", "outcome.json"
 # Settings that may change between two attempts at one run: where things are, not what is done.
 INCIDENTAL = ("run.", "logging.", "checkpoints.", "distributed.", "data.dir", "data.workers")
@@ -69,12 +68,11 @@ def finish_run(
         InterruptedBySignalError: After SIGTERM, SIGINT or `stop_at`, and a last checkpoint.
     """
     folder = run_folder(config)
-    outcome = read_outcome(config)
-    if outcome is not None:
+    if (outcome := read_outcome(config)) is not None:
         return outcome
     if config.training.compile:
         torch.compiler.reset()  # code of earlier runs counts toward the recompilation limit
-    clock = _Clock(folder)
+    clock = _Clock(folder / TIMING)
 
     def epoch_done(row: Mapping[str, Any]) -> None:
         clock.note_epoch(row["epoch"])
@@ -83,26 +81,25 @@ def finish_run(
         if stop_at is not None and time.monotonic() > stop_at:
             signal.raise_signal(signal.SIGTERM)  # the engine saves, then stops
 
-    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
-    failure = ""
+    top1, failure = None, ""
     try:
-        train(resumed, on_epoch=epoch_done)
+        train(replace(config, run=replace(config.run, resume="auto")), on_epoch=epoch_done)
+        (curves,) = read_training_curves([folder])
+        top1 = curves.epochs[-1].best_known_top1
+        failure = "its last epoch has no top-1" if top1 is None else ""
     except DivergedError as error:
         failure = f"diverged: {str(error).partition(';')[0]}"
     finally:
-        clock.stop()
-    top1 = None if failure else _last_top1(folder)
-    if top1 is None and not failure:
-        failure = "its last epoch has no top-1"
+        clock.write()
     outcome = RunOutcome(
         top1=top1,
         epochs=config.training.epochs,
         seconds=clock.seconds,
-        images_per_second=_images_per_second(config, clock) if is_alone else None,
+        images_per_second=_images_per_second(config, clock.epoch_seconds) if is_alone else None,
         environment=describe_environment(),
         failure=failure,
     )
-    write_json(folder / OUTCOME, dataclasses.asdict(outcome))
+    write_json(folder / OUTCOME, asdict(outcome))
     return outcome
 
 
@@ -133,57 +130,47 @@ def run_folder(config: TrainConfig) -> Path:
 def _read_file(path: Path, kind: type[Content]) -> Content:
     try:
         return build_dataclass(kind, parse_json(read_bounded(path, MAX_TEXT_BYTES)))
-    except (OSError, UntrustedDataError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UnusableRunError(f"{path} cannot be read ({error}); remove it, or choose another folder") from error
 
 
 @dataclass(frozen=True)
 class _Timing:
-    seconds: float
-    epoch_seconds: dict[str, float]
+    seconds: float = 0.0
+    epoch_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class _Clock:
-    """Seconds of a run and of its epochs, kept in its folder across attempts."""
+    """Seconds of a run and of its epochs, kept in a file across attempts."""
 
-    def __init__(self, folder: Path):
-        self._path = folder / TIMING
-        earlier = _read_file(self._path, _Timing) if self._path.exists() else _Timing(0.0, {})
-        self.epoch_seconds = dict(earlier.epoch_seconds)
-        self._seconds_before = earlier.seconds
-        self._start = time.perf_counter()
+    def __init__(self, path: Path):
+        earlier = _read_file(path, _Timing) if path.exists() else _Timing()
+        self._path, self.epoch_seconds = path, earlier.epoch_seconds
+        self._start = time.perf_counter() - earlier.seconds
         self._last_end: float | None = None  # the first epoch of an attempt includes loading and compiling
 
     @property
     def seconds(self) -> float:
-        return self._seconds_before + time.perf_counter() - self._start
+        return time.perf_counter() - self._start
 
     def note_epoch(self, epoch: int) -> None:
         now = time.perf_counter()
         if self._last_end is not None:
             self.epoch_seconds[str(epoch)] = now - self._last_end
         self._last_end = now
-        self._write()
+        self.write()
 
-    def stop(self) -> None:
+    def write(self) -> None:
         if self._path.parent.is_dir():  # refused settings create no folder
-            self._write()
-
-    def _write(self) -> None:
-        write_json(self._path, {"seconds": self.seconds, "epoch_seconds": self.epoch_seconds})
+            write_json(self._path, asdict(_Timing(self.seconds, self.epoch_seconds)))
 
 
-def _images_per_second(config: TrainConfig, clock: _Clock) -> float | None:
-    if not clock.epoch_seconds:
+def _images_per_second(config: TrainConfig, epoch_seconds: Mapping[str, float]) -> float | None:
+    if not epoch_seconds:
         return None
     batch = resolve(config).total_batch_size
     images = len(open_sources(config).train) // batch * batch  # full batches only
-    return images / statistics.median(clock.epoch_seconds.values())
-
-
-def _last_top1(folder: Path) -> float | None:
-    (curves,) = read_training_curves([folder])
-    return curves.epochs[-1].best_known_top1
+    return images / statistics.median(epoch_seconds.values())
 
 
 def _differences(earlier: TrainConfig, now: TrainConfig) -> Iterator[str]:
@@ -203,46 +190,42 @@ class FinishedRun(NamedTuple):
     outcome: RunOutcome
 
 
+def _runs(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> Iterator[tuple[Cell, int, TrainConfig]]:
+    """Yield all cells with one seed, then with the next, so that a partial grid is a fair comparison."""
+    for seed in seeds:
+        for cell in cells:
+            if cell.problem is None:
+                yield cell, seed, cell.run(str(output), seed)
+
+
 def train_cells(
     cells: Sequence[Cell],
     seeds: Sequence[int],
     output: Path,
     *,
     stop_at: float | None = None,
-    on_epoch: OnEpoch | None = None,
+    on_epoch: Callable[[Cell, int, Mapping[str, Any]], None] = lambda *_: None,
 ) -> Iterator[FinishedRun]:
-    """Train all cells with one seed, then with the next, so that a partial grid is a fair comparison.
-
-    Finished runs are not repeated; cells that cannot be trained are left out.
+    """Train all cells that can be trained in folders below `output`; finished runs are not repeated.
 
     Args:
         cells: Combinations to train.
-        seeds: Seeds, one run each.
+        seeds: Seeds, one run of each cell per seed.
         output: Parent of the run folders.
         stop_at: Time of `time.monotonic` after which no run is started, and the current one is saved and stopped.
         on_epoch: Called with cell, seed and each row of its summary.csv.
 
     Raises:
         UnusableRunError: If a folder holds a run with other settings.
-        ConfigError: With all that is wrong with settings or data.
         InterruptedBySignalError: After SIGTERM, SIGINT or, during a run, `stop_at`. The same call resumes.
     """
-    for seed in seeds:
-        for cell in cells:
-            if cell.problem is not None:
-                continue
-            config = cell.run(str(output), seed)
-            outcome = read_outcome(config)
-            if outcome is None:
-                if stop_at is not None and time.monotonic() > stop_at:
-                    return
-
-                def report(row: Mapping[str, Any], cell: Cell = cell, seed: int = seed) -> None:
-                    if on_epoch is not None:
-                        on_epoch(cell, seed, row)
-
-                outcome = finish_run(config, stop_at=stop_at, on_epoch=report)
-            yield FinishedRun(cell, seed, outcome)
+    for cell, seed, config in _runs(cells, seeds, output):
+        outcome = read_outcome(config)
+        if outcome is None:
+            if stop_at is not None and time.monotonic() > stop_at:
+                return
+            outcome = finish_run(config, stop_at=stop_at, on_epoch=partial(on_epoch, cell, seed))
+        yield FinishedRun(cell, seed, outcome)
 
 
 def train_side_by_side(
@@ -258,34 +241,26 @@ def train_side_by_side(
 
     Args:
         cells: Combinations to train.
-        seeds: Seeds, one run each.
+        seeds: Seeds, one run of each cell per seed.
         output: Parent of the run folders, their settings and logs.
         at_once: Runs at a time; speeds are recorded if it is 1.
         time_limit: Seconds after which runs are saved and stopped. The same call resumes.
         on_trouble: Called with a message for each run that did not finish.
-
-    Raises:
-        UnusableRunError: If a folder holds a run with other settings.
     """
-    jobs: dict[Command, tuple[Cell, int]] = {}
-    for seed in seeds:
-        for cell in cells:
-            if cell.problem is not None:
-                continue
-            config = cell.run(str(output), seed)
-            outcome = read_outcome(config)
-            if outcome is not None:
-                yield FinishedRun(cell, seed, outcome)
-                continue
-            settings = run_folder(config).with_suffix(".yaml")
-            settings.parent.mkdir(parents=True, exist_ok=True)
-            settings.write_text(to_yaml(config), encoding="utf-8")
-            arguments = (sys.executable, "-m", MODULE, str(settings), *(["--alone"] if at_once == 1 else []))
-            jobs[Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))] = cell, seed
+    jobs: dict[Command, tuple[Cell, int, TrainConfig]] = {}
+    for cell, seed, config in _runs(cells, seeds, output):
+        if (outcome := read_outcome(config)) is not None:
+            yield FinishedRun(cell, seed, outcome)
+            continue
+        settings = run_folder(config).with_suffix(".yaml")
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(to_yaml(config), encoding="utf-8")
+        arguments = (sys.executable, "-m", MODULE, str(settings), *(["--alone"] if at_once == 1 else []))
+        command = Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))
+        jobs[command] = cell, seed, config
     for ended in run_side_by_side(list(jobs), at_once=at_once, time_limit=time_limit):
-        cell, seed = jobs[ended.command]
-        outcome = read_outcome(cell.run(str(output), seed))
-        if outcome is not None:
+        cell, seed, config = jobs[ended.command]
+        if (outcome := read_outcome(config)) is not None:
             yield FinishedRun(cell, seed, outcome)
         elif ended.outcome == "failed":
             on_trouble(f"{ended.command.name}: failed; the end of its output:\n{ended.command.last_lines()}")
@@ -295,14 +270,13 @@ def train_side_by_side(
 
 def collect(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> list[CellResult]:
     """Return the results of each cell from the folders of its runs."""
-    results = []
-    for cell in cells:
-        outcomes = {}
-        if cell.problem is None:
-            found = {seed: read_outcome(cell.run(str(output), seed)) for seed in seeds}
-            outcomes = {seed: outcome for seed, outcome in found.items() if outcome is not None}
-        results.append(cell_result(cell, outcomes))
-    return results
+    return [
+        CellResult(
+            cell,
+            {seed: found for _, seed, run in _runs([cell], seeds, output) if (found := read_outcome(run)) is not None},
+        )
+        for cell in cells
+    ]
 
 
 def main(settings: Path, *, is_alone: bool) -> int:

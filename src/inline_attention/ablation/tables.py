@@ -6,18 +6,17 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inline_attention.ablation.grid import Cell, shown
 from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 from inline_attention.benchmark.results import markdown_table, write_csv, write_json, write_markdown
 from inline_attention.engine.config import model_arguments
+from inline_attention.support.figures import Chart, DotRow, Panel, Style, dot_panel
 from inline_attention.support.text import printable
-
-if TYPE_CHECKING:
-    from inline_attention.support.figures import Panel
 
 NOTHING = "–"
 
@@ -26,39 +25,35 @@ NOTHING = "–"
 class RunOutcome:
     """The result of one run.
 
-    Attributes:
-        top1: Percent of the validation images after the last epoch, with averaged weights if there are any; None if
-            the run diverged or was not evaluated.
-        epochs: Number of epochs.
-        seconds: Time from settings to last checkpoint, over all attempts.
-        images_per_second: Training images of an epoch over the median time from one epoch's end to the next, which
-            includes evaluation or checkpoints only if most epochs have them; None after a single epoch, and if other
-            runs shared the machine.
-        environment: Machine, versions, commit and date of the last attempt.
-        failure: Why there is no top-1; empty if there is one.
+    The speed is the training images of an epoch over the median time from one epoch's end to the next, which includes
+    evaluation or checkpoints only if most epochs have them. It is None after a single epoch, and if other runs shared
+    the machine.
     """
 
-    top1: float | None
+    top1: float | None  # percent after the last epoch, with averaged weights if there are any
     epochs: int
-    seconds: float
+    seconds: float  # from settings to last checkpoint, over all attempts
     images_per_second: float | None
-    environment: dict[str, str]
-    failure: str = ""
+    environment: dict[str, str]  # of the last attempt
+    failure: str = ""  # why there is no top-1
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """The results of one cell.
-
-    Attributes:
-        cell: The combination.
-        outcomes: Outcomes of its finished runs, by seed.
-        size: Size of its model; None if it cannot be built.
-    """
+    """The outcomes of a cell's finished runs, by seed."""
 
     cell: Cell
     outcomes: Mapping[int, RunOutcome]
-    size: ModelSize | None
+
+    @cached_property
+    def size(self) -> ModelSize | None:
+        """Size of the model, computed on the meta device; None if it cannot be built."""
+        if self.cell.problem is not None:
+            return None
+        model, side = self.cell.config.model, self.cell.config.model.img_size
+        sides = (side, side) if isinstance(side, int) else side
+        image = None if sides is None else (model.in_chans, *sides)
+        return measure_model_size(model.name, input_size=image, **model_arguments(self.cell.config))
 
     @property
     def top1(self) -> list[float]:
@@ -86,19 +81,7 @@ class CellResult:
         """Why there are fewer results than seeds; empty if there are as many."""
         if self.cell.problem is not None:
             return f"skipped: {self.cell.problem}"
-        failed = [f"seed {seed}: {outcome.failure}" for seed, outcome in self.outcomes.items() if outcome.failure]
-        return "; ".join(failed)
-
-
-def cell_result(cell: Cell, outcomes: Mapping[int, RunOutcome]) -> CellResult:
-    """Return the results of a cell, with the size of its model, which is computed on the meta device."""
-    size = None
-    if cell.problem is None:
-        pixels = cell.config.model.img_size
-        sides = (pixels, pixels) if isinstance(pixels, int) else pixels
-        image = None if sides is None else (cell.config.model.in_chans, *sides)
-        size = measure_model_size(cell.config.model.name, input_size=image, **model_arguments(cell.config))
-    return CellResult(cell, outcomes, size)
+        return "; ".join(f"seed {seed}: {run.failure}" for seed, run in self.outcomes.items() if run.failure)
 
 
 def rows(results: Sequence[CellResult]) -> list[dict[str, Any]]:
@@ -120,9 +103,8 @@ def rows(results: Sequence[CellResult]) -> list[dict[str, Any]]:
 
 def text_table(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows as text; the column of notes only if there are any."""
-    axes = list(results[0].cell.values)
-    header = [*(axis.replace("_", " ") for axis in axes),
-              "top-1 %, mean ± std", "seeds", "parameters (M)", "MACs (M)", "training images/s", "note"]  # fmt: skip
+    header = [axis.replace("_", " ") for axis in results[0].cell.values]
+    header += ["top-1 %, mean ± std", "seeds", "parameters (M)", "MACs (M)", "training images/s", "note"]
     body = [
         [
             *(shown(value) for value in result.cell.values.values()),
@@ -135,11 +117,9 @@ def text_table(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]
         ]
         for result in results
     ]
-    if not any(result.note for result in results):
-        header.pop()
-        for row in body:
-            row.pop()
-    return header, body
+    if any(result.note for result in results):
+        return header, body
+    return header[:-1], [row[:-1] for row in body]
 
 
 def mean_and_spread(mean: float | None, spread: float | None) -> str:
@@ -158,17 +138,7 @@ def as_markdown(results: Sequence[CellResult]) -> str:
 def write_ablation(
     folder: Path, name: str, results: Sequence[CellResult], *, title: str, about: str, settings: Mapping[str, Any]
 ) -> list[Path]:
-    """Write `NAME.json` with every run, `NAME.csv` and `NAME.md` with the table.
-
-    Args:
-        folder: Output folder; created if missing.
-        name: Name of the files without suffix.
-        results: Results in the order of the table.
-        title: Title of the Markdown page.
-        about: Markdown below the title: how the runs were trained.
-        settings: Options, for the JSON.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `NAME.json` with every run, `NAME.csv` and `NAME.md` with the table, and `about` below its title."""
     environment = latest_environment(results)
     content = {"analysis": "ablation", "title": title, "environment": environment, "settings": dict(settings)}
     files = [folder / f"{name}.{ending}" for ending in ("json", "csv", "md")]
@@ -200,17 +170,7 @@ def plain_results(results: Sequence[CellResult]) -> list[dict[str, Any]]:
 def draw_ablation(
     results: Sequence[Mapping[str, Any]], folder: Path, name: str, *, title: str, small_print: str
 ) -> list[Path]:
-    """Write `NAME.png` and `.svg`: a row of dots per cell, one dot per seed and a bar at the mean.
-
-    Args:
-        results: Rows of `plain_results`, or of a results file, in order.
-        folder: An existing folder.
-        name: Name of the files without suffix.
-        title: Headline.
-        small_print: How the runs were trained.
-    """
-    from inline_attention.support.figures import Chart
-
+    """Write `NAME.png` and `.svg`: a row of dots per row of `plain_results`, one dot per seed and a bar at the mean."""
     small_print += " Each dot is a run with its own seed; the bar is the mean."
     for result in results:
         if result["top1_mean"] is None:
@@ -220,8 +180,6 @@ def draw_ablation(
 
 def ablation_panel(results: Sequence[Mapping[str, Any]]) -> Panel:
     """Return a row of dots per result that has a mean."""
-    from inline_attention.support.figures import DotRow, Style, dot_panel
-
     rows = [
         DotRow(
             printable(result["label"]),
