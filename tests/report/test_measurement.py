@@ -12,6 +12,7 @@ from inline_attention.report.measurement import (
     AblationFile,
     ForeignFileError,
     KeptMeasurements,
+    LoadedRun,
     NoRunError,
     SampleSizes,
     ShownPicture,
@@ -65,9 +66,8 @@ def test_everything_is_measured_once(runs, tmp_path, monkeypatch):
     def work(*_):
         pytest.fail("measured again")
 
-    again = {name: (kind, work) for name, (kind, _) in report_measurement.MEASUREMENTS.items()}
-    monkeypatch.setattr(report_measurement, "MEASUREMENTS", again)
-    monkeypatch.setattr(report_measurement, "_pictures_and_maps", work)
+    monkeypatch.setattr(LoadedRun, "measure", work)
+    monkeypatch.setattr(LoadedRun, "show", work)
     second = gather(runs, KeptMeasurements(path), cost=COST, device="cpu")
     assert second.runs == first.runs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,17 +65,28 @@ def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
         RunFolderError: If a folder is not a run, or has not finished an epoch.
     """
     settings = [_read_settings(folder) for folder in folders]
-    names = [config.model.name for config in settings]
+    labels = run_labels([config.model.name for config in settings], folders)
     return [
         TrainingCurves(
-            label=printable(config.model.name if names.count(config.model.name) == 1 else folder.resolve().name),
+            label=label,
             model_name=config.model.name,
             dataset=config.data.dataset,
             planned_epochs=config.training.epochs + config.schedule.cooldown_epochs,
             epochs=_read_epochs(folder / SUMMARY),
         )
-        for folder, config in zip(folders, settings, strict=True)
+        for label, folder, config in zip(labels, folders, settings, strict=True)
     ]
+
+
+def run_labels(model_names: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Return distinct labels of runs: the model, or the folder where several runs are of one model."""
+    seen: Counter[str] = Counter()
+    labels: list[str] = []
+    for name, folder in zip(model_names, folders, strict=True):
+        label = printable(name if model_names.count(name) == 1 else folder.resolve().name)
+        seen[label] += 1
+        labels.append(label if seen[label] == 1 else f"{label} (#{seen[label]})")
+    return labels
 
 
 def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> Chart:
@@ -116,8 +128,7 @@ def draw_training_curves(
     runs: Sequence[TrainingCurves], folder: Path, *, name: str = "curves", formats: Sequence[str] = ("png", "svg")
 ) -> list[Path]:
     """Write `NAME.png` and `.svg`: top-1 and loss by epoch, a color per attention."""
-    kinds = [run.model_name.partition("_")[0] for run in runs]
-    styles = dict(zip((run.label for run in runs), numbered_styles(kinds), strict=True))
+    styles = numbered_styles({run.label: run.model_name.partition("_")[0] for run in runs})
     datasets = {run.dataset for run in runs}
     # The name "folder" says nothing, and a path exists on one machine only.
     title = "Learning curves" if len(datasets) > 1 or "folder" in datasets else f"Learning curves on {datasets.pop()}"

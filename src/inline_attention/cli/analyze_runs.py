@@ -332,5 +332,4 @@ def _styles(subjects: Sequence[Subject]) -> dict[str, Style]:
     """Return line styles by label."""
     from inline_attention.support.figures import numbered_styles
 
-    styles = numbered_styles(subject.kind for subject in subjects)
-    return {subject.label: style for subject, style in zip(subjects, styles, strict=True)}
+    return numbered_styles({subject.label: subject.kind for subject in subjects})

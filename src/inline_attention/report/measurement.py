@@ -12,18 +12,16 @@ import hashlib
 import io
 import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from inline_attention.analysis.attention_map import interesting_tokens, measure_attention_maps
 from inline_attention.analysis.confusion import ImageConfusion, by_image, survey_confusion
@@ -33,7 +31,7 @@ from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.predictions import Answer, answer_batches
 from inline_attention.analysis.probes import capture_attention
 from inline_attention.analysis.subjects import Subject, trained_subject
-from inline_attention.analysis.training_curves import SETTINGS, RunFolderError, TrainingCurves, read_training_curves
+from inline_attention.analysis.training_curves import SETTINGS, TrainingCurves, read_training_curves, run_labels
 from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
 from inline_attention.benchmark.environment import describe_environment, describe_machine
 from inline_attention.benchmark.results import write_json
@@ -62,9 +60,7 @@ SMALL = 100  # tokens up to which one thread is as fast as several
 MASKED_SIDES = 2  # neighborhoods to hide; each takes four passes over the pictures of a model with a local term
 LARGEST_SIDE = 256  # pixels; larger pictures are reduced, so that a page stays small
 PNG_ADDRESS = "data:image/png;base64,"
-TROUBLE = (ValueError, BrokenImagesError, DataWorkerError, OSError)
-
-OnStep = Callable[[str], None]
+MEASUREMENTS = {"confusion": ImageConfusion, "locality": Locality, "masking": MaskingResult, "answers": Answer}
 
 
 class NoRunError(ValueError):
@@ -77,23 +73,14 @@ class ForeignFileError(ValueError):
 
 @dataclass(frozen=True)
 class ShownPicture:
-    """A picture with an attention map.
+    """A picture with an attention map."""
 
-    Attributes:
-        index: Number of the picture in its dataset.
-        name: Path or other name.
-        picture: The picture as the model sees it, a PNG as data address.
-        layer: Number of the layer of the map.
-        token: Row and column of the query.
-        weights: `[h][w]` weights of the query in multiples of the uniform weight.
-    """
-
-    index: int
+    index: int  # in its dataset
     name: str
-    picture: str
+    picture: str  # PNG as data address, as the model sees it
     layer: int
-    token: tuple[int, int]
-    weights: list[list[float]]
+    token: tuple[int, int]  # row and column of the query
+    weights: list[list[float]]  # [h][w], in multiples of the uniform weight
 
     def __post_init__(self) -> None:
         if len({len(row) for row in self.weights}) != 1 or not self.weights[0]:
@@ -142,28 +129,15 @@ class AblationFile:
 
 @dataclass
 class Run:
-    """One run and its measurements; a list is None until it is measured.
-
-    Attributes:
-        label: Model, or folder where several runs are of one model.
-        kind: Attention, the first part of the model's name.
-        model_name: Registered name.
-        dataset: Dataset name in its settings.
-        curves: Finished epochs; None before the first.
-        confusion: Confused pairs of sampled pictures.
-        locality: Share of attention in neighborhoods, mean over heads.
-        masking: Accuracy with tokens hidden.
-        answers: Answers to sampled pictures.
-        pictures: Pictures to show, with attention maps.
-    """
+    """One run and its measurements; None until it is measured."""
 
     label: str
-    kind: str
+    kind: str  # of attention: the first part of the model's name
     model_name: str
     dataset: str
     curves: TrainingCurves | None = None
     confusion: list[ImageConfusion] | None = None
-    locality: list[Locality] | None = None
+    locality: list[Locality] | None = None  # mean over heads
     masking: list[MaskingResult] | None = None
     answers: list[Answer] | None = None
     pictures: list[ShownPicture] | None = None
@@ -171,41 +145,31 @@ class Run:
 
 @dataclass
 class Evidence:
-    """The content of a page.
-
-    Attributes:
-        runs: Runs in the given order.
-        cost: Time and memory of attention by number of tokens.
-        cost_machine: Machine of the cost measurements.
-        ablations: Ablation results.
-        environment: Machine, versions, commit and date of the report.
-        missing: Reasons why something is left out, by section.
-    """
+    """The content of a page."""
 
     runs: list[Run]
     cost: list[CostPoint] = field(default_factory=list)
     cost_machine: str = ""
     ablations: list[AblationFile] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, list[str]] = field(default_factory=dict)
+    missing: dict[str, list[str]] = field(default_factory=dict)  # by section: why something is left out
 
-    def miss(self, section: str, reason: object) -> None:
-        """Record why something is left out of a section."""
-        reasons = self.missing.setdefault(section, [])
-        if printable(reason) not in reasons:
-            reasons.append(printable(reason))
+    @contextmanager
+    def leaving_out(self, run: Run, *sections: str) -> Iterator[None]:
+        """Record an error of the `with` block as the reason why the run is left out of sections."""
+        try:
+            yield
+        except (ValueError, CheckpointError, BrokenImagesError, DataWorkerError, OSError) as error:
+            for section in sections:
+                reasons = self.missing.setdefault(section, [])
+                reasons += {printable(f"{run.label}: {error}")} - set(reasons)
 
 
 class KeptMeasurements:
     """A JSON file of measurements by key. Measurements of another version, or damaged ones, are made anew."""
 
     def __init__(self, path: Path):
-        """Read the file, if it exists.
-
-        Raises:
-            ForeignFileError: If no report has written the file: it must not be overwritten.
-            OSError: If it cannot be read.
-        """
+        """Read the file, if it exists; raise `ForeignFileError` if no report has written it."""
         self._path = path
         self._used: set[str] = set()
         self._entries: dict[str, Any] = {}
@@ -224,11 +188,11 @@ class KeptMeasurements:
             self._entries = entries
 
     def get(self, key: str, kind: type, work: Callable[[], Sequence[Any]]) -> list[Any]:
-        """Return the kept list of dataclasses or, if there is none, measure and keep it.
+        """Return the kept list of dataclasses or named tuples or, if there is none, measure and keep it.
 
         Args:
             key: Everything that the measurement depends on.
-            kind: Dataclass or named tuple of the items.
+            kind: Class of the items.
             work: Function that measures.
         """
         self._used.add(key)
@@ -255,12 +219,7 @@ class SampleSizes:
     """Number of pictures of each measurement: about a minute for three models."""
 
     def __init__(self, tokens: int, device: torch.device):
-        """Choose the numbers.
-
-        Args:
-            tokens: Tokens of the largest layer; large attention matrices get fewer pictures.
-            device: Device of the model; a GPU gets more pictures.
-        """
+        """Choose fewer pictures for many tokens, whose attention matrices are large, and more on a GPU."""
         small, medium = tokens <= SMALL, tokens <= 400
         factor = 1 if device.type == "cpu" else 8
         self.attention = factor * (120 if small else 12 if medium else 2)
@@ -268,12 +227,48 @@ class SampleSizes:
         self.answers = factor * (360 if small else 128 if medium else 32)
 
 
-def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return run folders: each path is a run, or a folder with runs in it.
+class LoadedRun(NamedTuple):
+    """A run with its model and pictures, ready to be measured."""
 
-    Raises:
-        NoRunError: If a path has no run.
-    """
+    run: Run
+    subject: Subject
+    source: ImageSource
+    tokens: int  # of the largest layer
+    sides: Sequence[int]  # of neighborhoods that are smaller than the smallest grid
+    sizes: SampleSizes
+    key: str  # all that measurements depend on
+
+    def measure(self, name: str) -> Sequence[Any]:
+        """Return one of `MEASUREMENTS`."""
+        sizes, few = self.sizes, PictureSample(self.source, images=self.sizes.attention)
+        with _suitable_threads(self.tokens):
+            if name == "confusion":
+                return by_image(survey_confusion(self.subject, few, worst=0)[0])
+            if name == "locality":
+                return average(survey_locality(self.subject, few, sides=self.sides), over_heads=True)
+            if name == "masking":
+                many = PictureSample(self.source, images=sizes.masking, batch_size=32)
+                return survey_masking(self.subject, many, sides=self.sides[:MASKED_SIDES])
+            many = PictureSample(self.source, images=sizes.answers, batch_size=32)
+            return [answer for _, answers in answer_batches(self.subject, many) for answer in answers]
+
+    def show(self, indices: Sequence[int]) -> list[ShownPicture]:
+        """Return pictures as the model sees them, with a map of their most detailed token in the middle layer."""
+        pictures: list[ShownPicture] = []
+        for index in indices:
+            pixels = self.subject.transform()(self.source.load(index))
+            grid_size = measure_attention_maps(self.subject, pixels).grid_size
+            (place,) = interesting_tokens(pixels, grid_size, count=1)
+            found = measure_attention_maps(self.subject, pixels, tokens=[place])
+            picture = Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+            picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+            weights, name = found.maps[0].times_uniform.tolist(), self.source.name(index)
+            pictures.append(ShownPicture(index, name, png_address(picture), found.layer, place, weights))
+        return pictures
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return run folders: each path is a run, or a folder with runs in it; raise `NoRunError` if it has none."""
     found: list[Path] = []
     for path in paths:
         inside = [path] if (path / SETTINGS).is_file() else sorted(file.parent for file in path.glob(f"*/{SETTINGS}"))
@@ -292,7 +287,7 @@ def gather(
     ablations: Sequence[Path] = (),
     cost: Sequence[CostPoint] | None = None,
     device: str = "auto",
-    on_step: OnStep | None = None,
+    on_step: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
     """Read the runs, and measure what is not kept.
 
@@ -307,22 +302,36 @@ def gather(
     Raises:
         NoRunError: If an ablation cannot be read.
     """
-    say = on_step or (lambda _: None)
     configs = [read_config(folder / SETTINGS) for folder in folders]
+    names = [config.model.name for config in configs]
     evidence = Evidence(
-        list(_described_runs(folders, configs)),
+        [
+            Run(label, name.partition("_")[0], name, config.data.dataset)
+            for label, name, config in zip(run_labels(names, folders), names, configs, strict=True)
+        ],
         environment=describe_environment(),
         ablations=[_read_ablation(path) for path in ablations],
     )
-    for run, folder in zip(evidence.runs, folders, strict=True):
-        say(f"{run.label}: epochs")
-        try:
+    answered: list[LoadedRun] = []
+    for run, folder, config in zip(evidence.runs, folders, configs, strict=True):
+        with evidence.leaving_out(run, "curves"):
             (curves,) = read_training_curves([folder])
             run.curves = dataclasses.replace(curves, label=run.label)
-        except RunFolderError as error:
-            evidence.miss("curves", f"{run.label}: {error}")
-    _measure_runs(evidence, folders, configs, kept, device, say)
-    say("cost of attention")
+        with evidence.leaving_out(run, *MEASUREMENTS, "pictures"):
+            loaded = _load(run, folder, config, device)
+            for name, kind in MEASUREMENTS.items():
+                on_step(f"{run.label}: {name}")
+                with evidence.leaving_out(run, name):
+                    setattr(run, name, kept.get(f"{name} {loaded.key}", kind, partial(loaded.measure, name)))
+            answered += [loaded] if run.answers else []
+    for loaded in answered:
+        peers = [other.run.answers or [] for other in answered if other.source.location == loaded.source.location]
+        shown = shown_pictures(peers)
+        on_step(f"{loaded.run.label}: attention maps")
+        with evidence.leaving_out(loaded.run, "pictures"):
+            key = f"pictures {shown} {loaded.key}"
+            loaded.run.pictures = kept.get(key, ShownPicture, partial(loaded.show, shown))
+    on_step("cost of attention")
     machine = describe_machine()
     if cost is None:
         cost = kept.get(f"cost {machine} {COST_SIZES}", CostPoint, lambda: measure_attention_cost(sizes=COST_SIZES))
@@ -332,12 +341,7 @@ def gather(
 
 
 def shown_pictures(answers: Sequence[Sequence[Answer]], count: int = SHOWN_PICTURES) -> list[int]:
-    """Return the numbers of the hardest pictures, each class once before any comes twice.
-
-    Args:
-        answers: Answers of several models, so that no model has its own hardest pictures shown.
-        count: Number of pictures.
-    """
+    """Return the numbers of the pictures that are hardest for all models, each class once before any comes twice."""
     truths: dict[int, str] = {}
     probabilities: dict[int, list[float]] = {}
     for answer in itertools.chain(*answers):
@@ -355,59 +359,18 @@ def png_address(picture: Image.Image) -> str:
     return PNG_ADDRESS + base64.b64encode(file.getvalue()).decode()
 
 
-def _described_runs(folders: Sequence[Path], configs: Sequence[TrainConfig]) -> Iterator[Run]:
-    names = Counter(config.model.name for config in configs)
-    labels: Counter[str] = Counter()
-    for folder, config in zip(folders, configs, strict=True):
-        name = config.model.name
-        label = printable(name if names[name] == 1 else folder.resolve().name)
-        labels[label] += 1
-        label = label if labels[label] == 1 else f"{label} (#{labels[label]})"
-        yield Run(label, name.partition("_")[0], name, config.data.dataset)
-
-
-def _measure_runs(
-    evidence: Evidence,
-    folders: Sequence[Path],
-    configs: Sequence[TrainConfig],
-    kept: KeptMeasurements,
-    device: str,
-    say: OnStep,
-) -> None:
-    loaded: list[tuple[Run, Subject, ImageSource, str]] = []
-    for run, folder, config in zip(evidence.runs, folders, configs, strict=True):
-        try:
-            source = _validation_pictures(config.data)
-            file = _last_weights(folder)
-            subject = dataclasses.replace(trained_subject(file, device=device), label=run.label)
-        except (CheckpointError, *TROUBLE) as error:
-            for section in (*MEASUREMENTS, "pictures"):
-                evidence.miss(section, f"{run.label}: {error}")
-            continue
-        tokens, _ = _tokens_and_grid(subject)
-        sizes = SampleSizes(tokens, subject.device)
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
-        key = f"{digest} {source.location} {len(source)} {json.dumps(vars(sizes))}"
-        loaded.append((run, subject, source, key))
-        for name, (kind, measure) in MEASUREMENTS.items():
-            say(f"{run.label}: {name}")
-            try:
-                with _suitable_threads(tokens):
-                    found = kept.get(f"{name} {key}", kind, partial(measure, subject, source, sizes))
-                setattr(run, name, found)
-            except TROUBLE as error:
-                evidence.miss(name, f"{run.label}: {error}")
-    answered = [entry for entry in loaded if entry[0].answers]
-    for run, subject, source, key in answered:
-        peers = [other.answers or [] for other, _, data, _ in answered if data.location == source.location]
-        shown = shown_pictures(peers)
-        say(f"{run.label}: attention maps")
-        work = partial(_pictures_and_maps, subject, source, shown)
-        try:
-            run.pictures = kept.get(f"pictures {shown} {key}", ShownPicture, work)
-        except TROUBLE as error:
-            evidence.miss("pictures", f"{run.label}: {error}")
+def _load(run: Run, folder: Path, config: TrainConfig, device: str) -> LoadedRun:
+    source, file = _validation_pictures(config.data), _last_weights(folder)
+    subject = dataclasses.replace(trained_subject(file, device=device), label=run.label)
+    blank = torch.zeros(1, 3, *subject.image_size, dtype=torch.uint8)
+    layers = capture_attention(subject.model, subject.normalize(blank))
+    tokens, smallest = max(layer.num_tokens for layer in layers), min(min(layer.grid_size) for layer in layers)
+    sides = [side for side in SIDES if side < smallest] or [SIDES[0]]
+    sizes = SampleSizes(tokens, subject.device)
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    key = f"{digest} {source.location} {len(source)} {json.dumps(vars(sizes))}"
+    return LoadedRun(run, subject, source, tokens, sides, sizes, key)
 
 
 @contextmanager
@@ -424,64 +387,6 @@ def _suitable_threads(tokens: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _tokens_and_grid(subject: Subject) -> tuple[int, tuple[int, int]]:
-    """Return the most tokens of any layer, and the smallest height and width of any layer's grid."""
-    blank = torch.zeros(1, 3, *subject.image_size, dtype=torch.uint8)
-    layers = capture_attention(subject.model, subject.normalize(blank))
-    heights, widths = zip(*(layer.grid_size for layer in layers), strict=True)
-    return max(layer.num_tokens for layer in layers), (min(heights), min(widths))
-
-
-def _measure_confusion(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[ImageConfusion]:
-    counts, _ = survey_confusion(subject, PictureSample(source, images=sizes.attention), worst=0)
-    return by_image(counts)
-
-
-def _measure_locality(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[Locality]:
-    sample = PictureSample(source, images=sizes.attention)
-    return average(survey_locality(subject, sample, sides=_sides(subject)), over_heads=True)
-
-
-def _measure_masking(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[MaskingResult]:
-    sample = PictureSample(source, images=sizes.masking, batch_size=32)
-    return survey_masking(subject, sample, sides=_sides(subject)[:MASKED_SIDES])
-
-
-def _measure_answers(subject: Subject, source: ImageSource, sizes: SampleSizes) -> list[Answer]:
-    sample = PictureSample(source, images=sizes.answers, batch_size=32)
-    return [answer for _, answers in answer_batches(subject, sample) for answer in answers]
-
-
-Measure = Callable[[Subject, ImageSource, SampleSizes], Sequence[Any]]
-MEASUREMENTS: Mapping[str, tuple[type, Measure]] = {
-    "confusion": (ImageConfusion, _measure_confusion),
-    "locality": (Locality, _measure_locality),
-    "masking": (MaskingResult, _measure_masking),
-    "answers": (Answer, _measure_answers),
-}
-
-
-def _pictures_and_maps(subject: Subject, source: ImageSource, shown: Sequence[int]) -> list[ShownPicture]:
-    """Return pictures as the model sees them, with a map of their most detailed token in the middle layer."""
-    pictures: list[ShownPicture] = []
-    for index in shown:
-        pixels: Tensor = subject.transform()(source.load(index))
-        grid_size = measure_attention_maps(subject, pixels).grid_size
-        (place,) = interesting_tokens(pixels, grid_size, count=1)
-        found = measure_attention_maps(subject, pixels, tokens=[place])
-        picture = Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
-        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-        weights = found.maps[0].times_uniform.tolist()
-        pictures.append(ShownPicture(index, source.name(index), png_address(picture), found.layer, place, weights))
-    return pictures
-
-
-def _sides(subject: Subject) -> list[int]:
-    """Return the neighborhoods that are smaller than the smallest grid."""
-    _, grid = _tokens_and_grid(subject)
-    return [side for side in SIDES if side < min(grid)] or [SIDES[0]]
-
-
 def _validation_pictures(settings: DataSection) -> ImageSource:
     if settings.dataset.startswith("hfds/"):  # a run's file may describe data, not fetch it
         raise DataError(f"the run was trained on {settings.dataset}, which a report does not download")
@@ -490,12 +395,10 @@ def _validation_pictures(settings: DataSection) -> ImageSource:
 
 def _last_weights(folder: Path) -> Path:
     """Return the weights after the last epoch: the best would be chosen by the pictures they are measured on."""
-    checkpoint = folder / CHECKPOINTS / LAST
-    averaged = checkpoint / EMA_WEIGHTS
-    file = averaged if averaged.is_file() else checkpoint / WEIGHTS
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
-    return file
+    for name in (EMA_WEIGHTS, WEIGHTS):
+        if (file := folder / CHECKPOINTS / LAST / name).is_file():
+            return file
+    raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
 
 
 def _rank(folder: Path) -> tuple[int, str]:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
-from markupsafe import Markup
 from PIL import Image
 
 from inline_attention.ablation.tables import ablation_panel, mean_and_spread
@@ -35,8 +34,7 @@ LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one
 FORMULAS = {"softmax": "exp(score) ÷ their sum", "linear": "score ÷ their sum", "inline": "(score − mean + 1) ÷ 6"}
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table; the first `text_columns` columns are text, the others numbers."""
 
     caption: str
@@ -45,30 +43,19 @@ class Table:
     text_columns: int = 1
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A chart with its table, and a heading and a note where a section has several."""
 
-    chart: Chart | None = None
-    table: Table | None = None
+    chart: Chart | None
+    table: Table
     heading: str = ""
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Section:
-    """A section of the page.
+class Content:
+    """What a section says in two sentences, its charts and tables, and explanations."""
 
-    Attributes:
-        name: Id for links.
-        title: Heading.
-        lead: What the reader sees, in two sentences.
-        parts: Charts and tables.
-        notes: Explanations, and what is left out.
-    """
-
-    name: str
-    title: str
     lead: str = ""
     parts: Sequence[Part] = ()
     notes: Sequence[str] = ()
@@ -90,35 +77,36 @@ def render(evidence: Evidence) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     assets = Path(__file__).parent
-    styles = _styles(evidence)
+    styles = numbered_styles({run.label: run.kind for run in evidence.runs})
     query = [float(value) for value in collision_cases()[0].queries[2]]
     settings = {"keys": KEYS, "query": query, "same": COLLISION_TOLERANCE, "smallest": SMALLEST_MEAN_SCORE}
     page = environment.get_template("page.html").render(
         title=TITLE,
         light=LIGHT,
         dark=DARK,
-        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
-        script=Markup((assets / "plane.js").read_text(encoding="utf-8")),
-        plane_settings=Markup(json.dumps(settings)),
+        style=(assets / "page.css").read_text(encoding="utf-8"),
+        script=(assets / "plane.js").read_text(encoding="utf-8"),
+        plane_settings=json.dumps(settings),
         formulas=FORMULAS,
         labels=KIND_LABELS,
         runs=_run_table(evidence),
-        sections=[make(evidence, styles) for make in SECTIONS],
+        sections=[_section(evidence, name, *section, styles) for name, section in SECTIONS.items()],
         cards=_cards(evidence, styles),
-        svgs=_svgs,
         facts=_facts(evidence.environment, ("machine", "gpu", "timm", "inline_attention", "commit", "date")),
     )
     return f"{page.strip()}\n"
 
 
-def _svgs(chart: Chart, prefix: str) -> list[tuple[Any, str, Markup]]:
-    """Return panel, view box and content of each SVG; matplotlib has escaped the text in it."""
-    return [(svg.panel, svg.view_box, Markup(svg.content)) for svg in chart.svgs(prefix)]
-
-
-def _styles(evidence: Evidence) -> dict[str, Style]:
-    styles = numbered_styles(run.kind for run in evidence.runs)
-    return {run.label: style for run, style in zip(evidence.runs, styles, strict=True)}
+def _section(
+    evidence: Evidence, name: str, title: str, make: Callable[..., Content | None], styles: Mapping[str, Style]
+) -> dict[str, Any]:
+    """Return a section for the template: its content, and the reasons why something is left out."""
+    missing = evidence.missing.get(name, []) + (evidence.missing.get("pictures", []) if name == "answers" else [])
+    reasons = [f"Left out: {reason}" for reason in dict.fromkeys(missing)]
+    content = make(evidence, styles)
+    if content is None:
+        content = Content(notes=[] if reasons else ["Left out: no run has the data for it."])
+    return {"name": name, "title": title, **vars(content), "notes": [*content.notes, *reasons]}
 
 
 def _run_table(evidence: Evidence) -> Table:
@@ -133,55 +121,48 @@ def _run_table(evidence: Evidence) -> Table:
     return Table("Runs, with the accuracy after their last epoch", header, rows)
 
 
-def _injectivity(_evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
+def _injectivity(_evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
     rows = [
         [result.case.name, KIND_LABELS[result.kind], result.feature_map_name, f"{result.smallest_difference:.1e}",
          "the same" if result.verdict == "collide" else "different"]
         for result in measure_injectivity()
     ]  # fmt: skip
     header = ["queries", "attention", "φ", "smallest difference of weights", "weights"]
-    return Section(
-        "injectivity",
-        "Injectivity: different queries, different weights?",
+    return Content(
         "A query is a point in this plane, and each bar is the weight it gives to one of six keys. Drag the query: a "
         "second one, on the same ray, always gets the same weights from linear attention, which cannot tell the two "
         "apart; softmax and InLine can.",
-        [Part(table=Table("Queries constructed to collide, measured in float64", header, rows, 3))],
+        [Part(None, Table("Queries constructed to collide, measured in float64", header, rows, 3))],
         ["Linear attention divides the scores of a query by their sum, so the length of the query is lost. InLine "
          "subtracts their mean instead; its weights also sum to one, and may be negative. With ReLU, InLine also loses "
          "what ReLU drops: drag the query to the lower left. The paper's φ, the identity, drops nothing."],
     )  # fmt: skip
 
 
-def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> Section:
-    name, title = "confusion", "Confusion: different queries, same attention"
+def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
     images = {run.label: run.confusion for run in evidence.runs if run.confusion}
     if not images:
-        return _left_out(name, title, evidence)
+        return None
     shares = {label: [item.percent for item in items] for label, items in images.items()}
     means = _listed(f"{fmean(values):.2g} % with {label}" for label, values in shares.items())
     rows = [
         [label, str(len(values)), *(f"{summary(values):.2f}" for summary in (min, median, fmean, max))]
         for label, values in shares.items()
     ]
-    return Section(
-        name,
-        title,
+    return Content(
         "Each dot is one validation picture: the share of its query pairs, over all layers and heads, whose rows of "
         f"weights are equal although the queries differ. On average that is {means}.",
         [Part(Chart([confusion_panel(styles, images)]),
               Table("Confused pairs", ["model", "pictures", "least %", "median %", "mean %", "most %"], rows))],
-        [f"Equal: ‖w − w′‖ ≤ {TOLERANCE:g} of the rows' difference from uniform attention. Linear attention can "
-         "confuse queries, but need not do so on these pictures. Softmax confuses queries that attend to one key only.",
-         *_reasons(evidence, name)],
+        [f"Equal: ‖w − w′‖ ≤ {TOLERANCE:g} of the rows' difference from uniform attention. Linear attention "
+         "can confuse queries, but need not do so on these pictures. Softmax confuses queries that attend to one key only."],
     )  # fmt: skip
 
 
-def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> Section:
-    name, title = "locality", "Locality: how much attention stays near"
+def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
     measured = {run.label: run.locality for run in evidence.runs if run.locality}
     if not measured:
-        return _left_out(name, title, evidence)
+        return None
     least = min(item.side for items in measured.values() for item in items)
 
     def mean(items: Sequence[Locality], term: str, value: str) -> float:
@@ -200,27 +181,21 @@ def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> Section:
         for item in items
     ]  # fmt: skip
     header = ["model", "layer", "tokens", "with 3×3 term", "share of |w| %", "uniform %"]
-    return Section(
-        name,
-        title,
+    return Content(
         "Each line follows one model through its layers: the share of its attention |w| that a token spends on the "
         f"tokens around it. The {least}×{least} neighborhood gets, on average over layers, {means}; uniform attention "
         f"would spend {uniform:.0f} % there.",
         [Part(locality_chart(styles, measured), Table("Locality", header, rows))],
-        _reasons(evidence, name),
     )
 
 
-def _masking(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
-    name, title = "masking", "Masking: what is lost without the neighborhood"
+def _masking(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None:
     results = {run.label: run.masking for run in evidence.runs if run.masking}
     if not results:
-        return _left_out(name, title, evidence)
+        return None
     costs = []
     for label, items in results.items():
-        drops: dict[str, float] = {}  # of the first side and local term
-        for item in items:
-            drops.setdefault(item.hiding.where, item.drop)
+        drops = {item.hiding.where: item.drop for item in reversed(items)}  # of the first side and local term
         costs.append(f"{label} {drops.get('neighbourhood', 0):.1f} points ({drops.get('random', 0):.1f} at random)")
     rows = [
         [label, TERM_LABELS[item.hiding.local_term], WHERE_LABELS.get(item.hiding.where, "nothing hidden"),
@@ -230,29 +205,23 @@ def _masking(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
         for item in items
     ]  # fmt: skip
     header = ["model", "3×3 term", "hidden", "tokens", "top-1 %", "points lost", "± points", "pictures"]
-    return Section(
-        name,
-        title,
+    return Content(
         "The bars are the accuracy when every token is kept from seeing the tokens around it, or as many others drawn "
         f"at random; the dashed line is with nothing hidden. Hiding the smallest neighborhood costs {_listed(costs)}.",
         [Part(masking_chart(results), Table("Accuracy with tokens hidden", header, rows, 4))],
-        _reasons(evidence, name),
     )
 
 
-def _ablation(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
-    title = "Ablation: which part does what"
+def _ablation(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
     if not evidence.ablations:
         note = "No ablation was given: `inline ablate` trains one, and `inline report --ablation` shows it here."
-        return Section("ablation", title, notes=[note])
+        return Content(notes=[note])
     results = [result for file in evidence.ablations for result in file.results if result.top1_mean is not None]
     best = max(results, key=lambda result: result.top1_mean or 0, default=None)
     found = "" if best is None else (
         f" The highest mean is {mean_and_spread(best.top1_mean, best.top1_std)} % ({best.label})."
     )  # fmt: skip
-    return Section(
-        "ablation",
-        title,
+    return Content(
         f"One recipe with one thing changed per row: each dot is a run with its own seed, the bar their mean.{found}",
         [_ablation_part(file) for file in evidence.ablations],
     )
@@ -267,8 +236,8 @@ def _ablation_part(file: AblationFile) -> Part:
          result.note]
         for result in file.results
     ]  # fmt: skip
-    header = [*(axis.replace("_", " ") for axis in axes), "top-1 %", "seeds", "parameters M", "MACs M", "images/s",
-              "note"]  # fmt: skip
+    names = [axis.replace("_", " ") for axis in axes]
+    header = [*names, "top-1 %", "seeds", "parameters M", "MACs M", "images/s", "note"]
     has_means = any(result.top1_mean is not None for result in file.results)
     return Part(
         Chart([ablation_panel([asdict(result) for result in file.results])]) if has_means else None,
@@ -278,11 +247,11 @@ def _ablation_part(file: AblationFile) -> Part:
     )
 
 
-def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
-    title, points = "Cost: time and memory against tokens", evidence.cost
+def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
+    points = evidence.cost
     sizes = sorted({point.tokens for point in points})
     if len(sizes) < 2:
-        return Section("cost", title, notes=["Left out: the cost of attention was not measured."])
+        return Content(notes=["Left out: the cost of attention was not measured."])
     growth = _listed(
         f"×{ratio:,.0f} for {ATTENTIONS[kind].label}"
         for kind in dict.fromkeys(point.kind for point in points)
@@ -293,9 +262,7 @@ def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
          _number(point.peak_bytes, 1, 2**20), point.note]
         for point in points
     ]  # fmt: skip
-    return Section(
-        "cost",
-        title,
+    return Content(
         "Both axes are logarithmic, so a steeper line is a higher power of the number of tokens. From "
         f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many, time grows {growth}.",
         [Part(cost_chart(points),
@@ -310,11 +277,10 @@ def _growth(points: Sequence[CostPoint], kind: str) -> float | None:
     return last / first if first and last else None
 
 
-def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> Section:
-    name, title = "curves", "Learning: epoch by epoch"
+def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
     runs = [run.curves for run in evidence.runs if run.curves is not None]
     if not runs:
-        return _left_out(name, title, evidence)
+        return None
     lasts = [(run.label, run.epochs[-1].best_known_top1) for run in runs]
     ended = _listed(f"{label} {top1:.1f} %" for label, top1 in lasts if top1 is not None)
     rows = [
@@ -323,22 +289,18 @@ def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> Section:
         for run in runs
         for epoch in run.epochs
     ]  # fmt: skip
-    return Section(
-        name,
-        title,
+    return Content(
         "Left, accuracy on the validation pictures after every epoch; right, the loss that training lowers."
         + (f" They end at {ended}." if ended else ""),
         [Part(curves_chart(styles, runs),
               Table("Epochs of every run", ["run", "epoch", "training loss", "validation loss", "top-1 %"], rows))],
-        _reasons(evidence, name),
     )  # fmt: skip
 
 
-def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
-    name, title = "answers", "Answers: the hardest pictures, and where the models look"
+def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None:
     runs = [run for run in evidence.runs if run.pictures and run.answers]
     if not runs:
-        return _left_out(name, title, evidence)
+        return None
     rights = _listed(
         f"{sum(answer.is_right for answer in run.answers)} of {len(run.answers)} right with {run.label}"
         for run in evidence.runs
@@ -353,21 +315,25 @@ def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Section:
         if answer.index == picture.index
     ]  # fmt: skip
     header = ["model", "picture", "true class", "answer", "probability %", "of the true class %"]
-    return Section(
-        name,
-        title,
+    return Content(
         "These are the pictures that the models, taken together, find hardest; each map shows which tokens the ringed "
         f"token attends to, orange above zero and blue below. Of all pictures tried, there were {rights}.",
-        [Part(table=Table("Answers to the pictures shown", header, rows, 4))],
+        [Part(None, Table("Answers to the pictures shown", header, rows, 4))],
         ["Maps: mean over the heads of the middle layer, without the 3×3 term; one scale for all maps of a picture, "
-         f"fully colored at the largest weight, or at {LEAST_FULL:g} times uniform attention.",
-         *_reasons(evidence, "answers"), *_reasons(evidence, "pictures")],
+         f"fully colored at the largest weight, or at {LEAST_FULL:g} times uniform attention."],
     )  # fmt: skip
 
 
-SECTIONS: Sequence[Callable[[Evidence, Mapping[str, Style]], Section]] = (
-    _injectivity, _confusion, _locality, _masking, _ablation, _cost, _curves, _answers,
-)  # fmt: skip
+SECTIONS: Mapping[str, tuple[str, Callable[..., Content | None]]] = {
+    "injectivity": ("Injectivity: different queries, different weights?", _injectivity),
+    "confusion": ("Confusion: different queries, same attention", _confusion),
+    "locality": ("Locality: how much attention stays near", _locality),
+    "masking": ("Masking: what is lost without the neighborhood", _masking),
+    "ablation": ("Ablation: which part does what", _ablation),
+    "cost": ("Cost: time and memory against tokens", _cost),
+    "curves": ("Learning: epoch by epoch", _curves),
+    "answers": ("Answers: the hardest pictures, and where the models look", _answers),
+}
 
 
 def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, Any]]:
@@ -411,14 +377,6 @@ def map_address(weights: np.ndarray, largest: float) -> str:
     pixels[..., :3] = np.where(weights[..., None] >= 0, positive, negative)
     pixels[..., 3] = np.clip(np.abs(weights) / max(largest, 1e-12) * 255, 0, 255).round()
     return png_address(Image.fromarray(pixels))
-
-
-def _left_out(name: str, title: str, evidence: Evidence) -> Section:
-    return Section(name, title, notes=_reasons(evidence, name) or ["Left out: no run has the data for it."])
-
-
-def _reasons(evidence: Evidence, name: str) -> list[str]:
-    return [f"Left out: {reason}" for reason in evidence.missing.get(name, ())]
 
 
 def _facts(environment: Mapping[str, str], names: Sequence[str]) -> str:

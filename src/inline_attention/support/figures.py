@@ -10,7 +10,7 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,13 +180,13 @@ class Chart:
         return drawn
 
 
-def numbered_styles(kinds: Iterable[str]) -> list[Style]:
-    """Return a style per series, by the kinds of their attention; a kind without a color is "other"."""
+def numbered_styles(kinds: Mapping[str, str]) -> dict[str, Style]:
+    """Return styles by label from kinds of attention by label; a kind without a color is "other"."""
     seen: Counter[str] = Counter()
-    styles = []
-    for kind in kinds:
+    styles: dict[str, Style] = {}
+    for label, kind in kinds.items():
         kind = kind if kind in KIND_LABELS else "other"
-        styles.append(Style(kind, seen[kind]))
+        styles[label] = Style(kind, seen[kind])
         seen[kind] += 1
     return styles
 
