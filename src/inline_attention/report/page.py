@@ -155,7 +155,7 @@ def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> Content | Non
         [Part(Chart([confusion_panel(styles, images)]),
               Table("Confused pairs", ["model", "pictures", "least %", "median %", "mean %", "most %"], rows))],
         [f"Equal: ‖w − w′‖ ≤ {TOLERANCE:g} of the rows' difference from uniform attention. Linear attention "
-         "can confuse queries, but need not do so on these pictures. Softmax confuses queries that attend to one key only."],
+         "can confuse queries, but need not do so here. Softmax confuses queries that attend to one key only."],
     )  # fmt: skip
 
 
