@@ -10,24 +10,23 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any, cast
 
 import torch
 from timm.layers.format import Format
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
-from torch import nn
+from torch import Tensor, nn
 
-from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention
+from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Extents, Grid, as_pairs, resample_after_prefix, tokens_to_map
 from inline_attention.layers.local_weights import BlockDiagonalLinear, mean_token
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
-from inline_attention.ops.validation import FLOATING_DTYPES
+from inline_attention.ops.validation import FLOATING_DTYPES, check_count
 
-ImageSizes = Sequence[tuple[int, int]] | torch.Tensor
+ImageSizes = Sequence[tuple[int, int]] | Tensor
 
 
 class VisionModel(nn.Module):
@@ -35,9 +34,27 @@ class VisionModel(nn.Module):
 
     num_prefix_tokens = 0
     largest_stride: int
+    norm: nn.Module  # between the last level and the head
     global_pools: tuple[str, ...] = ("avg", "")
 
-    def __init__(self, num_features: int, num_classes: int, in_chans: int, global_pool: str, drop_rate: float) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str | None = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        """Build the head.
+
+        Args:
+            num_features: Channels of the last level.
+            num_classes: Outputs of the head; 0 for none.
+            in_chans: Channels of the images.
+            global_pool: One of the class's `global_pools`; the first by default. "" is no pooling.
+            drop_rate: Dropout rate before the head.
+        """
         super().__init__()
         check_counts(in_chans=in_chans)
         check_counts(least=0, num_classes=num_classes)
@@ -45,34 +62,28 @@ class VisionModel(nn.Module):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.grad_checkpointing = False
-        self.global_pool = self._checked_pool(global_pool)
+        self.global_pool = self._checked_pool(self.global_pools[0] if global_pool is None else global_pool)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(num_features, num_classes) if num_classes > 0 else nn.Identity()
         self.feature_info: list[dict[str, Any]] = []
         self.register_load_state_dict_pre_hook(_convert_before_loading)
 
     @abstractmethod
-    def levels(
-        self, x: torch.Tensor, grid: Grid, last: int, num_tokens: int | None = None
-    ) -> Iterator[tuple[torch.Tensor, Grid]]:
-        """Yield tokens `[B, N, C]` and their grid after each level 0 … last.
+    def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
+        """Yield tokens `[B, N, C]` and their grid after each level 0 … last: a block of a ViT, or a stage of a pyramid.
 
-        A level is a block of a ViT, or a stage of a pyramid.
-
-        Args:
-            x: Images `[B, in_chans, H, W]`, zero outside each image.
-            grid: Grid of the pixels.
-            last: Index of the last level to run.
-            num_tokens: Number of tokens that the last level returns, counted from the first; None for all.
+        The last level returns its first `num_tokens` tokens, or all. `x` are images, `grid` is the grid of pixels.
         """
-
-    @abstractmethod
-    def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Apply the norm between the last level and the head."""
 
     @abstractmethod
     def prune_levels(self, last: int) -> None:
         """Remove the levels after `last`."""
+
+    @classmethod
+    def feature_levels(cls, **arguments: Any) -> tuple[int, ...]:
+        """Return the levels that a `features_only` backbone returns by default, given the model's arguments."""
+        del arguments
+        return 0, 1, 2, 3
 
     def num_head_tokens(self) -> int | None:
         """Return the number of tokens that the head reads, counted from the first; None for all."""
@@ -83,21 +94,18 @@ class VisionModel(nn.Module):
         """Native grid of each learned position embedding, by parameter name."""
         return {}
 
-    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the authors' keys to ours and remove entries that are not weights."""
         return dict(state_dict)
 
     def convert_state_dict(
-        self, state_dict: Mapping[str, torch.Tensor], position_grids: Mapping[str, tuple[int, int]] | None = None
-    ) -> dict[str, torch.Tensor]:
+        self, state_dict: Mapping[str, Tensor], position_grids: Mapping[str, tuple[int, int]] | None = None
+    ) -> dict[str, Tensor]:
         """Rename the authors' keys to ours, and resample weights that depend on the image size.
 
         A weight that cannot be resampled stays unchanged. The later check of names and shapes reports it.
-
-        Args:
-            state_dict: Weights with the authors' names or ours.
-            position_grids: Known native grids of position embeddings in `state_dict`, by our names. An embedding
-                without an entry has this model's grid if the number of tokens is equal, else a square grid.
+        `position_grids` are known native grids in `state_dict`, by our names. An embedding without an entry has this
+        model's grid if the number of tokens is equal, else a square grid.
         """
         converted = self.translate_state_dict(state_dict)
         for name, grid in self.position_grids.items():
@@ -106,12 +114,7 @@ class VisionModel(nn.Module):
                 converted[name] = _fit_positions(converted[name], saved, grid, self.num_prefix_tokens)
         return converted
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        image_sizes: ImageSizes | None = None,
-        pixel_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, image_sizes: ImageSizes | None = None, pixel_mask: Tensor | None = None) -> Tensor:
         """Classify images.
 
         Args:
@@ -128,33 +131,22 @@ class VisionModel(nn.Module):
         return self._head(tokens, self._token_mask(tokens, grid), pre_logits=False)
 
     def forward_features(
-        self,
-        x: torch.Tensor,
-        image_sizes: ImageSizes | None = None,
-        pixel_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return unpooled features.
+        self, x: Tensor, image_sizes: ImageSizes | None = None, pixel_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return unpooled features: `[B, N, C]` of a ViT, `[B, h, w, C]` of a pyramid; zero outside each image.
 
         `forward_head` turns them into the output of `forward`, if it gets the same image sizes.
-
-        Args:
-            x: Images `[B, in_chans, H, W]` of any height and width.
-            image_sizes: Height and width in pixels of each image of a padded batch, `B` pairs or `[B, 2]`.
-            pixel_mask: Mask `[B, H, W]` instead of `image_sizes`, true in a rectangle at the top left.
-
-        Returns:
-            `[B, N, C]` for a ViT, `[B, h, w, C]` for a pyramid; zero outside each image.
         """
         tokens, grid = self._encode(x, image_sizes, pixel_mask)
         return self._shape_features(tokens, grid)
 
     def forward_head(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         pre_logits: bool = False,
         image_sizes: ImageSizes | None = None,
-        pixel_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        pixel_mask: Tensor | None = None,
+    ) -> Tensor:
         """Pool the output of `forward_features` (unless `global_pool` is "") and classify it.
 
         Args:
@@ -172,7 +164,7 @@ class VisionModel(nn.Module):
 
     def forward_intermediates(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         indices: int | list[int] | None = None,
         norm: bool = False,
         stop_early: bool = False,
@@ -181,7 +173,7 @@ class VisionModel(nn.Module):
         *,
         return_prefix_tokens: bool = False,
         image_sizes: ImageSizes | None = None,
-        pixel_mask: torch.Tensor | None = None,
+        pixel_mask: Tensor | None = None,
     ) -> Any:
         """Return features after several levels, in the format of timm's models.
 
@@ -193,21 +185,19 @@ class VisionModel(nn.Module):
             output_fmt: "NCHW", "NHWC" or "NLC" (without prefix tokens).
             intermediates_only: Return only the list, instead of (final features, list).
             return_prefix_tokens: Return pairs (feature, prefix tokens), if the model has prefix tokens.
-            image_sizes: Height and width in pixels of each image of a padded batch, `B` pairs or `[B, 2]`.
-            pixel_mask: Mask `[B, H, W]` instead of `image_sizes`, true in a rectangle at the top left.
+            image_sizes: Image sizes, see `forward`.
+            pixel_mask: Mask instead of `image_sizes`.
         """
         format_ = Format(output_fmt)
         if format_ not in (Format.NCHW, Format.NHWC, Format.NLC):
             raise ValueError(f"output_fmt must be 'NCHW', 'NHWC' or 'NLC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.feature_info), indices)
-        x, grid = self._prepare(x, image_sizes, pixel_mask)
-        intermediates: list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = []
-        tokens = x
+        tokens, grid = images, pixels = self._prepare(x, image_sizes, pixel_mask)
+        intermediates: list[Tensor | tuple[Tensor, Tensor]] = []
         last = last if stop_early else len(self.feature_info) - 1
-        for index, (level, level_grid) in enumerate(self.levels(x, grid, last)):
-            tokens, grid = level, level_grid
+        for index, (tokens, grid) in enumerate(self.levels(images, pixels, last)):
             if index in take:
-                normed = self.final_norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
+                normed = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
                 image = tokens_to_map(normed[:, self.num_prefix_tokens :], grid)
                 if format_ == Format.NHWC:
                     image = image.permute(0, 2, 3, 1)
@@ -217,7 +207,7 @@ class VisionModel(nn.Module):
                 intermediates.append((image, prefix) if return_prefix_tokens and self.num_prefix_tokens else image)
         if intermediates_only:
             return intermediates
-        return self._shape_features(self.final_norm(tokens), grid), intermediates
+        return self._shape_features(self.norm(tokens), grid), intermediates
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -257,33 +247,27 @@ class VisionModel(nn.Module):
         """Return the names of parameters without weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
 
-    def run_block(
-        self, block: nn.Module, tokens: torch.Tensor, grid: Grid, num_tokens: int | None = None
-    ) -> torch.Tensor:
-        """Run a block on tokens `[B, N, C]` and return the first `num_tokens`, or all.
-
-        Gradient checkpointing applies if it is enabled.
-        """
+    def run_block(self, block: nn.Module, tokens: Tensor, grid: Grid, num_tokens: int | None = None) -> Tensor:
+        """Run a block on tokens `[B, N, C]`, with gradient checkpointing if enabled; return `num_tokens`, or all."""
         arguments = grid.size, self._token_mask(tokens, grid), num_tokens, grid.extents
         return checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
 
     def _encode(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         image_sizes: ImageSizes | None,
-        pixel_mask: torch.Tensor | None,
+        pixel_mask: Tensor | None,
         num_tokens: int | None = None,
-    ) -> tuple[torch.Tensor, Grid]:
-        x, grid = self._prepare(x, image_sizes, pixel_mask)
-        tokens = x
-        for level, level_grid in self.levels(x, grid, len(self.feature_info) - 1, num_tokens):
-            tokens, grid = level, level_grid
-        return self.final_norm(tokens), grid
+    ) -> tuple[Tensor, Grid]:
+        tokens, grid = images, pixels = self._prepare(x, image_sizes, pixel_mask)
+        for tokens, grid in self.levels(images, pixels, len(self.feature_info) - 1, num_tokens):  # noqa: B007
+            pass  # the last level is used below
+        return self.norm(tokens), grid
 
-    def _shape_features(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def _shape_features(self, tokens: Tensor, grid: Grid) -> Tensor:
         return tokens_to_map(tokens, grid).permute(0, 2, 3, 1)
 
-    def _token_mask(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor | None:
+    def _token_mask(self, tokens: Tensor, grid: Grid) -> Tensor | None:
         """Return the padding mask `[B, N]`. Prefix tokens are always real."""
         mask = grid.mask()
         if mask is None or self.num_prefix_tokens == 0:
@@ -291,7 +275,7 @@ class VisionModel(nn.Module):
         prefix = mask.new_ones(tokens.shape[0], self.num_prefix_tokens)
         return torch.cat([prefix, mask], dim=1)
 
-    def _head(self, tokens: torch.Tensor, mask: torch.Tensor | None, pre_logits: bool) -> torch.Tensor:
+    def _head(self, tokens: Tensor, mask: Tensor | None, pre_logits: bool) -> Tensor:
         if self.global_pool == "avg":
             start = self.num_prefix_tokens
             tokens = mean_token(tokens[:, start:], None if mask is None else mask[:, start:])
@@ -299,13 +283,13 @@ class VisionModel(nn.Module):
             tokens = tokens[:, 0]
         return self._classify(tokens, pre_logits)
 
-    def _classify(self, pooled: torch.Tensor, pre_logits: bool) -> torch.Tensor:
+    def _classify(self, pooled: Tensor, pre_logits: bool) -> Tensor:
         pooled = self.head_drop(pooled)
         return pooled if pre_logits else self.head(pooled)
 
     def _tokens_of_images(
-        self, features: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
+        self, features: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None
+    ) -> Tensor | None:
         """Return the number of tokens `[B]` of each image in the output of `forward_features`; None if all are real.
 
         The size of the canvas is unknown here, so the sizes are checked against the number of tokens.
@@ -329,9 +313,7 @@ class VisionModel(nn.Module):
             raise ValueError(f"global_pool of {type(self).__name__} must be one of {known}, got {global_pool!r}")
         return global_pool
 
-    def _prepare(
-        self, x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Grid]:
+    def _prepare(self, x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> tuple[Tensor, Grid]:
         """Check the images and set all pixels outside of each image to zero."""
         sizes = plain_sizes(x.shape)
         if len(sizes) != 4 or sizes[1] != self.in_chans:
@@ -357,29 +339,22 @@ class VisionModel(nn.Module):
 def global_attention(
     kind: AttentionKind, dim: int, num_heads: int, options: Mapping[str, Any] | None, **arguments: Any
 ) -> TokenAttention:
-    """Build the layer that attends to the whole map: InLine, or vanilla linear in the linear twin."""
+    """Build the layer that attends to the whole map. `options` are for InLine and its linear twin, not for softmax."""
+    if kind == "softmax":
+        return SoftmaxAttention(dim, num_heads, **arguments)
     layer = LinearAttention if kind == "linear" else InLineAttention
     return layer(dim, num_heads, **(arguments | dict(options or {})))
 
 
 def check_counts(least: int = 1, **counts: object) -> None:
-    """Check that arguments are whole numbers, or sequences of them, of at least `least`.
-
-    Raises:
-        ValueError: If an argument is anything else; the message names it.
-    """
+    """Raise ValueError unless all arguments are integers, or sequences of them, of at least `least`."""
     for name, value in counts.items():
         for count in cast("Sequence[object]", value if isinstance(value, (tuple, list)) else [value]):
-            if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
-                raise ValueError(f"{name}: expected whole numbers of at least {least}, got {value!r}")
+            check_count(name, count, least)
 
 
 def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
-    """Return (height, width) of an image size, which may be one number.
-
-    Raises:
-        ValueError: If the size is not one or two whole numbers of at least 1.
-    """
+    """Return (height, width) of an image size, which may be one number."""
     sides = tuple(img_size) if isinstance(img_size, Sequence) else (img_size, img_size)
     check_counts(img_size=sides)
     if len(sides) != 2:
@@ -411,8 +386,8 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def _fit_positions(
-    positions: torch.Tensor, saved: tuple[int, int] | None, grid: tuple[int, int], num_prefix_tokens: int
-) -> torch.Tensor:
+    positions: Tensor, saved: tuple[int, int] | None, grid: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
     """Resample position embeddings `[1, prefix + h·w, C]` to `grid`; return them unchanged if that is impossible."""
     if positions.dim() != 3 or positions.dtype not in FLOATING_DTYPES or positions.numel() == 0:
         return positions
@@ -435,7 +410,7 @@ def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix
         state_dict[prefix + key] = value
 
 
-def _pixel_grid(x: torch.Tensor, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None) -> Grid:
+def _pixel_grid(x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> Grid:
     """Return the grid of pixels of a batch `[B, C, H, W]`, with the extent of each image."""
     batch, _, height, width = plain_sizes(x.shape)
     if image_sizes is None and pixel_mask is None:
@@ -454,7 +429,7 @@ def _as_int(number: Any) -> int:
 
 
 def _image_extents(
-    batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: torch.Tensor | None
+    batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: Tensor | None
 ) -> list[tuple[int, int]]:
     """Return height and width of each image, from `image_sizes` or `pixel_mask`."""
     if image_sizes is not None and pixel_mask is not None:
@@ -471,7 +446,7 @@ def _image_extents(
     assert image_sizes is not None
     expected = f"image_sizes must be {batch} pairs (height, width) of integers"
     try:
-        listed = as_pairs(image_sizes) if isinstance(image_sizes, torch.Tensor) else image_sizes
+        listed = as_pairs(image_sizes) if isinstance(image_sizes, Tensor) else image_sizes
         pairs = [(_as_int(height), _as_int(width)) for height, width in listed]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{expected}, got {image_sizes!r:.200}") from error

@@ -189,10 +189,7 @@ def save_weights(
 
 
 def _sort_header(path: Path) -> None:
-    """Sort the header of a safetensors file in place, so that equal content gives equal bytes.
-
-    The safetensors library writes metadata in the random order of a hash map.
-    """
+    """Sort the header of a safetensors file in place: the library writes metadata in the random order of a hash map."""
     with path.open("rb+") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -9,22 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.window_attention import StripeAttention
-from inline_attention.models.base import check_counts, drop_path_rates, global_attention, image_sides
+from inline_attention.models.base import check_counts, global_attention
 from inline_attention.models.pyramid import PyramidModel, rename
-from inline_attention.models.registry import (
-    AttentionKind,
-    build,
-    merged,
-    pretrained_config,
-    register_with_twins,
-    with_twins,
-)
+from inline_attention.models.registry import AttentionKind, register_family
 
 NORM_EPS = 1e-5
 
@@ -43,17 +34,11 @@ class InLineCSWin(PyramidModel):
         *,
         attention: AttentionKind = "inline",
         attention_options: Mapping[str, Any] | None = None,
-        img_size: int | tuple[int, int] = 224,
         global_stages: int = 2,
         stripe_widths: tuple[int, int, int] = (1, 2, 7),
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
         in_chans: int = 3,
-        global_pool: str = "avg",
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.2,
+        **common: Any,
     ) -> None:
         """Build the model.
 
@@ -63,57 +48,38 @@ class InLineCSWin(PyramidModel):
             num_heads: Number of heads of each stage.
             attention: "inline", or "softmax" (stripes in all blocks) or "linear" for a twin.
             attention_options: Extra arguments of the InLine or linear attention layer.
-            img_size: Native image size. It has no effect; timm passes it.
             global_stages: Number of stages, counted from the first, with InLine attention. The softmax twin has none.
             stripe_widths: Width of a stripe in tokens, for the first three stages. The last stage has one softmax
                 attention over the map.
             mlp_ratio: Hidden width of the MLPs in multiples of the channels.
-            num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
-            global_pool: "avg", or "" for no pooling.
-            drop_rate: Dropout rate before the head.
-            proj_drop_rate: Dropout rate after projections.
-            attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Stochastic depth rate of the last block.
+            **common: Dropout rates, and arguments of the head: see `PyramidModel`.
         """
-        check_counts(embed_dim=embed_dim, depths=depths, num_heads=num_heads, stripe_widths=stripe_widths)
+        check_counts(embed_dim=embed_dim, num_heads=num_heads, stripe_widths=stripe_widths)
         check_counts(least=0, global_stages=global_stages)
-        image_sides(img_size)
         dims = [embed_dim * 2**stage for stage in range(4)]
         stem = ConvEmbedding(in_chans, embed_dim, kernel_size=7, stride=4, padding=2, norm_eps=NORM_EPS)
         merging = [
             ConvEmbedding(dim, 2 * dim, kernel_size=3, stride=2, padding=1, norm_eps=NORM_EPS) for dim in dims[:-1]
         ]
-        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
-        drops: dict[str, Any] = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
 
-        def block(stage: int) -> Block:
+        def make_attention(stage: int, _index: int, **drops: Any) -> nn.Module:
             dim, heads = dims[stage], num_heads[stage]
-            is_global = attention != "softmax" and stage < global_stages
-            if is_global:
-                layer = global_attention(attention, dim, heads, attention_options, static_local=True, **drops)
-            else:
-                stripe_width = (*stripe_widths, None)[stage]
-                layer = StripeAttention(dim, heads, stripe_width=stripe_width, **drops)
-            return Block(
-                dim,
-                layer,
-                mlp_ratio=mlp_ratio,
-                norm_eps=NORM_EPS,
-                drop=proj_drop_rate,
-                drop_path=next(rates),
-                local_from_input=is_global,
-            )
+            if attention != "softmax" and stage < global_stages:
+                return global_attention(attention, dim, heads, attention_options, static_local=True, **drops)
+            return StripeAttention(dim, heads, stripe_width=(*stripe_widths, None)[stage], **drops)
 
         super().__init__(
             [stem, *merging],
-            [[block(stage) for _ in range(depth)] for stage, depth in enumerate(depths)],
+            make_attention,
+            depths,
             dims,
             nn.LayerNorm(dims[-1], eps=NORM_EPS),
-            num_classes=num_classes,
+            mlp_ratios=[mlp_ratio] * 4,
+            norm_eps=NORM_EPS,
+            local_from_input=True,
             in_chans=in_chans,
-            global_pool=global_pool,
-            drop_rate=drop_rate,
+            **{"drop_path_rate": 0.2, **common},
         )
 
     def set_input_size(
@@ -126,7 +92,7 @@ class InLineCSWin(PyramidModel):
                 if isinstance(block.attn, StripeAttention):
                     block.attn.stripe_width = width
 
-    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the authors' keys to ours."""
         table = [
             (r"stage1_conv_embed\.0\.", "embeddings.0.proj."),
@@ -148,41 +114,14 @@ class InLineCSWin(PyramidModel):
         return rename(state_dict, table)
 
 
-_NATIVE = pretrained_config(first_conv="embeddings.0.proj", pool_size=(7, 7))
-_LARGE = pretrained_config(384, first_conv="embeddings.0.proj", pool_size=(12, 12), crop_pct=1.0)
-default_cfgs = with_twins(
+_SMALL = {"embed_dim": 64, "num_heads": (2, 4, 8, 16)}
+_BASE = {"embed_dim": 96, "depths": (3, 6, 29, 2), "num_heads": (4, 8, 16, 32), "drop_path_rate": 0.5}
+register_family(
+    InLineCSWin,
     {
-        "inline_cswin_tiny": _NATIVE,
-        "inline_cswin_small": _NATIVE,
-        "inline_cswin_base": _NATIVE,
-        "inline_cswin_base_384": _LARGE,
-    }
+        "inline_cswin_tiny": {**_SMALL, "depths": (2, 4, 18, 1)},  # 20.6 M parameters
+        "inline_cswin_small": {**_SMALL, "depths": (3, 6, 29, 2), "drop_path_rate": 0.4},  # 33.0 M
+        "inline_cswin_base": _BASE,  # 73.4 M
+        "inline_cswin_base_384": {**_BASE, "img_size": 384, "stripe_widths": (1, 2, 12), "drop_path_rate": 0.7},
+    },
 )
-_BASE: dict[str, Any] = {"embed_dim": 96, "depths": (3, 6, 29, 2), "num_heads": (4, 8, 16, 32), "drop_path_rate": 0.5}
-
-
-@register_with_twins
-def inline_cswin_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-CSWin-T, 20.6 M parameters."""
-    defaults = merged(arguments, embed_dim=64, depths=(2, 4, 18, 1), num_heads=(2, 4, 8, 16))
-    return build(InLineCSWin, "inline_cswin_tiny", pretrained, **defaults)
-
-
-@register_with_twins
-def inline_cswin_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-CSWin-S, 33.0 M parameters."""
-    defaults = merged(arguments, embed_dim=64, depths=(3, 6, 29, 2), num_heads=(2, 4, 8, 16), drop_path_rate=0.4)
-    return build(InLineCSWin, "inline_cswin_small", pretrained, **defaults)
-
-
-@register_with_twins
-def inline_cswin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-CSWin-B, 73.4 M parameters."""
-    return build(InLineCSWin, "inline_cswin_base", pretrained, **merged(arguments, **_BASE))
-
-
-@register_with_twins
-def inline_cswin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-CSWin-B at 384², with stripes of 1, 2 and 12."""
-    defaults = merged(arguments, **(_BASE | {"img_size": 384, "stripe_widths": (1, 2, 12), "drop_path_rate": 0.7}))
-    return build(InLineCSWin, "inline_cswin_base_384", pretrained, **defaults)

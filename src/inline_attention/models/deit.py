@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid, positions_for, resample_after_prefix
@@ -25,14 +24,7 @@ from inline_attention.models.base import (
     image_sides,
     initialize,
 )
-from inline_attention.models.registry import (
-    AttentionKind,
-    build,
-    merged,
-    pretrained_config,
-    register_with_twins,
-    with_twins,
-)
+from inline_attention.models.registry import AttentionKind, register_family
 
 NORM_EPS = 1e-6
 
@@ -54,13 +46,11 @@ class InLineDeiT(VisionModel):
         patch_size: int = 16,
         depth: int = 12,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
         in_chans: int = 3,
-        global_pool: str = "token",
-        drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.1,
+        **head: Any,
     ) -> None:
         """Build the model.
 
@@ -73,16 +63,14 @@ class InLineDeiT(VisionModel):
             patch_size: Side of a patch in pixels.
             depth: Number of blocks.
             mlp_ratio: Hidden width of the MLPs in multiples of C.
-            num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
-            global_pool: "token", "avg" (over the grid), or "" for no pooling.
-            drop_rate: Dropout rate before the head.
             proj_drop_rate: Dropout rate after projections.
             attn_drop_rate: Dropout rate of the attention.
             drop_path_rate: Stochastic depth rate of the last block.
+            **head: Arguments of `VisionModel`: `num_classes`, `global_pool`, `drop_rate`.
         """
         check_counts(embed_dim=embed_dim, num_heads=num_heads, patch_size=patch_size, depth=depth)
-        super().__init__(embed_dim, num_classes, in_chans, global_pool, drop_rate)
+        super().__init__(embed_dim, in_chans=in_chans, **head)
         self.largest_stride = patch_size
         self.patch_embed = ConvEmbedding(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
         self.position_grid = Grid(*image_sides(img_size)).coarser(patch_size).size
@@ -92,9 +80,7 @@ class InLineDeiT(VisionModel):
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,
-                SoftmaxAttention(embed_dim, num_heads, **arguments)
-                if attention == "softmax"
-                else global_attention(attention, embed_dim, num_heads, attention_options, **arguments),
+                global_attention(attention, embed_dim, num_heads, attention_options, **arguments),
                 mlp_ratio=mlp_ratio,
                 norm_eps=NORM_EPS,
                 drop=proj_drop_rate,
@@ -110,9 +96,7 @@ class InLineDeiT(VisionModel):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
-    def levels(
-        self, x: torch.Tensor, grid: Grid, last: int, num_tokens: int | None = None
-    ) -> Iterator[tuple[torch.Tensor, Grid]]:
+    def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
         """Yield tokens and grid after each block; the last block returns the first `num_tokens`, or all."""
         tokens, grid = self.patch_embed(x, grid)
         tokens = tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid)
@@ -127,6 +111,13 @@ class InLineDeiT(VisionModel):
         """Native grid of the position embedding, by parameter name. Its first token is the class token's."""
         return {"pos_embed": self.position_grid}
 
+    @classmethod
+    def feature_levels(cls, depth: int = 12, **arguments: Any) -> tuple[int, ...]:
+        """Return the last block of each quarter of the network."""
+        del arguments
+        check_counts(depth=depth)
+        return tuple(sorted({max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)}))
+
     def num_head_tokens(self) -> int | None:
         """Return 1 if only the class token is read, else None for all tokens.
 
@@ -135,10 +126,6 @@ class InLineDeiT(VisionModel):
         if self.global_pool != "token" or has_hooks(*self.blocks[-1].modules(), *self.norm.modules()):
             return None
         return 1
-
-    def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to all tokens."""
-        return self.norm(tokens)
 
     def prune_levels(self, last: int) -> None:
         """Remove the blocks after `last`."""
@@ -163,42 +150,17 @@ class InLineDeiT(VisionModel):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def _shape_features(self, tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def _shape_features(self, tokens: Tensor, grid: Grid) -> Tensor:
         mask = self._token_mask(tokens, grid)
         return tokens if mask is None else tokens.masked_fill(~mask[:, :, None], 0)
 
 
-default_cfgs = with_twins(
+register_family(
+    InLineDeiT,
     {
-        "inline_deit_tiny": pretrained_config(224, first_conv="patch_embed.proj"),
-        "inline_deit_small": pretrained_config(288, first_conv="patch_embed.proj"),
-        "inline_deit_base": pretrained_config(448, first_conv="patch_embed.proj"),
-    }
+        "inline_deit_tiny": {"embed_dim": 192, "num_heads": 6},  # 6.5 M parameters
+        "inline_deit_small": {"embed_dim": 320, "num_heads": 10, "img_size": 288},  # 16.7 M
+        "inline_deit_base": {"embed_dim": 384, "num_heads": 12, "img_size": 448},  # 23.8 M
+    },
+    first_conv="patch_embed.proj",
 )
-
-
-def _deit(variant: str, pretrained: bool, **arguments: Any) -> nn.Module:
-    depth: int = arguments.get("depth", 12)
-    check_counts(depth=depth)
-    quarters = sorted({max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)})
-    return build(InLineDeiT, variant, pretrained, **merged(arguments, out_indices=tuple(quarters)))
-
-
-@register_with_twins
-def inline_deit_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-DeiT-T, 6.5 M parameters, 224²."""
-    return _deit("inline_deit_tiny", pretrained, **merged(arguments, embed_dim=192, num_heads=6))
-
-
-@register_with_twins
-def inline_deit_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-DeiT-S, 16.7 M parameters, 288²."""
-    defaults = merged(arguments, embed_dim=320, num_heads=10, img_size=288)
-    return _deit("inline_deit_small", pretrained, **defaults)
-
-
-@register_with_twins
-def inline_deit_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-DeiT-B, 23.8 M parameters, 448²."""
-    defaults = merged(arguments, embed_dim=384, num_heads=12, img_size=448)
-    return _deit("inline_deit_base", pretrained, **defaults)

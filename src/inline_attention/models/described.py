@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import timm
 import torch
@@ -24,8 +24,6 @@ from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.support.text import did_you_mean, printable, some_of
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
-
-Rule: TypeAlias = Callable[[Any], str | None]  # what was expected, or None for a good value
 
 MAX_PIXELS = 2**26  # of `img_size`: 8192², less than Pillow's limit
 MAX_PARAMETERS = 20_000_000_000
@@ -63,77 +61,67 @@ class Description:
         return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def _integer(low: int, high: int) -> Rule:
-    def rule(value: Any) -> str | None:
-        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if fits else f"a whole number from {low} to {high}"
+class _Rule(NamedTuple):
+    """The values that an argument may have, and their description in a message."""
 
-    return rule
-
-
-def _real(low: float, high: float) -> Rule:
-    def rule(value: Any) -> str | None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if is_number and low <= value <= high else f"a number from {low:g} to {high:g}"  # NaN fails too
-
-    return rule
+    accepts: Callable[[Any], bool]
+    expected: str
 
 
-def _flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "true or false"
+def _integer(low: int, high: int) -> _Rule:
+    return _Rule(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
-def _word(*words: str) -> Rule:
-    def rule(value: Any) -> str | None:
-        return None if isinstance(value, str) and value in words else f"one of {', '.join(map(repr, words))}"
+def _real(low: float, high: float) -> _Rule:
+    def accepts(value: Any) -> bool:
+        return type(value) in (int, float) and low <= value <= high  # false for NaN
 
-    return rule
-
-
-def _list_of(rule: Rule, *lengths: int) -> Rule:
-    def check(value: Any) -> str | None:
-        expected = f"a list of {' or '.join(map(str, lengths))} values"
-        if not isinstance(value, (list, tuple)) or len(cast("Sequence[Any]", value)) not in lengths:
-            return expected
-        wrong = next((message for item in cast("Sequence[Any]", value) if (message := rule(item))), None)
-        return None if wrong is None else f"{expected}, each {wrong}"
-
-    return check
+    return _Rule(accepts, f"a number from {low:g} to {high:g}")
 
 
-def _one_or_more(rule: Rule, most: int = 8) -> Rule:
+def _word(*words: str) -> _Rule:
+    return _Rule(lambda value: isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}")
+
+
+def _list_of(rule: _Rule, *lengths: int) -> _Rule:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(rule.accepts, value))  # pyright: ignore[reportUnknownArgumentType]
+
+    return _Rule(accepts, f"a list of {' or '.join(map(str, lengths))} values, each {rule.expected}")
+
+
+def _one_or_more(rule: _Rule, most: int = 8) -> _Rule:
     """One value or a list of them, as timm's pyramids take."""
     several = _list_of(rule, *range(1, most + 1))
-    return lambda value: several(value) if isinstance(value, (list, tuple)) else rule(value)
+    return _Rule(
+        lambda value: rule.accepts(value) or several.accepts(value), f"{rule.expected}, or up to {most} of them"
+    )
 
 
-def _optional(rule: Rule) -> Rule:
-    return lambda value: None if value is None else rule(value)
+def _optional(rule: _Rule) -> _Rule:
+    return _Rule(lambda value: value is None or rule.accepts(value), rule.expected)
 
 
-def _image_size(value: Any) -> str | None:
+def _options(rules: Mapping[str, _Rule]) -> _Rule:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and name in rules and rules[name].accepts(item)
+            for name, item in cast("Mapping[Any, Any]", value).items()
+        )
+
+    return _Rule(accepts, "a mapping with " + "; ".join(f"{name}: {rule.expected}" for name, rule in rules.items()))
+
+
+def _fits_image(value: Any) -> bool:
     sides = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else (value, value))
-    side = _integer(1, MAX_PIXELS)
-    if len(sides) == 2 and not any(map(side, sides)) and sides[0] * sides[1] <= MAX_PIXELS:
-        return None
-    return f"one or two whole numbers ≥ 1 with a product of at most {MAX_PIXELS:,}"
+    return len(sides) == 2 and all(map(_SIDE.accepts, sides)) and sides[0] * sides[1] <= MAX_PIXELS
 
 
-def _options(rules: Mapping[str, Rule]) -> Rule:
-    def check(value: Any) -> str | None:
-        if not isinstance(value, Mapping):
-            return "a mapping"
-        for name, item in cast("Mapping[Any, Any]", value).items():
-            if not isinstance(name, str) or name not in rules:
-                return f"a mapping with some of {', '.join(rules)}, not {printable(name)[:60]!r}"
-            if (expected := rules[name](item)) is not None:
-                return f"{expected} for {name}"
-        return None
-
-    return check
-
-
+_SIDE = _integer(1, MAX_PIXELS)
+_IMAGE_SIZE = _Rule(_fits_image, f"one or two whole numbers ≥ 1 with a product of at most {MAX_PIXELS:,}")
+_FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
 _RATE = _real(0.0, 0.99)
+_CROP = _real(0.05, 1.0)
 _WIDTH = _integer(1, 16_384)
 _HEADS = _integer(1, 1024)
 _DEPTH = _integer(1, 512)
@@ -142,10 +130,10 @@ _WINDOW = _integer(1, 64)  # indices of a window take the fourth power of its si
 _RATIO = _real(0.01, 64.0)
 _POOL = _word("", "token", "avg", "avgmax", "max", "map")
 
-_EVERY_MODEL: dict[str, Rule] = {
+_EVERY_MODEL: dict[str, _Rule] = {
     "num_classes": _integer(0, 1_000_000),
     "in_chans": _integer(1, 1024),
-    "img_size": _optional(_image_size),
+    "img_size": _optional(_IMAGE_SIZE),
     "global_pool": _POOL,
     "drop_rate": _RATE,
     "proj_drop_rate": _RATE,
@@ -156,18 +144,23 @@ _ATTENTION = _options(
     {
         "feature_map": _word(*FEATURE_MAPS),
         "normalization": _word("subtract", "divide", "magnitude"),
-        "local_residual": _flag,
-        "static_local": _flag,
-        "qkv_bias": _flag,
-        "proj_bias": _flag,
+        "local_residual": _FLAG,
+        "static_local": _FLAG,
+        "qkv_bias": _FLAG,
+        "proj_bias": _FLAG,
         "scale": _optional(_real(1e-6, 1e6)),
         "backend": _word(*BACKEND_NAMES),
     }
 )
-_OURS: dict[str, Rule] = {**_EVERY_MODEL, "attention_options": _optional(_ATTENTION)}
-_STAGES = _list_of(_DEPTH, 4)
-_STAGE_HEADS = _list_of(_HEADS, 4)
-_FAMILY_RULES: dict[str, dict[str, Rule]] = {
+_OURS: dict[str, _Rule] = {**_EVERY_MODEL, "attention_options": _optional(_ATTENTION)}
+_PYRAMID: dict[str, _Rule] = {
+    **_OURS,
+    "embed_dim": _WIDTH,
+    "depths": _list_of(_DEPTH, 4),
+    "num_heads": _list_of(_HEADS, 4),
+    "mlp_ratio": _RATIO,
+}
+_FAMILY_RULES: dict[str, dict[str, _Rule]] = {
     "deit": {
         **_OURS,
         "embed_dim": _WIDTH,
@@ -176,28 +169,12 @@ _FAMILY_RULES: dict[str, dict[str, Rule]] = {
         "patch_size": _integer(1, 1024),
         "mlp_ratio": _RATIO,
     },
-    "pvt": {**_OURS, "depths": _STAGES},
-    "swin": {
-        **_OURS,
-        "embed_dim": _WIDTH,
-        "depths": _STAGES,
-        "num_heads": _STAGE_HEADS,
-        "global_blocks": _list_of(_COUNT, 4),
-        "window_size": _WINDOW,
-        "mlp_ratio": _RATIO,
-    },
-    "cswin": {
-        **_OURS,
-        "embed_dim": _WIDTH,
-        "depths": _STAGES,
-        "num_heads": _STAGE_HEADS,
-        "global_stages": _integer(0, 4),
-        "stripe_widths": _list_of(_integer(1, 256), 3),
-        "mlp_ratio": _RATIO,
-    },
+    "pvt": {**_OURS, "depths": _list_of(_DEPTH, 4)},
+    "swin": {**_PYRAMID, "global_blocks": _list_of(_COUNT, 4), "window_size": _WINDOW},
+    "cswin": {**_PYRAMID, "global_stages": _integer(0, 4), "stripe_widths": _list_of(_integer(1, 256), 3)},
 }
 # Arguments that many of timm's models share. The others can be given on the command line only.
-_TIMM_RULES: dict[str, Rule] = {
+_TIMM_RULES: dict[str, _Rule] = {
     **_EVERY_MODEL,
     **dict.fromkeys(("embed_dim", "embed_dims", "dims", "dim", "width"), _one_or_more(_WIDTH)),
     **dict.fromkeys(("depth", "depths", "layers"), _one_or_more(_DEPTH)),
@@ -210,19 +187,15 @@ _TIMM_RULES: dict[str, Rule] = {
     **dict.fromkeys(("init_values", "layer_scale_init_value", "ls_init_value"), _optional(_real(0.0, 100.0))),
     **dict.fromkeys(
         ("class_token", "qkv_bias", "qk_norm", "no_embed_class", "pre_norm", "final_norm", "dynamic_img_size"),
-        _flag,
+        _FLAG,
     ),
-    **dict.fromkeys(("dynamic_img_pad", "strict_img_size", "always_partition"), _flag),
-    "fc_norm": _optional(_flag),
+    **dict.fromkeys(("dynamic_img_pad", "strict_img_size", "always_partition"), _FLAG),
+    "fc_norm": _optional(_FLAG),
 }
 
 
 def check_model_name(name: object) -> str:
-    """Return a name that a file gives, if it is that of a registered model.
-
-    Raises:
-        ModelDescriptionError: If it is anything else, such as `hf-hub:…`, `local-dir:…` or a path.
-    """
+    """Return a name from a file if a model is registered under it; refuse `hf-hub:…`, `local-dir:…` and paths."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None or not timm.is_model(name):
         hint = did_you_mean(name, list_models()) or "; `inline models` lists them"
         raise ModelDescriptionError(f"expected the name of a registered model, got {_shown(name)}{hint}")
@@ -230,15 +203,11 @@ def check_model_name(name: object) -> str:
 
 
 def argument_problems(name: str, arguments: object) -> dict[str, str]:
-    """Return what is wrong with the arguments that a file gives for a model: a sentence by argument name.
-
-    Args:
-        name: A registered model.
-        arguments: What the file says.
-    """
+    """Return the problems of the arguments that a file gives for a registered model: a sentence by argument name."""
     if not isinstance(arguments, Mapping):
         return {"": f"expected a mapping of model arguments, got {_shown(arguments)}"}
-    rules = _rules_for(name)
+    family = _family(name)
+    rules = _TIMM_RULES if family is None else _FAMILY_RULES[family]
     problems: dict[str, str] = {}
     for argument, value in cast("Mapping[Any, Any]", arguments).items():
         if not isinstance(argument, str) or argument not in rules:
@@ -247,8 +216,8 @@ def argument_problems(name: str, arguments: object) -> dict[str, str]:
                 f"a file may not set {shown!r} of {name}: only {', '.join(sorted(rules))}; "
                 f"if you trust it, pass it yourself: --set model.arguments.{shown}=…"
             )
-        elif (expected := rules[argument](value)) is not None:
-            problems[argument] = f"expected {expected} as {argument} of {name}, got {_shown(value)}"
+        elif not rules[argument].accepts(value):
+            problems[argument] = f"expected {rules[argument].expected} as {argument} of {name}, got {_shown(value)}"
     if "img_size" in arguments and not problems.keys() & {"img_size", "patch_size"}:
         tokens, most = _count_tokens(name, arguments), _most_tokens(name)
         if tokens > most:
@@ -283,13 +252,10 @@ def check_description(
     The model is built on the meta device, which takes no memory.
 
     Args:
-        name: The name that the file gives.
-        arguments: The arguments that the file gives.
-        weights: The tensors of the same file; a model far larger than they are is refused.
-        **own: Arguments of the caller's own, which are trusted.
-
-    Raises:
-        ModelDescriptionError: With the first problem.
+        name: Name from the file.
+        arguments: Arguments from the file.
+        weights: Tensors of the same file. A model far larger than they are is refused.
+        **own: Arguments of the caller, which are trusted.
     """
     checked = check_model_name(name)
     if problems := argument_problems(checked, arguments):
@@ -302,11 +268,7 @@ def check_description(
 
 
 def parse_note(file: Checkpoint, key: str, expected: type | tuple[type, ...] = object) -> Any:
-    """Return an entry of a file's metadata, which is JSON; None if there is no such entry.
-
-    Raises:
-        CheckpointError: If it is not JSON of the expected type, or too large.
-    """
+    """Return an entry of a file's metadata, which is JSON of the expected type; None if there is no such entry."""
     if key not in file.metadata:
         return None
     try:
@@ -319,11 +281,7 @@ def parse_note(file: Checkpoint, key: str, expected: type | tuple[type, ...] = o
 
 
 def parse_class_names(file: Checkpoint) -> list[str] | None:
-    """Return the class names that a file gives; None if it gives none.
-
-    Raises:
-        CheckpointError: If they are not a list of texts or numbers.
-    """
+    """Return the class names that a file gives, a list of texts or numbers; None if it gives none."""
     names: list[Any] | None = parse_note(file, "class_names", list)
     if names is not None and not all(isinstance(name, (str, int, float)) for name in names):
         raise CheckpointError(f"{file.path} has class_names in its metadata that are not texts; save it again")
@@ -334,8 +292,8 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
     """Return what a file says about its classifier.
 
     Args:
-        file: What `open_checkpoint` returned.
-        model_name: The model that the user names. If the file names another, its arguments do not apply.
+        file: Result of `open_checkpoint`.
+        model_name: Model that the user names. If the file names another, its arguments do not apply.
 
     Raises:
         CheckpointError: If no model is named, or the file describes one that must not be built.
@@ -356,8 +314,8 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
     crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
     try:
         name, arguments = check_description(noted, parse_note(file, "model_arguments", dict) or {}, file.weights)
-        if crop_pct is not None and (expected := _real(0.05, 1.0)(crop_pct)) is not None:
-            raise ModelDescriptionError(f"expected {expected} as crop_pct, got {_shown(crop_pct)}")
+        if crop_pct is not None and not _CROP.accepts(crop_pct):
+            raise ModelDescriptionError(f"expected {_CROP.expected} as crop_pct, got {_shown(crop_pct)}")
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
     return Description(name, arguments, class_names, crop_pct)
@@ -377,16 +335,7 @@ def _create(name: str, described: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 
 def check_model_size(name: str, model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
-    """Refuse a model that would take far more memory than its weights.
-
-    Args:
-        name: Name of the model in the message.
-        model: The model on the meta device.
-        weights: The tensors of its file; None if there are none yet.
-
-    Raises:
-        ModelDescriptionError: If it is too large.
-    """
+    """Refuse a model on the meta device that would take far more memory than the weights of its file, if it has one."""
     most = MAX_PARAMETERS
     if weights is not None:
         # Twice: a file without its head, or with one of two sets of weights, still fits.
@@ -399,11 +348,6 @@ def check_model_size(name: str, model: nn.Module, weights: Mapping[str, Tensor] 
         raise ModelDescriptionError(
             f"this {name} would have {size:,} bytes of masks and indices; at most {MAX_BUFFER_BYTES:,} can be"
         )
-
-
-def _rules_for(name: str) -> dict[str, Rule]:
-    family = _family(name)
-    return _TIMM_RULES if family is None else _FAMILY_RULES[family]
 
 
 def _family(name: str) -> str | None:

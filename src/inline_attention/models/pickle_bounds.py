@@ -35,14 +35,10 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
 def check_pickle(stream: BinaryIO) -> None:
-    """Read one pickle's opcodes, up to and including its end.
-
-    Args:
-        stream: At the beginning of the pickle.
+    """Read one pickle's opcodes, up to and including its end; raise ValueError if it is not a pickle.
 
     Raises:
         PickleBoundsError: If it would become nested more than `MAX_DEPTH` deep, or hash more than `MAX_HASHED` parts.
-        ValueError: If it is not a pickle.
     """
     stack: list[_Item] = []
     marks: list[int] = []  # heights of the stack

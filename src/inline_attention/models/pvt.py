@@ -9,23 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from inline_attention.layers.attention import SoftmaxAttention
-from inline_attention.layers.block import Block
+from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid
-from inline_attention.models.base import check_counts, drop_path_rates, global_attention, image_sides
+from inline_attention.models.base import global_attention, image_sides
 from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
-from inline_attention.models.registry import (
-    AttentionKind,
-    build,
-    merged,
-    pretrained_config,
-    register_with_twins,
-    with_twins,
-)
+from inline_attention.models.registry import AttentionKind, register_family
 
 DIMS = (64, 128, 320, 512)
 HEADS = (2, 4, 10, 16)
@@ -42,13 +33,8 @@ class InLinePVT(PyramidModel):
         attention: AttentionKind = "inline",
         attention_options: Mapping[str, Any] | None = None,
         img_size: int | tuple[int, int] = 224,
-        num_classes: int = 1000,
         in_chans: int = 3,
-        global_pool: str = "avg",
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.1,
+        **common: Any,
     ) -> None:
         """Build the model.
 
@@ -57,49 +43,31 @@ class InLinePVT(PyramidModel):
             attention: "inline", or "softmax" (over the whole map) or "linear" for a twin.
             attention_options: Extra arguments of the InLine or linear attention layer.
             img_size: Native image size of the learned positions. Other sizes work too.
-            num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
-            global_pool: "avg", or "" for no pooling.
-            drop_rate: Dropout rate before the head.
-            proj_drop_rate: Dropout rate after projections.
-            attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Stochastic depth rate of the last block.
+            **common: Dropout rates, and arguments of the head: see `PyramidModel`.
         """
-        check_counts(depths=depths)
         pixels = Grid(*image_sides(img_size))
         embeddings = [
             ConvEmbedding(
-                in_chans if stage == 0 else DIMS[stage - 1],
-                dim,
-                kernel_size=4 if stage == 0 else 2,
-                stride=4 if stage == 0 else 2,
-                norm_eps=1e-5,
-                position_grid=pixels.coarser(stride).size,
+                channels, dim, kernel_size=step, stride=step, norm_eps=1e-5, position_grid=pixels.coarser(stride).size
             )
-            for stage, (dim, stride) in enumerate(zip(DIMS, STRIDES, strict=True))
+            for channels, dim, step, stride in zip((in_chans, *DIMS[:-1]), DIMS, (4, 2, 2, 2), STRIDES, strict=True)
         ]
-        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
-        arguments: dict[str, Any] = {"fused_qkv": False, "attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
 
-        def block(dim: int, num_heads: int, mlp_ratio: float) -> Block:
-            if attention == "softmax":
-                layer = SoftmaxAttention(dim, num_heads, **arguments)
-            else:
-                layer = global_attention(attention, dim, num_heads, attention_options, **arguments)
-            return Block(dim, layer, mlp_ratio=mlp_ratio, norm_eps=1e-6, drop=proj_drop_rate, drop_path=next(rates))
+        def make_attention(stage: int, _index: int, **drops: Any) -> TokenAttention:
+            return global_attention(attention, DIMS[stage], HEADS[stage], attention_options, fused_qkv=False, **drops)
 
-        stages = [
-            [block(*sizes) for _ in range(depth)] for depth, *sizes in zip(depths, DIMS, HEADS, MLP_RATIOS, strict=True)
-        ]
         super().__init__(
             embeddings,
-            stages,
+            make_attention,
+            depths,
             DIMS,
             nn.Identity(),
-            num_classes=num_classes,
+            mlp_ratios=MLP_RATIOS,
+            norm_eps=1e-6,
+            img_size=img_size,
             in_chans=in_chans,
-            global_pool=global_pool,
-            drop_rate=drop_rate,
+            **common,
         )
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -118,49 +86,24 @@ class InLinePVT(PyramidModel):
             if isinstance(embedding, ConvEmbedding) and embedding.position_grid is not None
         }
 
-    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the authors' keys to ours."""
-        table = [
-            entry
-            for stage in range(4)
-            for entry in (
+        table: list[tuple[str, str]] = []
+        for stage in range(4):
+            table += [
                 (rf"patch_embed{stage + 1}\.", f"embeddings.{stage}."),
                 (rf"pos_embed{stage + 1}$", f"embeddings.{stage}.positions"),
                 (rf"block{stage + 1}\.", f"stages.{stage}."),
-            )
-        ]
+            ]
         return rename(state_dict, table)
 
 
-default_cfgs = with_twins(
+register_family(
+    InLinePVT,
     {
-        f"inline_pvt_{size}": pretrained_config(first_conv="embeddings.0.proj", pool_size=(7, 7))
-        for size in ("tiny", "small", "medium", "large")
-    }
+        "inline_pvt_tiny": {"depths": (2, 2, 2, 2)},  # 12.0 M parameters
+        "inline_pvt_small": {"depths": (3, 4, 6, 3)},  # 21.6 M
+        "inline_pvt_medium": {"depths": (3, 4, 18, 3), "drop_path_rate": 0.3},  # 37.6 M
+        "inline_pvt_large": {"depths": (3, 8, 27, 3), "drop_path_rate": 0.3},  # 51.2 M
+    },
 )
-
-
-@register_with_twins
-def inline_pvt_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-PVT-T, 12.0 M parameters."""
-    return build(InLinePVT, "inline_pvt_tiny", pretrained, **merged(arguments, depths=(2, 2, 2, 2)))
-
-
-@register_with_twins
-def inline_pvt_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-PVT-S, 21.6 M parameters."""
-    return build(InLinePVT, "inline_pvt_small", pretrained, **merged(arguments, depths=(3, 4, 6, 3)))
-
-
-@register_with_twins
-def inline_pvt_medium(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-PVT-M, 37.6 M parameters."""
-    defaults = merged(arguments, depths=(3, 4, 18, 3), drop_path_rate=0.3)
-    return build(InLinePVT, "inline_pvt_medium", pretrained, **defaults)
-
-
-@register_with_twins
-def inline_pvt_large(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-PVT-L, 51.2 M parameters."""
-    defaults = merged(arguments, depths=(3, 8, 27, 3), drop_path_rate=0.3)
-    return build(InLinePVT, "inline_pvt_large", pretrained, **defaults)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
+from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, tokens_to_map
-from inline_attention.models.base import VisionModel, initialize
+from inline_attention.models.base import VisionModel, check_counts, drop_path_rates, image_sides, initialize
 from inline_attention.models.reading import CheckpointError
 
 STRIDES = (4, 8, 16, 32)
@@ -26,28 +26,55 @@ class PyramidModel(VisionModel):
     def __init__(
         self,
         embeddings: Sequence[nn.Module],
-        stages: Sequence[Sequence[Block]],
+        make_attention: Callable[..., nn.Module],
+        depths: Sequence[int],
         dims: Sequence[int],
         norm: nn.Module,
         *,
-        num_classes: int,
-        in_chans: int,
-        global_pool: str,
-        drop_rate: float,
+        mlp_ratios: Sequence[float],
+        norm_eps: float,
+        local_from_input: bool = False,
+        img_size: int | tuple[int, int] = 224,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.1,
+        **head: Any,
     ) -> None:
         """Assemble the model.
 
         Args:
             embeddings: One embedding per stage; the first one takes images.
-            stages: Blocks of each stage.
+            make_attention: Returns the layer of block `index` of a `stage`, given both and the dropout rates.
+            depths: Number of blocks of each stage.
             dims: Channels of each stage.
             norm: Norm after the last stage.
-            num_classes: Outputs of the head; 0 for none.
-            in_chans: Channels of the images.
-            global_pool: "avg", or "" for no pooling.
-            drop_rate: Dropout rate before the head.
+            mlp_ratios: Hidden width of the MLPs of each stage, in multiples of its channels.
+            norm_eps: Epsilon of the blocks' norms.
+            local_from_input: Predict local weights from the un-normalized input of a block (CSWin).
+            img_size: Native image size. Only learned positions depend on it.
+            proj_drop_rate: Dropout rate after projections.
+            attn_drop_rate: Dropout rate of the attention.
+            drop_path_rate: Stochastic depth rate of the last block.
+            **head: Arguments of `VisionModel`: `num_classes`, `in_chans`, `global_pool`, `drop_rate`.
         """
-        super().__init__(dims[-1], num_classes, in_chans, global_pool, drop_rate)
+        check_counts(depths=depths)
+        image_sides(img_size)
+        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
+
+        def block(stage: int, index: int) -> Block:
+            layer = make_attention(stage, index, attn_drop=attn_drop_rate, proj_drop=proj_drop_rate)
+            return Block(
+                dims[stage],
+                layer,
+                mlp_ratio=mlp_ratios[stage],
+                norm_eps=norm_eps,
+                drop=proj_drop_rate,
+                drop_path=next(rates),
+                local_from_input=local_from_input and isinstance(layer, TokenAttention),
+            )
+
+        stages = [[block(stage, index) for index in range(depth)] for stage, depth in enumerate(depths)]
+        super().__init__(dims[-1], **head)
         self.embeddings = nn.ModuleList(embeddings)
         self.stages = nn.ModuleList(nn.ModuleList(blocks) for blocks in stages)
         self.norm = norm
@@ -57,9 +84,7 @@ class PyramidModel(VisionModel):
         ]
         self.apply(initialize)
 
-    def levels(
-        self, x: torch.Tensor, grid: Grid, last: int, num_tokens: int | None = None
-    ) -> Iterator[tuple[torch.Tensor, Grid]]:
+    def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
         """Yield tokens and grid after each stage; the last stage returns the first `num_tokens`, or all."""
         for index, (embedding, stage) in enumerate(zip(self.embeddings, self.stages, strict=True)):
             if index > last:
@@ -71,10 +96,6 @@ class PyramidModel(VisionModel):
                 tokens = self.run_block(block, tokens, grid, num_tokens if is_last else None)
             yield tokens, grid
             x = tokens_to_map(tokens, grid)
-
-    def final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to the last stage's tokens."""
-        return self.norm(tokens)
 
     def prune_levels(self, last: int) -> None:
         """Remove the stages after `last`."""
@@ -89,12 +110,8 @@ class PyramidModel(VisionModel):
         return {"stem": r"^embeddings\.0\.", "blocks": blocks if coarse else fine}
 
 
-def rename(state_dict: Mapping[str, torch.Tensor], table: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Rename each key by the first pattern that matches its start; keep keys without a match.
-
-    Raises:
-        CheckpointError: If two keys get the same name.
-    """
+def rename(state_dict: Mapping[str, Tensor], table: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+    """Rename each key by the first pattern that matches its start; refuse two keys with the same new name."""
     origins: dict[str, str] = {}
     for key in state_dict:
         name = key

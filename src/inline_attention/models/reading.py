@@ -79,26 +79,14 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
     """
     path = Path(path)
     _check_is_file(path)
-    if path.suffix.lower() == ".safetensors":
-        content, metadata = _read_safetensors(path)
-    else:
-        content, metadata = _read_pickle(path), {}
+    is_safe = path.suffix.lower() == ".safetensors"
+    content, metadata = _read_safetensors(path) if is_safe else (_read_pickle(path), {})
     origin, entries = _select(path, content, use_ema)
     return Checkpoint(path, clean_weights(path, entries), origin, metadata)
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None) -> dict[str, Tensor]:
-    """Return the weights of a file, on the CPU, without the name prefixes of DDP and `torch.compile`.
-
-    Args:
-        path: A `.safetensors` file, or a file of `torch.save`: a bare state dict, or a training checkpoint with weights
-            under `model`, `state_dict`, `model_ema` or `state_dict_ema`.
-        use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
-
-    Raises:
-        UnsafeCheckpointError: If the file refers to code. Nothing was run.
-        CheckpointError: If the file is missing, damaged, not a checkpoint, or has no weights of the requested kind.
-    """
+    """Return the weights of a file, without their origin and metadata. Arguments and errors: see `open_checkpoint`."""
     return open_checkpoint(path, use_ema=use_ema).weights
 
 
@@ -154,8 +142,8 @@ def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, s
     shorter = min(len(first), len(second))
     start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
     before, end = ("…, " if start else ""), f"nothing after {start}"
-    shown, other = (before + some_of(names[start:], 5) if names[start:] else end for names in (first, second))
-    return shown, other
+    shown = [before + some_of(names[start:], 5) if names[start:] else end for names in (first, second)]
+    return shown[0], shown[1]
 
 
 class _StandIn:
@@ -244,32 +232,22 @@ def _read_pickle(path: Path) -> Any:
 
 
 def check_pickle_file(path: Path) -> bool:
-    """Check a file of `torch.save` for damage, and for structures that are too deep or too large to build.
+    """Refuse a file of `torch.save` that is damaged, or too deep or large to build; return True for an archive.
 
-    Returns:
-        True if the file is an archive, the format of torch since 1.6.
-
-    Raises:
-        CheckpointError: If the file is refused.
-        OSError: If the file cannot be read.
+    An archive is the format of torch since 1.6. torch reports other problems when it reads the file.
     """
     with open_regular(path) as file:
         is_archive = file.read(4) == b"PK\x03\x04"
     if is_archive:
         _check_archive(path)
-    _check_pickles(path, is_archive)
-    return is_archive
-
-
-def _check_pickles(path: Path, is_archive: bool) -> None:
-    """Refuse structures that are too deep or too large to build. torch reports other problems when it reads them."""
     try:
         for stream in _pickles(path, is_archive):
             check_pickle(stream)
     except PickleBoundsError as error:
         raise _unreadable(path, error) from error
     except Exception:
-        return
+        pass  # torch says what is wrong
+    return is_archive
 
 
 def _check_archive(path: Path) -> None:

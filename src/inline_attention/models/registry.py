@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import timm
-import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, register_model
 from timm.models._features import FeatureGetterNet
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.models.checkpoints import open_checkpoint, read_position_grids
 from inline_attention.ops.reference import AttentionKind
@@ -38,7 +37,6 @@ PUBLISHED_TOP1: dict[str, float] = {
     "inline_cswin_base": 84.5,
     "inline_cswin_base_384": 85.7,
 }
-EntryPoint: TypeAlias = Callable[..., nn.Module]
 
 
 class NoPretrainedWeightsError(RuntimeError):
@@ -48,7 +46,7 @@ class NoPretrainedWeightsError(RuntimeError):
 class FeatureBackbone(FeatureGetterNet):
     """timm's `features_only` wrapper with support for unequal images."""
 
-    def forward(self, x: torch.Tensor, **image_sizes_or_mask: Any) -> list[torch.Tensor]:
+    def forward(self, x: Tensor, **image_sizes_or_mask: Any) -> list[Tensor]:
         """Return features `[B, C, h, w]` at each stride of `feature_info.reduction()`.
 
         Args:
@@ -65,17 +63,48 @@ class FeatureBackbone(FeatureGetterNet):
         )
 
 
-def pretrained_config(size: int = 224, *, first_conv: str, crop_pct: float = 0.875, **entries: Any) -> dict[str, Any]:
-    """Return timm's `pretrained_cfg`: the images that a model was trained on, and its first and last layer.
+def register_family(
+    model_class: type[nn.Module],
+    variants: Mapping[str, Mapping[str, Any]],
+    *,
+    first_conv: str = "embeddings.0.proj",
+) -> None:
+    """Register each variant `inline_NAME` with timm, and its twins `softmax_NAME` and `linear_NAME`.
 
-    A `crop_pct` of 0.875 is the paper's evaluation: resize to 256/224 of the size, then crop the center.
+    Args:
+        model_class: Class of the models. Its module gets their entry points and `default_cfgs`, as timm's modules have.
+        variants: Arguments of the class, by model name.
+        first_conv: Name of the first convolution, whose input channels timm adapts.
     """
+    module = sys.modules[model_class.__module__]
+    configs: dict[str, dict[str, Any]] = vars(module).setdefault("default_cfgs", {})
+    for variant, defaults in variants.items():
+        for attention in ("inline", *TWINS):
+            entry_point = _entry_point(model_class, variant, {"attention": attention, **defaults})
+            configs[entry_point.__name__] = _pretrained_config(model_class, first_conv, defaults.get("img_size", 224))
+            setattr(module, entry_point.__name__, register_model(entry_point))
+
+
+def _entry_point(model_class: type[nn.Module], variant: str, defaults: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **arguments: Any) -> nn.Module:
+        return _build(model_class, variant, pretrained, **{**defaults, **arguments})
+
+    create.__name__ = create.__qualname__ = variant.replace("inline_", f"{defaults['attention']}_", 1)
+    create.__module__ = model_class.__module__
+    create.__doc__ = f"Build {model_class.__name__} as {create.__name__}."
+    return create
+
+
+def _pretrained_config(model_class: type[nn.Module], first_conv: str, size: int) -> dict[str, Any]:
+    """Return timm's description of a model: its images, and its first and last layer."""
+    stride: int | None = getattr(model_class, "largest_stride", None)
     return {
         "url": "",
         "num_classes": 1000,
         "input_size": (3, size, size),
-        "pool_size": None,
-        "crop_pct": crop_pct,
+        "pool_size": None if stride is None else (size // stride, size // stride),
+        # The paper's evaluation: resize to 256/224 of the size, then crop the center; at 384² resize straight to 384.
+        "crop_pct": 1.0 if size == 384 else 0.875,
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
@@ -84,65 +113,13 @@ def pretrained_config(size: int = 224, *, first_conv: str, crop_pct: float = 0.8
         "fixed_input_size": False,
         "paper_ids": "arXiv:2412.06590",
         "paper_name": "Bridging the Divide: Reconsidering Softmax and Linear Attention",
-        **entries,
     }
 
 
-def with_twins(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return configurations by name, with the twins' configurations added."""
-    return configs | {
-        name.replace("inline_", f"{twin}_", 1): config for name, config in configs.items() for twin in TWINS
-    }
-
-
-def register_with_twins(entry_point: EntryPoint) -> EntryPoint:
-    """Register `inline_NAME` and its twins `softmax_NAME` and `linear_NAME`, which differ in their attention.
-
-    Args:
-        entry_point: Function of `pretrained`, `attention` and the model's arguments.
-    """
-    register_model(entry_point)
-    module = sys.modules[entry_point.__module__]
-    for twin in TWINS:
-
-        def create(pretrained: bool = False, *, _twin: AttentionKind = twin, **arguments: Any) -> nn.Module:
-            return entry_point(pretrained, attention=_twin, **arguments)
-
-        create.__name__ = create.__qualname__ = entry_point.__name__.replace("inline_", f"{twin}_", 1)
-        create.__module__ = entry_point.__module__
-        create.__doc__ = f"The {twin} twin of {entry_point.__name__}."
-        setattr(module, create.__name__, register_model(create))
-    return entry_point
-
-
-def merged(arguments: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Return a variant's defaults, updated with the caller's arguments."""
-    return defaults | dict(arguments)
-
-
-def build(
-    model_class: type[nn.Module],
-    variant: str,
-    pretrained: bool,
-    *,
-    attention: AttentionKind = "inline",
-    out_indices: tuple[int, ...] = (0, 1, 2, 3),
-    **arguments: Any,
+def _build(
+    model_class: Any, variant: str, pretrained: bool, *, attention: AttentionKind, **arguments: Any
 ) -> nn.Module:
-    """Build a model with timm's builder.
-
-    Args:
-        model_class: Class of the model.
-        variant: Model name, `inline_…`.
-        pretrained: Load weights from the file in `pretrained_cfg_overlay`.
-        attention: Attention of the model or of its twin.
-        out_indices: Levels that a `features_only` backbone returns by default.
-        **arguments: Arguments of the class or of timm's builder.
-
-    Raises:
-        NoPretrainedWeightsError: If `pretrained=True` without a file of weights.
-        ValueError: If the attention is unknown.
-    """
+    """Build a model with timm's builder; `pretrained` loads weights from the file in `pretrained_cfg_overlay`."""
     if attention not in ("inline", *TWINS):
         raise ValueError(f"attention must be 'inline', 'softmax' or 'linear', got {attention!r}")
     name = variant.replace("inline_", f"{attention}_", 1)
@@ -166,13 +143,14 @@ def build(
                 f"download one, run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
                 f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
             )
+    levels = arguments.pop("out_indices") if "out_indices" in arguments else model_class.feature_levels(**arguments)
     return build_model_with_cfg(
         functools.partial(model_class, attention=attention),
         name,
         pretrained,
         pretrained_cfg_overlay=overlay,
         pretrained_filter_fn=lambda state_dict, model: model.convert_state_dict(state_dict, grids),
-        feature_cfg={"out_indices": out_indices, "feature_cls": FeatureBackbone, "output_fmt": "NCHW"},
+        feature_cfg={"out_indices": levels, "feature_cls": FeatureBackbone, "output_fmt": "NCHW"},
         **arguments,
     )
 

@@ -9,22 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding, PatchMerging
 from inline_attention.layers.window_attention import WindowAttention, resample_relative_positions
-from inline_attention.models.base import blocks_of, check_counts, drop_path_rates, global_attention, image_sides
+from inline_attention.models.base import blocks_of, check_counts, global_attention
 from inline_attention.models.pyramid import PyramidModel, rename
-from inline_attention.models.registry import (
-    AttentionKind,
-    build,
-    merged,
-    pretrained_config,
-    register_with_twins,
-    with_twins,
-)
+from inline_attention.models.registry import AttentionKind, register_family
 
 NORM_EPS = 1e-5
 
@@ -41,16 +32,10 @@ class InLineSwin(PyramidModel):
         *,
         attention: AttentionKind = "inline",
         attention_options: Mapping[str, Any] | None = None,
-        img_size: int | tuple[int, int] = 224,
         window_size: int = 7,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
         in_chans: int = 3,
-        global_pool: str = "avg",
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.2,
+        **common: Any,
     ) -> None:
         """Build the model.
 
@@ -62,43 +47,33 @@ class InLineSwin(PyramidModel):
                 others attend in windows. The softmax twin has none.
             attention: "inline", or "softmax" (windows in all blocks) or "linear" for a twin.
             attention_options: Extra arguments of the InLine or linear attention layer.
-            img_size: Native image size. It has no effect; timm passes it.
             window_size: Side of a window in tokens.
             mlp_ratio: Hidden width of the MLPs in multiples of the channels.
-            num_classes: Outputs of the head; 0 for none.
             in_chans: Channels of the images.
-            global_pool: "avg", or "" for no pooling.
-            drop_rate: Dropout rate before the head.
-            proj_drop_rate: Dropout rate after projections.
-            attn_drop_rate: Dropout rate of the attention.
-            drop_path_rate: Stochastic depth rate of the last block.
+            **common: Dropout rates, and arguments of the head: see `PyramidModel`.
         """
-        check_counts(embed_dim=embed_dim, depths=depths, num_heads=num_heads, window_size=window_size)
+        check_counts(embed_dim=embed_dim, num_heads=num_heads, window_size=window_size)
         check_counts(least=0, global_blocks=global_blocks)
-        image_sides(img_size)
         dims = [embed_dim * 2**stage for stage in range(4)]
         stem = ConvEmbedding(in_chans, embed_dim, kernel_size=4, stride=4, norm_eps=NORM_EPS)
         merging = [PatchMerging(dim, norm_eps=NORM_EPS) for dim in dims[:-1]]
-        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
-        drops: dict[str, Any] = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
 
-        def block(stage: int, index: int) -> Block:
+        def make_attention(stage: int, index: int, **drops: Any) -> nn.Module:
             dim, heads = dims[stage], num_heads[stage]
             if attention != "softmax" and index < global_blocks[stage]:
-                layer = global_attention(attention, dim, heads, attention_options, **drops)
-            else:
-                layer = WindowAttention(dim, heads, window_size=window_size, shifted=index % 2 == 1, **drops)
-            return Block(dim, layer, mlp_ratio=mlp_ratio, norm_eps=NORM_EPS, drop=proj_drop_rate, drop_path=next(rates))
+                return global_attention(attention, dim, heads, attention_options, **drops)
+            return WindowAttention(dim, heads, window_size=window_size, shifted=index % 2 == 1, **drops)
 
         super().__init__(
             [stem, *merging],
-            [[block(stage, index) for index in range(depth)] for stage, depth in enumerate(depths)],
+            make_attention,
+            depths,
             dims,
             nn.LayerNorm(dims[-1], eps=NORM_EPS),
-            num_classes=num_classes,
+            mlp_ratios=[mlp_ratio] * 4,
+            norm_eps=NORM_EPS,
             in_chans=in_chans,
-            global_pool=global_pool,
-            drop_rate=drop_rate,
+            **{"drop_path_rate": 0.2, **common},
         )
 
     def set_input_size(self, img_size: int | tuple[int, int] | None = None, window_size: int | None = None) -> None:
@@ -108,7 +83,7 @@ class InLineSwin(PyramidModel):
             if window_size is not None and isinstance(block.attn, WindowAttention):
                 block.attn.set_window_size(window_size)
 
-    def translate_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the authors' keys to ours, remove constant buffers, and resample biases of another window size."""
         table = [
             (r"patch_embed\.", "embeddings.0."),
@@ -124,56 +99,28 @@ class InLineSwin(PyramidModel):
         return converted
 
 
-_NATIVE = pretrained_config(first_conv="embeddings.0.proj", pool_size=(7, 7))
-_LARGE = pretrained_config(384, first_conv="embeddings.0.proj", pool_size=(12, 12), crop_pct=1.0)
-default_cfgs = with_twins(
-    {
-        "inline_swin_tiny": _NATIVE,
-        "inline_swin_small": _NATIVE,
-        "inline_swin_base": _NATIVE,
-        "inline_swin_base_384": _LARGE,
-    }
-)
-_BASE: dict[str, Any] = {
+_SMALL = {"embed_dim": 96, "num_heads": (3, 6, 12, 24)}
+_BASE = {
     "embed_dim": 128,
     "depths": (2, 2, 18, 2),
     "num_heads": (4, 8, 16, 32),
     "global_blocks": (2, 2, 2, 0),
     "drop_path_rate": 0.5,
 }
-
-
-@register_with_twins
-def inline_swin_tiny(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-Swin-T, 29.2 M parameters: InLine in the first three stages."""
-    defaults = merged(
-        arguments, embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), global_blocks=(2, 2, 6, 0)
-    )
-    return build(InLineSwin, "inline_swin_tiny", pretrained, **defaults)
-
-
-@register_with_twins
-def inline_swin_small(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-Swin-S, 49.8 M parameters: InLine in the first two stages."""
-    defaults = merged(
-        arguments,
-        embed_dim=96,
-        depths=(2, 2, 18, 2),
-        num_heads=(3, 6, 12, 24),
-        global_blocks=(2, 2, 0, 0),
-        drop_path_rate=0.3,
-    )
-    return build(InLineSwin, "inline_swin_small", pretrained, **defaults)
-
-
-@register_with_twins
-def inline_swin_base(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-Swin-B, 88.4 M parameters: InLine in the first two stages and the first two blocks of the third."""
-    return build(InLineSwin, "inline_swin_base", pretrained, **merged(arguments, **_BASE))
-
-
-@register_with_twins
-def inline_swin_base_384(pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """InLine-Swin-B at 384², with windows of 12×12."""
-    defaults = merged(arguments, **(_BASE | {"img_size": 384, "window_size": 12}))
-    return build(InLineSwin, "inline_swin_base_384", pretrained, **defaults)
+register_family(
+    InLineSwin,
+    {
+        # 29.2 M parameters, InLine in the first three stages
+        "inline_swin_tiny": {**_SMALL, "depths": (2, 2, 6, 2), "global_blocks": (2, 2, 6, 0)},
+        # 49.8 M, InLine in the first two stages
+        "inline_swin_small": {
+            **_SMALL,
+            "depths": (2, 2, 18, 2),
+            "global_blocks": (2, 2, 0, 0),
+            "drop_path_rate": 0.3,
+        },
+        # 88.4 M, InLine in the first two stages and the first two blocks of the third
+        "inline_swin_base": _BASE,
+        "inline_swin_base_384": {**_BASE, "img_size": 384, "window_size": 12},
+    },
+)
