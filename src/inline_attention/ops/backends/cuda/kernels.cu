@@ -34,6 +34,7 @@ static_assert(HEAD_DIM == 32 || HEAD_DIM == 64, "fragments are laid out for head
 
 // ---------------------------------------------------------------------------------------------- instructions
 
+#ifndef EMULATED  // tests/ops/emulated_gpu.h has them for a CPU
 __device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if IS_BF16
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -87,8 +88,6 @@ __device__ __forceinline__ void copy_async(u32 target, const u16* source, bool i
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
 #if IS_BF16
@@ -118,15 +117,6 @@ __device__ __forceinline__ float high_half(u32 pair) {
 #endif
 }
 
-__device__ __forceinline__ void unpack(float (&values)[8], const uint4& chunk, bool inside) {
-  const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    values[2 * i] = inside ? low_half(pairs[i]) : 0.0f;
-    values[2 * i + 1] = inside ? high_half(pairs[i]) : 0.0f;
-  }
-}
-
 // pair - reference, as a fused multiply-add: a plain bfloat16 subtraction needs sm_90.
 __device__ __forceinline__ u32 plus(u32 pair, u32 negative_reference) {
   u32 r;
@@ -136,6 +126,19 @@ __device__ __forceinline__ u32 plus(u32 pair, u32 negative_reference) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(ONES), "r"(negative_reference));
 #endif
   return r;
+}
+
+#endif  // EMULATED
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ __forceinline__ void unpack(float (&values)[8], const uint4& chunk, bool inside) {
+  const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = inside ? low_half(pairs[i]) : 0.0f;
+    values[2 * i + 1] = inside ? high_half(pairs[i]) : 0.0f;
+  }
 }
 
 // number / divisor for numbers below 2^31, and what remains; `inverse` is 2^32 / divisor, rounded down. A division proper
