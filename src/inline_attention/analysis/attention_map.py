@@ -72,15 +72,10 @@ def measure_attention_maps(
     tokens: Sequence[Place] | None = None,
     token_grid: tuple[int, int] | None = None,
 ) -> AttentionMaps:
-    """Run a model on one picture and take the weights of some tokens.
+    """Run a model on one picture `[3, height, width]`, uint8, and take the weights of some tokens in one layer.
 
-    Args:
-        subject: The model.
-        pixels: `[3, height, width]` uint8, as `subject.transform` makes them.
-        layer: Number of the layer; the middle one by default.
-        heads: Numbers of the heads to average; all by default.
-        tokens: Rows and columns on the layer's grid; by default three where the picture has detail.
-        token_grid: (h, w) of the grid that `tokens` refer to, if it is another model's.
+    By default, these are three tokens where the picture has detail, in the middle layer. `token_grid` is the size of
+    the grid that `tokens` refer to, if it is another model's.
     """
     layer = len(choose_layers(subject.model, None)) // 2 if layer is None else layer
     (attention,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=[layer])

@@ -1,8 +1,4 @@
-"""Queries constructed to collide in linear attention, and their weights under each attention.
-
-Linear attention divides the scores of a query by their sum, so its weights depend only on the direction of phi(q). For
-phi(x) = relu(x), all queries on a ray from the origin share one direction. A bias does not help: for phi(x) =
-relu(Ax + b) the colliding queries are on a ray from -A⁻¹b instead.
+"""Queries constructed to collide in linear attention, whose weights depend only on the direction of phi(q).
 
 Shapes: `N` queries, `M` keys, all in the plane (head dim 2).
 """
@@ -19,7 +15,7 @@ import torch
 
 from inline_attention.ops import attention_weights
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.figures import ALARM, DOTS_PER_INCH, FAINT, INK, KIND_LABELS, MUTED, STYLE, light_grid
+from inline_attention.support.figures import ALARM, FAINT, INK, KIND_LABELS, MUTED, light_grid, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,13 +26,14 @@ COLLISION_TOLERANCE = 1e-9
 
 QUERY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito's palette
 QUERY_MARKERS = ("o", "s", "^", "D")
+QUERY_NAMES = ("q₁", "q₂", "q₃", "q₄")
 
+TITLE = "Linear attention cannot tell these queries apart; softmax and InLine can"
 CAPTION = (
-    "Linear attention divides the scores of a query by their sum, so only the direction of φ(q) matters, "
-    "and that is the same all along the grey line.\n"
-    "A bias does not help: the line starts at −A⁻¹b instead of the origin. InLine subtracts the mean score "
-    "instead; its weights may be negative\n"
-    "and sum to one as well. Linear and InLine use the φ named on the left; softmax has none."
+    "Linear attention divides the scores of a query by their sum, so only the direction of φ(q) matters, and that is "
+    "the same all along the gray line. A bias does not help: the line starts at −A⁻¹b instead of the origin. InLine "
+    "subtracts the mean score instead; its weights may be negative and sum to one as well. Linear and InLine use the φ "
+    "named on the left; softmax has none."
 )
 KEYS = ((2.6, 0.4), (2.3, 1.7), (1.4, 2.0), (0.8, 2.5), (0.1, 2.2), (0.4, 0.9))
 
@@ -120,40 +117,25 @@ def _parallel_queries(
 
 def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> None:
     """Write a PNG with one row per case: the plane with keys and queries, then the weights under each attention."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
     rows = [list(group) for _, group in itertools.groupby(results, key=lambda result: result.case.name)]
-    with mpl.rc_context({**STYLE, "text.parse_math": True}):
-        figure = Figure(figsize=(12.5, 3.3 * len(rows) + 1.2))
-        vertical = {"top": 0.85, "bottom": 0.145, "hspace": 0.55}
-        planes = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"left": 0.045, "right": 0.28, **vertical})
-        # One scale, so that bars can be compared across panels.
+    with new_figure(12.5, 3.3 * len(rows) + 1.2, TITLE, CAPTION) as figure:
+        ratios = (1.1, *(1.0 for _ in rows[0]))
         panels = figure.subplots(
-            len(rows), len(rows[0]), squeeze=False, sharey=True,
-            gridspec_kw={"left": 0.345, "right": 0.99, "wspace": 0.1, **vertical},
-        )  # fmt: skip
-        for row, plane, row_panels in zip(rows, planes[:, 0], panels, strict=True):
-            _draw_plane(plane, row[0].case)
-            for axes, result in zip(row_panels, row, strict=True):
-                _draw_weights(axes, result)
-            row_panels[0].set_ylabel("attention weight")
-        handles = [
-            Line2D([], [], linestyle="", markersize=8, marker=marker, color=color, label=f"$q_{number}$")
-            for number, (marker, color) in enumerate(zip(QUERY_MARKERS, QUERY_COLORS, strict=True), start=1)
-        ]
-        keys = Line2D(
-            [], [], linestyle="", markersize=11, marker="o", color=MUTED, markerfacecolor="white", label="keys"
+            len(rows), len(ratios), squeeze=False, width_ratios=ratios, gridspec_kw={"hspace": 0.1}
         )
+        for axes in panels[:, 1:].flat[1:]:
+            axes.sharey(panels[0, 1])  # so that bars can be compared across panels
+        for row, (plane, first, *others) in zip(rows, panels, strict=True):
+            _draw_plane(plane, row[0].case)
+            for axes, result in zip((first, *others), row, strict=True):
+                _draw_weights(axes, result)
+                axes.tick_params(labelleft=axes is first)
+            first.set_ylabel("attention weight")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(
-            handles=[*handles, keys], loc="upper right", bbox_to_anchor=(0.995, 0.997), ncols=8, fontsize=10.5,
-            handletextpad=0.3, columnspacing=1.3,
-        )  # fmt: skip
-        title = "Linear attention cannot tell these queries apart; softmax and InLine can"
-        figure.text(0.012, 0.985, title, va="top", fontsize=15, fontweight="bold")
-        figure.text(0.012, 0.012, CAPTION, fontsize=9, color=MUTED, linespacing=1.5)
-        figure.savefig(path, dpi=DOTS_PER_INCH, facecolor="white")
+            handles, labels, loc="outside upper right", ncols=8, fontsize=10.5, handletextpad=0.1, columnspacing=1.0
+        )
+        save(figure, path.parent, path.stem, ("png",))
 
 
 def _draw_plane(axes: Axes, case: CollisionCase) -> None:
@@ -167,14 +149,14 @@ def _draw_plane(axes: Axes, case: CollisionCase) -> None:
     if not starts_at_origin:
         for x, y in queries:
             axes.plot((0, x), (0, y), color=MUTED, linewidth=0.9, linestyle=(0, (2, 2.5)), zorder=1)
-    axes.scatter(*zip(*keys, strict=True), s=150, facecolor="white", edgecolor=MUTED, zorder=2)
+    axes.scatter(*zip(*keys, strict=True), s=150, facecolor="white", edgecolor=MUTED, zorder=2, label="keys")
     for number, (x, y) in enumerate(keys, start=1):
         axes.text(x, y, str(number), ha="center", va="center_baseline", fontsize=8.5, zorder=3)
-    for number, (x, y) in enumerate(queries):
-        axes.scatter(x, y, s=58, marker=QUERY_MARKERS[number], color=QUERY_COLORS[number], zorder=4)
-        axes.annotate(f"$q_{number + 1}$", (x, y), (-5, 9), textcoords="offset points", fontsize=12)
+    for (x, y), marker, color, name in zip(queries, QUERY_MARKERS, QUERY_COLORS, QUERY_NAMES, strict=True):
+        axes.scatter(x, y, s=58, marker=marker, color=color, zorder=4, label=name)
+        axes.annotate(name, (x, y), (-5, 9), textcoords="offset points", fontsize=12, fontstyle="italic")
     axes.scatter(apex_x, apex_y, s=60, marker="x", linewidth=2, color=INK, zorder=3)
-    start = "origin" if starts_at_origin else "$-A^{-1}b$"
+    start = "origin" if starts_at_origin else "−A⁻¹b"
     axes.annotate(start, (apex_x, apex_y), (0, -16), textcoords="offset points", ha="center", fontsize=10)
     axes.margins(0.12, 0.18)
     axes.set(xlabel="channel 1", ylabel="channel 2")

@@ -1,14 +1,9 @@
 """How often, on real images, different queries get the same attention: the paper's count of confusions.
 
-Two queries of one head are *confused* when their rows of weights are equal although the queries differ:
+With uniform attention u and a tolerance t, two queries of one head are *confused* if ‖w - w'‖ ≤ t · max(‖w - u‖,
+‖w' - u‖) although ‖q - q'‖ > 0.1 · max(‖q‖, ‖q'‖).
 
-    ‖w - w'‖ ≤ t · max(‖w - u‖, ‖w' - u‖)   although   ‖q - q'‖ > 0.1 · max(‖q‖, ‖q'‖)
-
-where u is uniform attention. Both sides are relative, so that neither the number of tokens nor the scale of a layer
-matters: nearly uniform rows, as in untrained models, are not confused for that reason; exactly uniform rows are. Counts
-are kept for several tolerances t, since no single one is right.
-
-Shapes: `N` tokens, which are all queries, `T` tolerances.
+Shapes: `N` tokens, which are all queries.
 """
 
 from __future__ import annotations
@@ -159,18 +154,14 @@ def pairwise_difference(rows: Tensor) -> Tensor:
 def connected_groups(confused: Tensor) -> Tensor:
     """Return the numbers `[N]` of groups that pairs `[N, N]` connect, the largest first; 0 for single tokens."""
     count = len(confused)
-    label = torch.arange(count, device=confused.device)
-    linked = confused | torch.eye(count, dtype=torch.bool, device=confused.device)
-    while True:
-        spread = torch.where(linked, label[None, :], count).min(1).values
-        if torch.equal(spread, label):
-            break
-        label = spread
+    confused = confused.cpu()
+    linked = confused | torch.eye(count, dtype=torch.bool)
+    label, spread = None, torch.arange(count)
+    while label is None or not torch.equal(spread, label):  # each token takes the smallest label it is linked to
+        label, spread = spread, torch.where(linked, spread, count).min(1).values
     _, inverse, sizes = label.unique(return_inverse=True, return_counts=True)
-    order = sizes.argsort(descending=True, stable=True)
-    number = torch.zeros_like(sizes)
-    number[order] = torch.arange(1, len(sizes) + 1, device=sizes.device)
-    return torch.where(sizes[inverse] > 1, number[inverse], 0).cpu()
+    number = sizes.argsort(descending=True, stable=True).argsort() + 1
+    return torch.where(sizes > 1, number, 0)[inverse]
 
 
 def by_image(counts: Sequence[ConfusionCount]) -> list[ImageConfusion]:

@@ -1,16 +1,7 @@
 """Do different queries always get different weights? Collisions and the rank of the keys, on a layer's real keys.
 
-A *collision* is a pair of distinct queries with equal weights. Partners of a query q are constructed (docs/math.md,
-section 4) as queries q' with
-- parallel features, phi(q') = 2 phi(q): equal weights under division, whatever the keys;
-- equal features, phi(q') = phi(q), q' ≠ q: equal weights under every rule; only ReLU has such queries;
-- features that differ in a direction that the centered keys do not see: equal weights under softmax and InLine.
-They are also searched for: start from q in the direction in which its weights change least, at a fixed distance, and
-let Gauss–Newton steps bring the weights of q' to those of q. The search knows nothing about phi.
-
-The *rank* decides: softmax and InLine tell all queries apart exactly when the centered keys have full rank, that is,
-when rank [K, 1] = d + 1 (InLine: of mapped keys, and phi must be one-to-one; MALA: phi must also be positive). Linear
-attention never does. A callable phi is assumed to be continuous; whether it is one-to-one is unknown.
+A *collision* is a pair of distinct queries with equal weights. The rank of the keys decides whether there are any; see
+docs/math.md, section 4.
 
 Shapes: `Q` queries, `M` keys, `D` head dim.
 """
@@ -248,12 +239,14 @@ def constructed_partners(rule: MixingRule, q: Tensor, k: Tensor) -> list[Tensor]
         return []
     features = rule.features(q)
     preimage = _PREIMAGES[name]
-    partners = [preimage(RAY_FACTOR * features, q)]
+    partners = [preimage(RAY_FACTOR * features, q)]  # parallel features: equal weights under division
     if name == "relu":
-        partners.append(torch.where(q < 0, RAY_FACTOR * q, q))
+        partners.append(torch.where(q < 0, RAY_FACTOR * q, q))  # equal features: equal weights under every rule
+    # Features that differ in the direction in which keys vary least: if they do not vary at all in it, softmax and
+    # InLine give equal weights.
     keys = rule.features(k)
     keys = keys - keys.mean(0)
-    unseen = torch.linalg.eigh(keys.mT @ keys).eigenvectors[:, 0]  # the direction in which keys vary least
+    unseen = torch.linalg.eigh(keys.mT @ keys).eigenvectors[:, 0]
     length = SEARCH_DISTANCE * features.norm(dim=-1, keepdim=True)
     for direction in (unseen, -unseen):
         moved = features + length * direction
@@ -265,7 +258,11 @@ def constructed_partners(rule: MixingRule, q: Tensor, k: Tensor) -> list[Tensor]
 
 
 def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
-    """Return for each query `[Q, D]` the best partner found at `SEARCH_DISTANCE` of its length, `[Q, D]`."""
+    """Return for each query `[Q, D]` the best partner found at `SEARCH_DISTANCE` of its length, `[Q, D]`.
+
+    The search starts in the direction in which the weights change least. Gauss–Newton steps, which know nothing about
+    phi, bring the weights to those of the query.
+    """
     at_query = weight_gradients(rule, q, k)
     _, directions = torch.linalg.eigh(at_query.mT @ at_query)
     # In both directions: a level set may be open to one side only, as with ReLU.
@@ -279,8 +276,9 @@ def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
         if (torch.minimum(*smallest.chunk(2)) <= FOUND * _tolerance(rule)).all():
             break
         residual = _compared_rows(rule, candidate, k) - rows
-        candidate = _gauss_newton_step(candidate, residual, weight_gradients(rule, candidate, k))
-        offset = candidate - center
+        jacobian = weight_gradients(rule, candidate, k)
+        inverse = torch.linalg.pinv(jacobian.mT @ jacobian, rtol=1e-10, hermitian=True)
+        offset = candidate - (inverse @ jacobian.mT @ residual[..., None])[..., 0] - center
         candidate = center + radius * offset / offset.norm(dim=-1, keepdim=True).clamp(min=1e-300)
         difference = relative_difference(_compared_rows(rule, candidate, k), rows)
         better = difference < smallest
@@ -319,15 +317,6 @@ def weight_gradients(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
     if rule.normalization != "subtract":  # where a(z) depends on z
         result = result - inverse.square()[..., None] * mean_by_query * (scores - mean)[..., None]
     return result / len(k)
-
-
-def _gauss_newton_step(x: Tensor, residual: Tensor, jacobian: Tensor) -> Tensor:
-    """Return x minus the damped least-squares solution of `jacobian · step = residual`."""
-    values, vectors = torch.linalg.eigh(jacobian.mT @ jacobian)
-    gradient = (residual[:, None] @ jacobian)[:, 0]
-    damping = 1e-10 * values[:, -1:].clamp(min=1e-300)
-    in_basis = (gradient[:, None] @ vectors)[:, 0] / (values.clamp(min=0) + damping)
-    return x - (vectors @ in_basis[..., None])[..., 0]
 
 
 def _compared_rows(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:

@@ -65,12 +65,7 @@ class MixingRule:
     ) -> Tensor:
         """Return weights `[..., N, M]` of queries `[..., N, D]` for keys `[..., M, D]`, computed in `dtype`.
 
-        Args:
-            q: Queries.
-            k: Keys.
-            bias: Term added to the scores of softmax, broadcast to the weights.
-            visible: Keys that each query sees, see `weights_from_scores`.
-            dtype: Dtype of the computation.
+        Softmax adds the bias to its scores. Keys that are not `visible` get no weight, see `weights_from_scores`.
         """
         assert bias is None or self.normalization is None, "only softmax has a bias"
         scores = self.scale * self.features(q, dtype) @ self.features(k, dtype).mT

@@ -1,12 +1,5 @@
 """How much of its attention a query spends on its neighborhood, compared with uniform attention.
 
-InLine's weights may be negative, so two figures are given:
-- *share*: sum of |w| inside the neighborhood over the sum of |w| over all keys, from 0 to 1;
-- *signed*: sum of w inside; equal to the share for softmax, and for linear attention with a non-negative phi.
-
-The local residual adds a 3×3 kernel per channel to these weights. With it, both are computed for each channel and
-averaged: |w + r| is not |w| + |r|.
-
 Neighborhoods end at the border and, in windows, at the window's edge, and so does the uniform value: visible neighbors
 over visible keys. Class tokens are keys like others, but have no neighborhood.
 
@@ -48,8 +41,8 @@ class Locality:
     attention: AttentionKind
     local_term: LocalTerm  # only layers that have a 3×3 term give both
     side: int  # of the neighborhood in tokens
-    share: float  # of |w|
-    signed: float  # sum of w
+    share: float  # sum of |w| inside over the sum of |w| over all keys
+    signed: float  # sum of w inside, which differs because InLine's weights may be negative
     uniform: float  # value of both for uniform attention
 
 
@@ -93,7 +86,8 @@ def measure_locality(
         inside, inside_absolute = (rows * near).sum(1), (absolute * near).sum(1)
         parts: list[tuple[LocalTerm, Tensor, Tensor]] = [("without", inside_absolute / absolute.sum(1), inside)]
         if with_local is not None:
-            # A 3×3 kernel is inside every neighborhood, so both sums change by the same amount.
+            # A 3×3 kernel is inside every neighborhood, so both sums change by the same amount. They are computed per
+            # channel and averaged: |w + r| is not |w| + |r|.
             added, added_absolute = with_local  # [N, D]
             share = (inside_absolute[:, None] + added_absolute) / (absolute.sum(1, keepdim=True) + added_absolute)
             parts.append(("with", share.mean(1), (inside[:, None] + added).mean(1)))

@@ -1,8 +1,7 @@
 """Accuracy when every query is kept from seeing its neighborhood, compared with as many random tokens.
 
-If attention works through its neighborhood, hiding it costs more than hiding random tokens. A hidden token counts
-nowhere for that query: softmax and linear attention divide by the rest, InLine subtracts the mean of the rest and
-divides by its number, so that rows still sum to one. Prefix tokens hide nothing and are not hidden.
+A hidden token counts nowhere for that query: weights are normalized over the rest. Prefix tokens hide nothing and are
+not hidden.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `H` heads.
 """
@@ -144,10 +143,7 @@ def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generato
     device = layer.q.device
     near = neighborhood_mask(layer.grid_size, layer.num_prefix_tokens, hiding.side, device)
     masks: list[Tensor] = []
-    for head in range(layer.num_heads):
-        if layer.groups is None and masks:  # all heads see the same keys, and lose the same
-            masks.append(masks[0])
-            continue
+    for head in range(1 if layer.groups is None else layer.num_heads):  # without groups, all heads lose the same
         reach = layer.reach(head)
         hide = near if reach is None else near & reach
         if hiding.where == "random":
@@ -156,7 +152,7 @@ def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generato
             draw = torch.rand(hide.shape, generator=generator).to(device).masked_fill(~candidates, 2.0)
             hide = draw.argsort(1).argsort(1) < hide.sum(1, keepdim=True)
         masks.append(hide)
-    return torch.stack(masks)
+    return torch.stack(masks).expand(layer.num_heads, -1, -1)
 
 
 def mixed_values(layer: LayerAttention, hidden: Tensor | None = None, *, hide_from_local_term: bool = True) -> Tensor:

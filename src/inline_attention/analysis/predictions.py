@@ -91,13 +91,10 @@ def answer_batches(subject: Subject, sample: PictureSample) -> Iterator[tuple[Ba
             raise ValueError(f"{subject.label} gives NaN; are there NaN in the weights?")
         answers: list[Answer] = []
         for index, target, row in zip(batch.indices.tolist(), batch.targets.tolist(), probabilities, strict=True):
-            truth, guess = sample.source.class_names[target], int(row.argmax())
+            name, truth, guess = sample.source.name(index), sample.source.class_names[target], int(row.argmax())
             known = numbers.get(truth)
-            truth_probability = 0.0 if known is None else row[known].item()
-            name = sample.source.name(index)
-            answers.append(
-                Answer(index, name, truth, truth_probability, names[guess], row[guess].item(), guess == known)
-            )
+            of_truth, of_guess = 0.0 if known is None else row[known].item(), row[guess].item()
+            answers.append(Answer(index, name, truth, of_truth, names[guess], of_guess, guess == known))
         yield batch, answers
 
 

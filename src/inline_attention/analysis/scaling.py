@@ -1,7 +1,6 @@
 """Time, memory and multiply-adds of a model and its twins as images or windows grow.
 
-Memory is that of tensors made in one forward pass, without weights and images. On a GPU it is what PyTorch's allocator
-returned; on a CPU it is the outputs of operations, without scratch memory inside an operation.
+Memory is that of tensors made in one forward pass; on a CPU, without scratch memory inside operations.
 """
 
 from __future__ import annotations
@@ -66,16 +65,9 @@ def measure_scaling(
     seconds: float = 1.0,
     on_progress: Callable[[ScalingPoint], None] | None = None,
 ) -> list[ScalingPoint]:
-    """Measure a model and its twins, in turns, at growing resolutions and then at growing windows.
+    """Measure a model and its twins, in turns, on images of growing sizes, then with growing windows at the first size.
 
-    Args:
-        name: Name of the model or one of its twins.
-        sizes: Sides of square images in pixels.
-        windows: Sides of windows in tokens, at the first of `sizes`; for models with a `window_size`.
-        batch: Images per forward pass.
-        device: Device; the CPU by default.
-        seconds: Seconds to spend on each size, unless `LEAST_ROUNDS` take longer.
-        on_progress: Called with each point.
+    Each size takes so many seconds, unless `LEAST_ROUNDS` take longer.
     """
     names = twins_of(name)
     if windows and "_swin_" not in name:

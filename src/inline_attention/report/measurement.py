@@ -142,6 +142,12 @@ class Run:
     answers: list[Answer] | None = None
     pictures: list[ShownPicture] | None = None
 
+    @property
+    def shown(self) -> list[tuple[ShownPicture, Answer]]:
+        """Pictures to show, with the model's answers."""
+        answers = {answer.index: answer for answer in self.answers or ()}
+        return [(picture, answers[picture.index]) for picture in self.pictures or () if picture.index in answers]
+
 
 @dataclass
 class Evidence:
@@ -188,12 +194,9 @@ class KeptMeasurements:
             self._entries = entries
 
     def get(self, key: str, kind: type, work: Callable[[], Sequence[Any]]) -> list[Any]:
-        """Return the kept list of dataclasses or named tuples or, if there is none, measure and keep it.
+        """Return the kept list of dataclasses or named tuples or, if there is none, do the work and keep its result.
 
-        Args:
-            key: Everything that the measurement depends on.
-            kind: Class of the items.
-            work: Function that measures.
+        The key has everything that the measurement depends on.
         """
         self._used.add(key)
         if key in self._entries:
@@ -289,15 +292,7 @@ def gather(
     device: str = "auto",
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
-    """Read the runs, and measure what is not kept.
-
-    Args:
-        folders: Run folders of `find_runs`.
-        kept: File of measurements.
-        ablations: JSON files of `inline ablate`, or their folders.
-        cost: Cost of attention, if already measured.
-        device: Device to measure models on.
-        on_step: Called with the name of each step.
+    """Read runs and JSON files of `inline ablate`, and measure what is not kept or given.
 
     Raises:
         NoRunError: If an ablation cannot be read.

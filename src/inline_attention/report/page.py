@@ -22,9 +22,9 @@ from inline_attention.analysis.confusion import TOLERANCE, confusion_panel
 from inline_attention.analysis.locality import Locality, locality_chart
 from inline_attention.analysis.masking import TERM_LABELS, WHERE_LABELS, masking_chart
 from inline_attention.analysis.training_curves import curves_chart
-from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, CostPoint, cost_chart
+from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_chart
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
-from inline_attention.report.measurement import AblationFile, Evidence, Run, ShownPicture, png_address
+from inline_attention.report.measurement import AblationFile, Evidence, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
@@ -252,11 +252,11 @@ def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
     sizes = sorted({point.tokens for point in points})
     if len(sizes) < 2:
         return Content(notes=["Left out: the cost of attention was not measured."])
-    growth = _listed(
-        f"×{ratio:,.0f} for {ATTENTIONS[kind].label}"
-        for kind in dict.fromkeys(point.kind for point in points)
-        if (ratio := _growth(points, kind)) is not None
-    )
+    growth: list[str] = []
+    for kind in dict.fromkeys(point.kind for point in points):
+        times = {point.tokens: point.milliseconds for point in points if point.kind == kind}
+        first, last = times[min(times)], times[max(times)]
+        growth += [f"×{last / first:,.0f} for {ATTENTIONS[kind].label}"] if first and last else []
     rows = [
         [ATTENTIONS[point.kind].label, f"{point.tokens:,}", _number(point.milliseconds, 2),
          _number(point.peak_bytes, 1, 2**20), point.note]
@@ -264,17 +264,12 @@ def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
     ]  # fmt: skip
     return Content(
         "Both axes are logarithmic, so a steeper line is a higher power of the number of tokens. From "
-        f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many, time grows {growth}.",
+        f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many, "
+        f"time grows {_listed(growth)}.",
         [Part(cost_chart(points),
               Table("Cost of one forward call", ["attention", "tokens", "ms", "MiB", "note"], rows))],
         [f"One image, {HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.cost_machine}."],
     )  # fmt: skip
-
-
-def _growth(points: Sequence[CostPoint], kind: str) -> float | None:
-    times = {point.tokens: point.milliseconds for point in points if point.kind == kind}
-    first, last = times[min(times)], times[max(times)]
-    return last / first if first and last else None
 
 
 def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
@@ -298,8 +293,7 @@ def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
 
 
 def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None:
-    runs = [run for run in evidence.runs if run.pictures and run.answers]
-    if not runs:
+    if not any(run.shown for run in evidence.runs):
         return None
     rights = _listed(
         f"{sum(answer.is_right for answer in run.answers)} of {len(run.answers)} right with {run.label}"
@@ -309,10 +303,8 @@ def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None
     rows = [
         [run.label, picture.name, answer.truth, answer.guess, f"{100 * answer.probability:.1f}",
          f"{100 * answer.truth_probability:.1f}"]
-        for run in runs
-        for picture in run.pictures or ()
-        for answer in run.answers or ()
-        if answer.index == picture.index
+        for run in evidence.runs
+        for picture, answer in run.shown
     ]  # fmt: skip
     header = ["model", "picture", "true class", "answer", "probability %", "of the true class %"]
     return Content(
@@ -338,36 +330,29 @@ SECTIONS: Mapping[str, tuple[str, Callable[..., Content | None]]] = {
 
 def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, Any]]:
     """Return one card per picture: what it shows, and each model's answer and attention map."""
-    groups: dict[tuple[int, str], list[tuple[Run, ShownPicture]]] = {}
+    cards: dict[tuple[int, str], dict[str, Any]] = {}
     for run in evidence.runs:
-        for picture in run.pictures or ():
-            groups.setdefault((picture.index, picture.name), []).append((run, picture))
-    cards: list[dict[str, Any]] = []
-    for (index, name), entries in groups.items():
-        maps = [np.array(picture.weights) for _, picture in entries]
-        largest = max(LEAST_FULL, *(np.abs(weights).max() for weights in maps))
-        figures = []
-        for (run, picture), weights in zip(entries, maps, strict=True):
-            answer = next((answer for answer in run.answers or () if answer.index == index), None)
-            if answer is None:
-                continue
+        for picture, answer in run.shown:
+            weights = np.array(picture.weights)
             (height, width), (row, column) = weights.shape, picture.token
-            figures.append(
-                {
-                    "label": run.label,
-                    "kind": styles[run.label].kind,
-                    "picture": picture.picture,
-                    "map": map_address(weights, largest),
-                    "ring": f"left:{100 * column / width:.2f}%;top:{100 * row / height:.2f}%;"
-                    f"width:{100 / width:.2f}%;height:{100 / height:.2f}%",
-                    "spoken": f"Attention of {run.label} from row {row + 1}, column {column + 1} of {height}×{width} "
-                    f"tokens, in layer {picture.layer}: from {weights.min():.1f} to {weights.max():.1f} times uniform",
-                    "answer": answer,
-                }
-            )
-        if figures:
-            cards.append({"name": name, "truth": figures[0]["answer"].truth, "figures": figures})
-    return cards
+            figure = {
+                "label": run.label,
+                "kind": styles[run.label].kind,
+                "picture": picture.picture,
+                "weights": weights,
+                "ring": f"left:{100 * column / width:.2f}%;top:{100 * row / height:.2f}%;"
+                f"width:{100 / width:.2f}%;height:{100 / height:.2f}%",
+                "spoken": f"Attention of {run.label} from row {row + 1}, column {column + 1} of {height}×{width} "
+                f"tokens, in layer {picture.layer}: from {weights.min():.1f} to {weights.max():.1f} times uniform",
+                "answer": answer,
+            }
+            card = {"name": picture.name, "truth": answer.truth, "figures": []}
+            cards.setdefault((picture.index, picture.name), card)["figures"].append(figure)
+    for card in cards.values():
+        largest = max(LEAST_FULL, *(np.abs(figure["weights"]).max() for figure in card["figures"]))
+        for figure in card["figures"]:
+            figure["map"] = map_address(figure["weights"], largest)
+    return list(cards.values())
 
 
 def map_address(weights: np.ndarray, largest: float) -> str:
