@@ -22,7 +22,7 @@ from inline_attention.engine.config import model_arguments, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.models import create_model
 from inline_attention.recipes import get_recipe
-from inline_attention.tasks.classification.evaluation import ClassificationMetrics
+from inline_attention.tasks.classification.task import ClassificationMetrics
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -16,7 +16,7 @@ from inline_attention.engine import evaluate, trainer
 from inline_attention.engine import train as training
 from inline_attention.engine.config import with_overrides
 from inline_attention.recipes import get_recipe
-from inline_attention.tasks.classification import evaluation, task
+from inline_attention.tasks.classification import task
 
 
 @dataclass
@@ -88,7 +88,7 @@ def train_dense(head, data, output, overrides, rank):
 def train_until_told_in_evaluation(overrides, rank):
     """The second process gets a signal after its first batch of the second evaluation; the first gets none."""
     counted = []
-    count = evaluation._count
+    count = task._count
 
     def count_and_tell(logits, targets):
         counted.append(len(targets))
@@ -96,7 +96,7 @@ def train_until_told_in_evaluation(overrides, rank):
             os.kill(os.getpid(), signal.SIGTERM)
         return count(logits, targets)
 
-    evaluation._count = count_and_tell
+    task._count = count_and_tell
     return train(overrides, rank)
 
 

@@ -27,7 +27,7 @@ from inline_attention.engine.reporting import RunReport
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.recipes import get_recipe, list_recipes
-from inline_attention.tasks.classification import evaluation
+from inline_attention.tasks.classification import task
 from inline_attention.tasks.classification.task import Objective
 
 # Worker processes, timm's augmentation, mixing, accumulation and an average: everything that could lose its place.
@@ -99,7 +99,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, u
 def test_a_signal_during_an_evaluation_is_answered_at_its_next_batch(tmp_path, monkeypatch, number, code):
     extra = ["training.validation_batch_size=36", "ema.enabled=true"]
     whole, _ = train.train(config(tmp_path, "run.experiment=whole", *extra))
-    counted, count = [], evaluation._count
+    counted, count = [], task._count
 
     def count_and_tell(logits, targets):
         counted.append(len(targets))
@@ -107,7 +107,7 @@ def test_a_signal_during_an_evaluation_is_answered_at_its_next_batch(tmp_path, m
             os.kill(os.getpid(), number)
         return count(logits, targets)
 
-    monkeypatch.setattr(evaluation, "_count", count_and_tell)
+    monkeypatch.setattr(task, "_count", count_and_tell)
     with pytest.raises(InterruptedBySignalError) as stopped:
         train.train(config(tmp_path, "run.experiment=parts", *extra))
     assert stopped.value.exit_code == code

@@ -26,7 +26,7 @@ from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.models.registry import TWINS
 from inline_attention.recipes.small import DIGITS as RECIPE
-from inline_attention.tasks.classification.evaluation import ClassificationMetrics
+from inline_attention.tasks.classification.task import ClassificationMetrics
 
 RUNS = "digits_runs"
 WITHOUT_LOCAL_TERM = "model.arguments.attention_options={local_residual: false}"

@@ -51,7 +51,7 @@ from inline_attention.models.checkpoints import model_metadata
 from inline_attention.models.reading import show_difference
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
-from inline_attention.tasks.task import Metrics, Reading, Task, TaskData, build_loaders
+from inline_attention.tasks.task import Loaders, Metrics, Reading, Task, TaskData
 
 LARGEST_NOTE = 1 << 24  # bytes of class names in a file of weights
 # Entries of an optimizer's groups that settings decide, beside the learning rate; other entries may be its state.
@@ -152,16 +152,10 @@ class Trainer:
             processes.world_size,
             config.data.timeout,
         )
-        validation_batch = config.training.validation_batch_size or resolved.batch_size
+        validation = replace(reading, batch_size=config.training.validation_batch_size or resolved.batch_size)
+        limit = BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share)
         try:
-            self.loaders = build_loaders(
-                task,
-                data,
-                self.model,
-                training=reading,
-                validation=replace(reading, batch_size=validation_batch),
-                limit=BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share),
-            )
+            self.loaders = Loaders(task, data, self.model, (reading, validation), limit)
         except TooFewSamplesError as error:  # images in memory have been read, and some may be broken
             raise ConfigError([Problem("training.batch_size", str(error))]) from error
         self.broken = BrokenReport((self.loaders.broken, self.loaders.broken_validation), processes, folder)

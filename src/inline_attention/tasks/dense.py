@@ -32,32 +32,17 @@ TASK, OPTIONS = "task", "task_options"  # entries of a file's metadata; files wi
 
 
 class DenseTask(Task, Generic[Options]):
-    """A detector or segmenter around a backbone.
-
-    Attributes:
-        options_type: Dataclass of the options.
-        flags: Switches of the data settings that are saved with the weights.
-        build: Builds the model from options, name and arguments of the backbone, and number of classes.
-        options: Options of the model.
-        evaluation_side: Shorter side in pixels of images to evaluate on; None for the options'.
-    """
+    """A detector or segmenter around a backbone."""
 
     options_type: ClassVar[type[Any]]
-    flags: ClassVar[tuple[str, ...]] = ()
-    build: ClassVar[Callable[..., DenseModel]]
+    flags: ClassVar[tuple[str, ...]] = ()  # data settings that are saved with the weights
+    build: ClassVar[Callable[..., DenseModel]]  # from options, name and arguments of the backbone, number of classes
+    evaluation_side: int | None = None  # shorter side in pixels of images to evaluate on; None for the options'
 
     def __init__(self, data: DataSection, model: ModelChoice, options: Options | None = None, *, flip: float = 0.5):
-        """Choose data and model.
-
-        Args:
-            data: Data settings.
-            model: The backbone. Its initial weights are a classifier's, a detector's or a segmenter's.
-            options: Options of the model.
-            flip: Probability of a horizontal flip in training.
-        """
+        """Choose data, backbone, options of the model, and probability of a horizontal flip in training."""
         self._data, self._model, self._flip = data, model, flip
         self.options: Options = self.options_type() if options is None else options
-        self.evaluation_side: int | None = None
 
     @classmethod
     def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
@@ -100,11 +85,7 @@ class DenseTask(Task, Generic[Options]):
 
     @classmethod
     def load(cls, file: Checkpoint) -> tuple[Self, DenseModel, list[str]]:
-        """Return the task of a file of weights, its model with these weights, and its class names.
-
-        Raises:
-            CheckpointError: If the file is of another task, or does not fit.
-        """
+        """Return the task of a file of weights, its model with these weights, and its class names."""
         task, class_names = cls.of_checkpoint(file, DataSection())
         model = task.build_model(class_names)
         load_checkpoint(model, file)
@@ -129,10 +110,7 @@ class DenseTask(Task, Generic[Options]):
 
     @abstractmethod
     def open_validation(self, class_names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-        """Open and check the validation split alone, which must have the classes of a model.
-
-        Returns:
-            The images, and what was repaired.
+        """Return the images of the validation split, which must have the classes of a model, and notes on repairs.
 
         Raises:
             DataError: If it cannot be used.
@@ -236,11 +214,7 @@ def notes_of(reports: Sequence[DataReport]) -> tuple[str, ...]:
 
 
 def check_same_classes(location: object, kind: str, found: Sequence[str], class_names: Sequence[str]) -> None:
-    """Refuse data whose classes differ from the model's: its labels mean something else.
-
-    Raises:
-        DataError: If they differ.
-    """
+    """Refuse data whose classes differ from the model's: its labels mean something else."""
     if list(found) != list(class_names):
         theirs, known = show_difference(found, class_names)
         raise DataError(f"{location} has the {kind} {theirs}, the model knows {known}; they must be the same")

@@ -23,7 +23,7 @@ from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import DenseTask, normalization
 from inline_attention.tasks.detection.evaluation import at_original_size
 from inline_attention.tasks.detection.task import DetectionTask
-from inline_attention.tasks.segmentation.inference import labels_at, scores_of
+from inline_attention.tasks.segmentation.models import labels_at, scores_of
 from inline_attention.tasks.segmentation.task import SegmentationTask
 
 DEFAULT_LEAST_SCORE = 0.5
@@ -31,21 +31,13 @@ DEFAULT_LEAST_SCORE = 0.5
 
 @dataclass(frozen=True)
 class FoundObject:
-    """One object.
+    """One object."""
 
-    Attributes:
-        label: Class index, from 1.
-        name: Class name.
-        score: Score from 0 to 1.
-        box: Left, top, right and bottom in pixels of the picture.
-        mask: `[1, M, M]` probabilities over the box; None of a model that finds no masks.
-    """
-
-    label: int
+    label: int  # class index, from 1
     name: str
-    score: float
-    box: tuple[float, float, float, float]
-    mask: Tensor | None = None
+    score: float  # from 0 to 1
+    box: tuple[float, float, float, float]  # left, top, right and bottom in pixels of the picture
+    mask: Tensor | None = None  # [1, M, M] probabilities over the box
 
 
 @dataclass(frozen=True)
@@ -59,18 +51,11 @@ class DetectionResult:
 
 @dataclass(frozen=True)
 class SegmentationResult:
-    """Classes of one file, or the reason why it could not be used.
-
-    Attributes:
-        path: The file.
-        labels: `[H, W]` class index of each pixel.
-        shares: Names of classes and the share of the picture that each has, the largest first.
-        error: Problem with the file; empty if there is none.
-    """
+    """Classes of one file, or the reason why it could not be used."""
 
     path: Path
-    labels: np.ndarray | None = None
-    shares: tuple[tuple[str, float], ...] = ()
+    labels: np.ndarray | None = None  # [H, W] class index of each pixel
+    shares: tuple[tuple[str, float], ...] = ()  # class names and their shares of the picture, the largest first
     error: str = ""
 
 
@@ -78,26 +63,13 @@ Result = TypeVar("Result", DetectionResult, SegmentationResult)
 
 
 class DensePredictor(ABC, Generic[Result]):
-    """A detector or segmenter that takes picture files of any size.
-
-    Attributes:
-        class_names: Class names.
-    """
+    """A detector or segmenter that takes picture files of any size."""
 
     task_type: ClassVar[type[DenseTask[Any]]]
     result_type: type[Result]
 
     def __init__(self, file: Checkpoint, *, shorter_side: int | None = None, device: torch.device | str = "cpu"):
-        """Build the model of a file of weights.
-
-        Args:
-            file: File of weights.
-            shorter_side: Shorter image side in pixels; None for the one of training.
-            device: Device of the model.
-
-        Raises:
-            CheckpointError: If the file is of another task, or does not fit.
-        """
+        """Build the model of a file of weights, for images with a shorter side in pixels; None for that of training."""
         task, model, self.class_names = self.task_type.load(file)
         self._device, self._options = torch.device(device), task.options
         self._model = model.eval().to(self._device)

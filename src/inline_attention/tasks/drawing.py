@@ -1,4 +1,7 @@
-"""Draw predictions on images: class names, objects with masks, classes of pixels."""
+"""Draw predictions on images: class names, objects with masks, classes of pixels.
+
+Lines and letters grow with the picture, whose mean side is the unit of length.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,34 @@ from inline_attention.tasks.classification.prediction import Prediction
 from inline_attention.tasks.dense_prediction import FoundObject, SegmentationResult
 from inline_attention.tasks.detection.evaluation import whole_mask
 
-STEP = 0.618033988749895  # the golden section: any number of hues in a row are far from each other
+GOLDEN_RATIO = 0.618033988749895  # steps of it around the color circle: any number of hues in a row differ clearly
 BRIGHTNESSES = (1.0, 0.8, 0.65)
+LONGEST_NAME = 40
+LARGEST_SHARE = 0.5  # of the picture's height that the box of classes may cover
+MASK_OPACITY = 110  # of 255
+PIXEL_OPACITY = 0.5
+MOST_NAMES = 12
 
 
 def class_color(number: int) -> tuple[int, int, int]:
     """Red, green and blue from 0 to 255; the same for a number whatever the others are."""
-    red, green, blue = colorsys.hsv_to_rgb(number * STEP % 1, 0.75, BRIGHTNESSES[number % len(BRIGHTNESSES)])
+    red, green, blue = colorsys.hsv_to_rgb(number * GOLDEN_RATIO % 1, 0.75, BRIGHTNESSES[number % len(BRIGHTNESSES)])
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-SMALLEST_CLASS_FONT = 14
-LONGEST_NAME = 40
-LARGEST_SHARE = 0.5  # of the picture's height that the box may cover
+def _unit(image: Image.Image) -> float:
+    return math.sqrt(image.width * image.height)
+
+
+def _small_font(image: Image.Image) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(max(11, round(_unit(image) / 45)))
 
 
 def annotate(image: Image.Image, predictions: Sequence[Prediction]) -> Image.Image:
-    """A copy with the classes in a dark box at the top left, or below the picture if that is too small for it.
-
-    The size of the letters goes with that of the picture.
-    """
+    """Return a copy with the classes in a dark box at the top left, or below a picture too small for it."""
     shares = "\n".join(f"{p.probability:.1%}" for p in predictions)
     names = "\n".join(_short(p.name) for p in predictions)
-    font_size = max(SMALLEST_CLASS_FONT, round(math.sqrt(image.width * image.height) / 36))
+    font_size = max(14, round(_unit(image) / 36))
     margin = font_size // 2
     style: dict[str, Any] = {"font": ImageFont.load_default(font_size), "spacing": font_size // 3}
     measure = ImageDraw.Draw(image).multiline_textbbox
@@ -62,22 +70,18 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-MASK_OPACITY = 110  # of masks, of 255
-SMALLEST_FONT = 11
-
-
 def annotate_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
-    """A copy with boxes, masks and names, the best object on top; sizes of lines and letters go with the picture's."""
+    """Return a copy with boxes, masks and names, the best object on top."""
     canvas = image.copy()
-    unit = math.sqrt(image.width * image.height)
-    font = ImageFont.load_default(max(SMALLEST_FONT, round(unit / 45)))
+    font, line_width = _small_font(image), max(1, round(_unit(image) / 300))
     for item in reversed(objects):
-        _draw_mask(canvas, item, class_color(item.label))
+        if item.mask is not None:
+            _draw_mask(canvas, item, item.mask)
     draw = ImageDraw.Draw(canvas)
     for item in reversed(objects):
         color = class_color(item.label)
         left, top, right, bottom = _inside(item, image)
-        draw.rectangle((left, top, right, bottom), outline=color, width=max(1, round(unit / 300)))
+        draw.rectangle((left, top, right, bottom), outline=color, width=line_width)
         label = f" {item.name} {item.score:.0%} "
         _, _, width, height = draw.textbbox((0, 0), label, font=font)
         x, y = min(left, max(0, image.width - width)), top - height if top >= height else top
@@ -90,63 +94,41 @@ def _inside(item: FoundObject, image: Image.Image) -> tuple[int, int, int, int]:
     """Corners in whole pixels of the picture."""
     left, top, right, bottom = item.box
     left, top = min(max(0, math.floor(left)), image.width - 1), min(max(0, math.floor(top)), image.height - 1)
-    return (
-        left,
-        top,
-        max(left, min(image.width - 1, math.ceil(right))),
-        max(top, min(image.height - 1, math.ceil(bottom))),
-    )
+    right, bottom = min(image.width - 1, math.ceil(right)), min(image.height - 1, math.ceil(bottom))
+    return left, top, max(left, right), max(top, bottom)
 
 
-def _draw_mask(canvas: Image.Image, item: FoundObject, color: tuple[int, int, int]) -> None:
-    if item.mask is None:
-        return
+def _draw_mask(canvas: Image.Image, item: FoundObject, mask: torch.Tensor) -> None:
     # In the part of the picture that the box covers, as a photograph may be a thousand times as large.
     left, top, right, bottom = _inside(item, canvas)
     box = torch.tensor(item.box) - torch.tensor([left, top, left, top])
-    mask = whole_mask(item.mask, box, (bottom - top + 1, right - left + 1))
-    opacity = Image.fromarray((mask.numpy() * MASK_OPACITY).astype("uint8"))
-    canvas.paste(Image.new("RGB", opacity.size, color), (left, top), opacity)
-
-
-PIXEL_OPACITY = 0.5
-MOST_NAMES = 12
+    shape = whole_mask(mask, box, (bottom - top + 1, right - left + 1))
+    opacity = Image.fromarray((shape.numpy() * MASK_OPACITY).astype("uint8"))
+    canvas.paste(Image.new("RGB", opacity.size, class_color(item.label)), (left, top), opacity)
 
 
 def annotate_pixels(image: Image.Image, result: SegmentationResult, class_names: Sequence[str]) -> Image.Image:
-    """A copy colored by class, and below it the names of the classes that take the most of it."""
+    """Return a copy colored by class, and below it the names of the classes that cover the most."""
     assert result.labels is not None
     colors = np.array([class_color(number) for number in range(len(class_names))], dtype=np.uint8)
     colored = Image.blend(image, Image.fromarray(colors[result.labels]), PIXEL_OPACITY)
-    font = ImageFont.load_default(max(SMALLEST_FONT, round(math.sqrt(image.width * image.height) / 45)))
-    names = [  # each on one line
-        (" ".join(name.split()), class_color(class_names.index(name))) for name, _ in result.shares[:MOST_NAMES]
-    ]
-    return _with_legend(colored, names, font)
-
-
-def _with_legend(
-    image: Image.Image,
-    names: Sequence[tuple[str, tuple[int, int, int]]],
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-) -> Image.Image:
-    draw = ImageDraw.Draw(image)
-    _, _, _, height = draw.textbbox((0, 0), "Ag", font=font)
-    height = math.ceil(height)
-    places: list[tuple[int, int]] = []
-    x = row = 0
-    for name, _ in names:
+    font, draw = _small_font(image), ImageDraw.Draw(colored)
+    height = math.ceil(draw.textbbox((0, 0), "Ag", font=font)[3])
+    line = round(1.4 * height)
+    names: list[tuple[str, tuple[int, int, int], int, int]] = []  # name, color, left and top below the picture
+    x = y = 0
+    for class_name, _ in result.shares[:MOST_NAMES]:
+        name = " ".join(class_name.split())  # on one line
         width = math.ceil(draw.textlength(name, font=font)) + 3 * height
         if x and x + width > image.width:
-            x, row = 0, row + 1
-        places.append((x, row))
+            x, y = 0, y + line
+        names.append((name, class_color(class_names.index(class_name)), x, y))
         x += width
-    line = round(1.4 * height)
-    canvas = Image.new("RGB", (image.width, image.height + (row + 1) * line), "white")
-    canvas.paste(image, (0, 0))
+    canvas = Image.new("RGB", (image.width, image.height + y + line), "white")
+    canvas.paste(colored, (0, 0))
     draw = ImageDraw.Draw(canvas)
-    for (name, color), (x, row) in zip(names, places, strict=True):
-        top = image.height + row * line + (line - height) // 2
+    for name, color, x, y in names:
+        top = image.height + y + (line - height) // 2
         draw.rectangle((x + height // 2, top, x + 3 * height // 2, top + height), fill=color)
         draw.text((x + 2 * height, top), name, fill="black", font=font)
     return canvas

@@ -35,14 +35,10 @@ class PaddedImages:
     """A batch in which each image occupies the top left corner of its canvas, and the rest is zero.
 
     The canvas is as small as it can be: images of one size, or one alone, fill it, and nothing has to be masked.
-
-    Attributes:
-        canvas: `[B, C, H, W]`, both sides at least `SHORTEST_SIDE`.
-        sizes: (height, width) of each image in pixels.
     """
 
-    canvas: Tensor
-    sizes: list[tuple[int, int]]
+    canvas: Tensor  # [B, C, H, W], both sides at least SHORTEST_SIDE
+    sizes: list[tuple[int, int]]  # height and width of each image in pixels
     _outside: dict[int, Tensor | None] = field(default_factory=dict)
 
     @cached_property
@@ -65,11 +61,7 @@ class PaddedImages:
 
 
 def pad_images(images: Sequence[Tensor]) -> PaddedImages:
-    """Put normalized images `[C, H, W]` of one device and dtype on a common canvas.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Put normalized images `[C, H, W]` of one device and dtype on a common canvas."""
     if not images:
         raise ValueError("there are no images; pass a list of at least one [C, H, W]")
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
@@ -81,27 +73,14 @@ def pad_images(images: Sequence[Tensor]) -> PaddedImages:
 
 
 class PyramidBackbone(nn.Module):
-    """A model of this library that returns the features of its stages, each with a norm of its own.
+    """A model of this library that returns the features of the stages with the given strides, each with its own norm.
 
     The scale of features grows with depth, and detectors and segmenters need one scale: Swin's authors add these norms
     too. Weights in half precision are used without autocast, so that the fused kernels for inference apply.
-
-    Attributes:
-        channels: Channels of each returned stage.
-        strides: Stride of each returned stage.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any] | None = None, strides: Sequence[int] = STRIDES):
-        """Build it with random weights.
-
-        Args:
-            name: Model name, such as "inline_pvt_tiny" or "softmax_swin_small".
-            arguments: Arguments of the model, as a file may hold them.
-            strides: Strides of the stages to return, of 4, 8, 16 and 32.
-
-        Raises:
-            ValueError: If the model has no pyramid, or there is none of that name.
-        """
+        """Build it with random weights, or raise ValueError if the model has no pyramid, or there is no such model."""
         super().__init__()
         if (reason := unfit_reason(name)) is not None:
             raise ValueError(reason)
@@ -147,27 +126,16 @@ class DenseModel(nn.Module):
 
 
 class FeaturePyramid(nn.Module):
-    """torchvision's feature pyramid network, with the padding cleared wherever a convolution could read it."""
+    """torchvision's feature pyramid network, with the padding cleared wherever a convolution could read it.
 
-    def __init__(
-        self,
-        channels: Sequence[int],
-        width: int,
-        strides: Sequence[int],
-        extra: Literal["pooled", "convolved"] | None = None,
-    ):
-        """Build the pyramid.
+    It adds coarser levels: "pooled", one that takes every second token of the last (Mask R-CNN); "convolved", two by
+    strided convolutions (RetinaNet).
+    """
 
-        Args:
-            channels: Channels of each input level.
-            width: Channels of each output level.
-            strides: Strides of the input levels, ascending.
-            extra: Coarser levels to add: "pooled", one that takes every second token of the last (Mask R-CNN);
-                "convolved", two by strided convolutions (RetinaNet).
-        """
+    def __init__(self, backbone: PyramidBackbone, width: int, extra: Literal["pooled", "convolved"]):
         super().__init__()
-        self._strides, self._extra = tuple(strides), extra
-        self.levels = FeaturePyramidNetwork(list(channels), width)
+        self._strides, self._extra = backbone.strides, extra
+        self.levels = FeaturePyramidNetwork(backbone.channels, width)
         self.coarser = nn.ModuleList()
         for _ in range(2 if extra == "convolved" else 0):
             layer = nn.Conv2d(width, width, 3, 2, 1)

@@ -63,23 +63,14 @@ class DataSection:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model and its initial weights.
-
-    Attributes:
-        name: Name of the model, or of a detector's or segmenter's backbone.
-        arguments: Arguments that describe its architecture, as files may hold them.
-        initial_checkpoint: Weights to start from; None for random ones.
-        grad_checkpointing: Recompute blocks in the backward pass.
-        own_arguments: Further arguments, from the command line or from code. Files never set them.
-        num_classes: Number of classes; None for as many as the data has.
-    """
+    """A model, or the backbone of a detector or segmenter, and its initial weights."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # describe the architecture, as files may
     initial_checkpoint: str | None = None
     grad_checkpointing: bool = False
-    own_arguments: Mapping[str, Any] = field(default_factory=dict)
-    num_classes: int | None = None
+    own_arguments: Mapping[str, Any] = field(default_factory=dict)  # from the command line or code, never from files
+    num_classes: int | None = None  # None for as many as the data has
 
 
 @dataclass(frozen=True)
@@ -230,24 +221,12 @@ class Task(ABC):
         """Return the metadata that files of weights need to be used elsewhere."""
 
 
-@dataclass(frozen=True)
 class Loaders:
-    """Training and validation batches, and the images of each that could not be read."""
+    """Training and validation batches of a rank, and the images of each, at most `limit`, that could not be read."""
 
-    train: Loader[Any]
-    validation: Loader[Any]
-    broken: BrokenImages
-    broken_validation: BrokenImages
-
-
-def build_loaders(
-    task: Task, data: TaskData, model: nn.Module, *, training: Reading, validation: Reading, limit: BrokenImageLimit
-) -> Loaders:
-    """Build the loaders of this rank; in each, at most `limit` images may be broken."""
-    broken, broken_validation = (BrokenImages(len(source), limit) for source in (data.train, data.validation))
-    return Loaders(
-        task.training_loader(data.train, model, training, broken),
-        task.validation_loader(data.validation, model, validation, broken_validation),
-        broken,
-        broken_validation,
-    )
+    def __init__(
+        self, task: Task, data: TaskData, model: nn.Module, readings: tuple[Reading, Reading], limit: BrokenImageLimit
+    ):
+        self.broken, self.broken_validation = (BrokenImages(len(each), limit) for each in (data.train, data.validation))
+        self.train = task.training_loader(data.train, model, readings[0], self.broken)
+        self.validation = task.validation_loader(data.validation, model, readings[1], self.broken_validation)

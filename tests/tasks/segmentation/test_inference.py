@@ -5,8 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from inline_attention.data.segmentation import IGNORED
-from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
-from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
+from inline_attention.tasks.segmentation.models import (
+    SegmentationOptions,
+    SlidingWindows,
+    build_segmenter,
+    labels_at,
+    scores_of,
+)
 from tasks.small_backbones import SWIN
 
 

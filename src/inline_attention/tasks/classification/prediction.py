@@ -1,4 +1,4 @@
-"""Picture files in, named classes out: a model from a file of weights, with the images prepared as it expects them.
+"""Picture files in, named classes out: a classifier from a file of weights.
 
 Shapes: `B` batch, `K` classes.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.data.imagenet_info import ImageNetInfo
 from timm.data.transforms_factory import create_transform
@@ -37,7 +36,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ImageResult:
-    """What became of one file: the likeliest classes, or the reason why there are none."""
+    """The likeliest classes of one file, or the reason why it could not be used."""
 
     path: Path
     predictions: tuple[Prediction, ...] = ()
@@ -125,7 +124,7 @@ class ImageClassifier:
     def classify_files(
         self, paths: Iterable[str | os.PathLike[str]], *, top: int = 5, batch_size: int = 8
     ) -> Iterator[ImageResult]:
-        """Classify files one after the other, in batches of images of equal size; broken ones say so and do no harm.
+        """Classify files in order, in batches of images of equal size; the result of a broken one is its error.
 
         Args:
             paths: Picture files.
@@ -154,20 +153,19 @@ class ImageClassifier:
         image = load_image(path)
         if self._size is None:
             return self._native_transform(limit_aspect_ratio(image))  # pyright: ignore[reportReturnType, reportCallIssue]
-        height, width = self._target_size(image)
-        if isinstance(self._size, int) and max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
-            raise ImageError(path, f"is too long and thin to be enlarged to {width}×{height}; give height and width")
+        if isinstance(self._size, int):
+            scale = self._size / min(image.size)
+            height, width = round(image.height * scale), round(image.width * scale)
+            if max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
+                raise ImageError(
+                    path, f"is too long and thin to be enlarged to {width}×{height}; give height and width"
+                )
+        else:
+            height, width = self._size
         if height * width > DEFAULT_MAX_PIXELS:
             raise ImageError(path, f"would become {width}×{height} pixels large; give height and width instead")
         exact = {"input_size": (3, height, width), "crop_pct": 1.0, "crop_mode": "squash"}
         return create_transform(**(self._config | exact))(image)  # pyright: ignore[reportReturnType, reportCallIssue]
-
-    def _target_size(self, image: Image.Image) -> tuple[int, int]:
-        if isinstance(self._size, tuple):
-            return self._size
-        assert self._size is not None
-        scale = self._size / min(image.size)
-        return round(image.height * scale), round(image.width * scale)
 
     def _drain(self, batch: list[tuple[Path, torch.Tensor]], top: int) -> list[ImageResult]:
         """Classify the batch and empty it."""
@@ -177,25 +175,19 @@ class ImageClassifier:
         batch.clear()
         with torch.inference_mode():
             probabilities = self.model(torch.stack(images).to(self.device)).float().softmax(-1)  # [B, K]
-        values, indices = probabilities.topk(min(top, probabilities.shape[1]))
-        return [
-            self._result(path, row, columns)
-            for path, row, columns in zip(paths, values.tolist(), indices.tolist(), strict=True)
-        ]
+        values, indices = (best.tolist() for best in probabilities.topk(min(top, probabilities.shape[1])))
+        return list(map(self._result, paths, values, indices))
 
     def _result(self, path: Path, probabilities: list[float], indices: list[int]) -> ImageResult:
         if math.isnan(probabilities[0]):
             return ImageResult(path, error="gives NaN; are there NaN in the weights?")
-        pairs = zip(indices, probabilities, strict=True)
-        return ImageResult(path, tuple(Prediction(index, self.class_names[index], value) for index, value in pairs))
+        return ImageResult(
+            path, tuple(Prediction(i, self.class_names[i], p) for i, p in zip(indices, probabilities, strict=True))
+        )
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name; of "auto", a GPU where there is one.
-
-    Raises:
-        ValueError: If it cannot be used.
-    """
+    """Return the device of a name ("auto": a GPU if there is one), or raise ValueError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -209,14 +201,12 @@ def find_device(name: str) -> torch.device:
 
 def _class_names(path: Path, names: list[str] | None, classes: int) -> list[str]:
     """Return the file's own names, ImageNet's for 1000 classes, or numbers."""
-    if names is not None and len(names) != classes:
+    if names is None:
+        name = ImageNetInfo().index_to_description if classes == 1000 else "class {}".format
+        return [name(index) for index in range(classes)]
+    if len(names) != classes:
         raise CheckpointError(
             f"{path} has class_names in its metadata, expected a JSON list of {classes}, got {len(names)}; "
             "convert it again"
         )
-    if names is not None:
-        return names
-    if classes == 1000:
-        imagenet = ImageNetInfo()
-        return [imagenet.index_to_description(index) for index in range(classes)]
-    return [f"class {index}" for index in range(classes)]
+    return names

@@ -25,8 +25,16 @@ from inline_attention.models.checkpoints import load_checkpoint, number_of_class
 from inline_attention.models.described import create_described_model
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import setting
-from inline_attention.tasks.classification.evaluation import ClassificationEvaluator
-from inline_attention.tasks.task import DataSection, ModelChoice, Reading, Task, TaskData, UnusableDataError
+from inline_attention.tasks.task import (
+    Collectives,
+    DataSection,
+    MetricTable,
+    ModelChoice,
+    Reading,
+    Task,
+    TaskData,
+    UnusableDataError,
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,56 @@ class Objective:
         return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
 
+@dataclass(frozen=True)
+class ClassificationMetrics:
+    """Accuracy in percent, mean cross entropy, and number of samples; `top5` is of all classes if they are fewer."""
+
+    top1: float
+    top5: float
+    loss: float
+    count: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All but the count."""
+        return {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+
+    @property
+    def tables(self) -> list[MetricTable]:
+        """No details."""
+        return []
+
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} of {self.count} images"
+
+
+class ClassificationEvaluator:
+    """Counts right answers; see `Evaluator`."""
+
+    def __init__(self, device: torch.device):
+        self._totals = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def add(self, model: nn.Module, batch: Batch) -> None:
+        """Classify a batch."""
+        self._totals += _count(model(batch.images).float(), batch.targets)
+
+    def compute(self, collectives: Collectives) -> ClassificationMetrics:
+        """Compute the metrics over all ranks."""
+        top1, top5, loss, count = collectives.sum(self._totals.clone()).tolist()
+        if count == 0:
+            raise ValueError("there is no sample to evaluate on; check the data's validation split")
+        return ClassificationMetrics(100 * top1 / count, 100 * top5 / count, loss / count, int(count))
+
+
+def _count(logits: Tensor, targets: Tensor) -> Tensor:
+    """Number of samples right at once and right among five, sum of losses, number of samples."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    hits = best == targets[:, None]
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    counts = torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, loss.new_tensor(len(targets))])
+    return counts.to(torch.float64)
+
+
 class ClassificationTask(Task):
     """Image classification."""
 
@@ -108,17 +166,7 @@ class ClassificationTask(Task):
         smoothing: float = 0.0,
         seed: int = 0,
     ):
-        """Choose data and model.
-
-        Args:
-            data: Data settings.
-            model: Model of timm's registry.
-            augmentation: Augmentation of training images.
-            image_size: Height and width in pixels; None for the model's own.
-            channels: Image channels.
-            smoothing: Label smoothing.
-            seed: Random seed of mixup and CutMix.
-        """
+        """Choose data and model; `image_size` is height and width, `seed` that of mixup and CutMix."""
         self._data, self._model, self._augmentation = data, model, augmentation or AugmentationSection()
         self._image_size, self._channels, self._smoothing, self._seed = image_size, channels, smoothing, seed
 

@@ -41,27 +41,16 @@ def metric_names(*, masks: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """Metrics of the protocol, from 0 to 1; NaN if there is no object.
+    """Metrics of the protocol, from 0 to 1; NaN if there is no object."""
 
-    Attributes:
-        ap: Mean over overlaps (IoU) of 0.5, 0.55, …, 0.95 and over categories.
-        ap50: At an overlap of 0.5.
-        ap75: At an overlap of 0.75.
-        ap_small: `ap` of objects below 32² pixels.
-        ap_medium: `ap` of objects of 32² to 96² pixels.
-        ap_large: `ap` of objects above 96² pixels.
-        recall: Mean recall with 100 objects an image.
-        by_category: `ap` of each category, by name.
-    """
-
-    ap: float
-    ap50: float
+    ap: float  # mean over overlaps (IoU) of 0.5, 0.55, …, 0.95 and over categories
+    ap50: float  # at an overlap of 0.5
     ap75: float
-    ap_small: float
+    ap_small: float  # of objects below 32² pixels
     ap_medium: float
-    ap_large: float
-    recall: float
-    by_category: dict[str, float]
+    ap_large: float  # of objects above 96² pixels
+    recall: float  # with 100 objects an image
+    by_category: dict[str, float]  # `ap` by name
 
     def __str__(self) -> str:
         return f"AP {100 * self.ap:.1f} %, AP50 {100 * self.ap50:.1f} %, AP75 {100 * self.ap75:.1f} %"

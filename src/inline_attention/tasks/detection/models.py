@@ -87,17 +87,13 @@ class DetectionOptions:
 
 
 class Detector(DenseModel):
-    """What both detectors share: images in, features of their pyramid to the heads, losses or objects out.
+    """What both detectors share: images in, features of their pyramid to the heads, losses or objects out."""
 
-    Attributes:
-        strides: Strides of the backbone's features.
-    """
-
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # of the backbone's features
 
     def __init__(self, backbone: PyramidBackbone, width: int, extra: Literal["pooled", "convolved"]):
         super().__init__(backbone)
-        self.pyramid = FeaturePyramid(backbone.channels, width, backbone.strides, extra)
+        self.pyramid = FeaturePyramid(backbone, width, extra)
 
     @property
     def level_strides(self) -> tuple[int, ...]:
@@ -224,11 +220,7 @@ class RetinaNetDetector(Detector):
 def build_detector(
     options: DetectionOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
 ) -> Detector:
-    """Build a detector with random weights around the model of that name and arguments.
-
-    Raises:
-        ValueError: If the model cannot be a backbone.
-    """
+    """Build a detector with random weights around the model of that name and arguments."""
     kind = MaskRCNNDetector if options.finds_masks else RetinaNetDetector
     return kind(PyramidBackbone(backbone, arguments, kind.strides), num_classes, options)
 

@@ -17,23 +17,14 @@ from inline_attention.tasks.task import MetricTable
 
 @dataclass(frozen=True)
 class SegmentationMetrics:
-    """Metrics from 0 to 1; NaN for classes without pixels.
+    """Metrics from 0 to 1; NaN for classes without pixels."""
 
-    Attributes:
-        mean_iou: Mean of `iou` over the classes that occur in truth or prediction.
-        mean_accuracy: Mean of `accuracy` over the classes that occur in truth.
-        pixel_accuracy: Share of all pixels whose class was found.
-        iou: IoU of each class, by name.
-        accuracy: Accuracy of each class, by name.
-        count: Pixels, without ignored ones.
-    """
-
-    mean_iou: float
-    mean_accuracy: float
+    mean_iou: float  # over the classes that occur in truth or prediction
+    mean_accuracy: float  # over the classes that occur in truth
     pixel_accuracy: float
-    iou: dict[str, float]
+    iou: dict[str, float]  # by class name
     accuracy: dict[str, float]
-    count: int
+    count: int  # pixels, without ignored ones
 
     @property
     def figures(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Segmenters: Semantic FPN and UPerNet over the backbones of the zoo.
+"""Segmenters: Semantic FPN and UPerNet over the backbones of the zoo, and their labels of whole images.
 
 The decoders are ours, not segmentation-models-pytorch's: its encoders take only a tensor, and cannot tell the backbone
 where an image ends and its padding begins. They are those of the papers ("Panoptic Feature Pyramid Networks", arXiv
@@ -24,11 +24,29 @@ from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation.source import IGNORED
 from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import STRIDES, DenseModel, PaddedImages, PyramidBackbone, pad_images
-from inline_attention.tasks.segmentation.inference import SlidingWindows
 
 POOLED_SIZES = (1, 2, 3, 6)
 DROPOUT = 0.1
 AUXILIARY_STAGE, AUXILIARY_WEIGHT = 2, 0.4
+CLASSES_AT_ONCE = 8  # to enlarge to the original size: 150 of a large photograph would take gigabytes
+
+
+@dataclass(frozen=True)
+class SlidingWindows:
+    """Windows of `side` pixels, one every `step` pixels, `batch_size` of them in a forward pass."""
+
+    side: int
+    step: int
+    batch_size: int = 4
+
+    def __post_init__(self):
+        if not 1 <= self.step <= self.side:
+            raise ValueError(f"the step between windows must be from 1 to their side {self.side}, got {self.step}")
+
+    def starts(self, extent: int) -> list[int]:
+        """Return where windows begin along a side of an image; the last one ends with it."""
+        last = max(0, extent - self.side)
+        return [*range(0, last, self.step), last]
 
 
 @dataclass(frozen=True)
@@ -197,11 +215,7 @@ class Segmenter(DenseModel):
 def build_segmenter(
     options: SegmentationOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
 ) -> Segmenter:
-    """Build a segmenter with random weights around the model of that name and arguments.
-
-    Raises:
-        ValueError: If the model cannot be a backbone.
-    """
+    """Build a segmenter with random weights around the model of that name and arguments."""
     body = PyramidBackbone(backbone, arguments, STRIDES)
     if options.head == "semantic_fpn":
         return Segmenter(body, SemanticFPNDecoder(body.channels, num_classes, options.width or 256), None)
@@ -229,3 +243,37 @@ def _loss(scores: Tensor, stride: int, labels: Tensor) -> Tensor:
     scores = _enlarged(scores, stride, labels.shape[-2:])
     total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+def scores_of(model: nn.Module, images: Sequence[Tensor], windows: SlidingWindows | None = None) -> list[Tensor]:
+    """Return scores `[K, H, W]` of each image `[3, H, W]`, at once or as means over the windows that cover a pixel."""
+    return model(images) if windows is None else [_sliding_scores(model, image, windows) for image in images]
+
+
+def labels_at(scores: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the best class of each pixel of the original (height, width), from scores `[K, H, W]` of any size."""
+    best, labels = scores.new_full(size, -torch.inf, dtype=torch.float32), scores.new_zeros(size, dtype=torch.int64)
+    for first in range(0, len(scores), CLASSES_AT_ONCE):
+        some = scores[None, first : first + CLASSES_AT_ONCE].float()
+        values, places = F.interpolate(some, size=size, mode="bilinear", align_corners=False)[0].max(0)
+        labels = torch.where(values > best, places + first, labels)
+        best = torch.maximum(values, best)
+    return labels
+
+
+def _sliding_scores(model: nn.Module, image: Tensor, windows: SlidingWindows) -> Tensor:
+    height, width = image.shape[-2:]
+    places = [
+        (..., slice(top, top + windows.side), slice(left, left + windows.side))
+        for top in windows.starts(height)
+        for left in windows.starts(width)
+    ]
+    total, counts = image.new_zeros(()), image.new_zeros(height, width)
+    for first in range(0, len(places), windows.batch_size):
+        chosen = places[first : first + windows.batch_size]
+        for place, scores in zip(chosen, model([image[place] for place in chosen]), strict=True):
+            if total.ndim == 0:
+                total = scores.new_zeros(len(scores), height, width)
+            total[place] += scores
+            counts[place] += 1
+    return total / counts

@@ -22,8 +22,13 @@ from inline_attention.data.segmentation.source import LabelRules, SegmentationSo
 from inline_attention.data.sources import DataError
 from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
-from inline_attention.tasks.segmentation.inference import SlidingWindows, labels_at, scores_of
-from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
+from inline_attention.tasks.segmentation.models import (
+    SegmentationOptions,
+    SlidingWindows,
+    build_segmenter,
+    labels_at,
+    scores_of,
+)
 from inline_attention.tasks.task import Collectives
 
 MOST_OVERLAP = 16  # windows that a file may lay over a pixel, in each direction
