@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,8 @@ from inline_attention.analysis.layer_attention import LayerAttention
 from inline_attention.analysis.probes import capture_attention, choose_heads, choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.figures import INK, KIND_LABELS, MUTED, draw_picture, new_figure, save
+from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, Figure, draw_picture, new_figure, save
 from inline_attention.support.text import printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.gridspec import SubplotSpec
 
 Place = tuple[int, int]  # row and column on a token grid
 LEAST_WITH_BORDER = 6  # tokens along a side, from which on the outermost are not chosen
@@ -204,7 +199,7 @@ def _draw_map(axes: Axes, item: AttentionMaps, token_map: TokenMap, scale: Mappi
         axes.set_xlabel(f"class token: {names} × uniform", fontsize=8, labelpad=2)
 
 
-def _draw_kernels(figure: Figure, place: SubplotSpec, item: AttentionMaps) -> None:
+def _draw_kernels(figure: Figure, place: Any, item: AttentionMaps) -> None:
     assert item.kernels is not None
     kernels = item.kernels[:MOST_KERNELS]
     columns = min(6, len(kernels))

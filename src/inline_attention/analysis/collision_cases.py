@@ -9,16 +9,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from inline_attention.ops import attention_weights
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.figures import ALARM, FAINT, INK, KIND_LABELS, MUTED, light_grid, new_figure, save
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from inline_attention.support.figures import ALARM, FAINT, INK, KIND_LABELS, MUTED, Axes, light_grid, new_figure, save
 
 KINDS: tuple[AttentionKind, ...] = ("softmax", "linear", "inline")
 # Weights are float64 and of order one: rounding stays below 1e-14, and what these cases tell apart differs by 1e-2.

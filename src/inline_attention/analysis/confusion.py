@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +23,8 @@ from inline_attention.analysis.probes import choose_heads
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support import figures
-from inline_attention.support.figures import Chart, DotRow, LegendEntry, Panel, Style, dot_panel
+from inline_attention.support.figures import Axes, Chart, DotRow, LegendEntry, Panel, Style, dot_panel
 from inline_attention.support.text import printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TOLERANCES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TOLERANCE = 1e-2

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,10 +25,7 @@ from inline_attention.data.randomness import derived_seed
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.ops.feature_maps import EXP_RATE, FEATURE_MAPS, LEAKY_RELU_SLOPE
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
-from inline_attention.support.figures import KIND_LABELS, LIGHT, MUTED, light_grid, new_figure, save
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from inline_attention.support.figures import KIND_LABELS, LIGHT, MUTED, Axes, light_grid, new_figure, save
 
 ONE_TO_ONE_MAPS = ("identity", "leaky_relu", "exp", "elu_plus_one")
 POSITIVE_MAPS = ("exp", "elu_plus_one")  # feature maps that the magnitude rule (MALA) is meant for

@@ -74,35 +74,20 @@ class MixingRule:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Queries, keys, values and local kernels of one layer of any kind.
+    """Queries, keys, values and local kernels of one layer of any kind."""
 
-    Attributes:
-        name: Path of the layer in its model, such as "blocks.3.attn".
-        index: Number among the model's attention layers, from 0.
-        rule: How weights are computed.
-        q: Queries `[B, N, H, D]`.
-        k: Keys `[B, N, H, D]`.
-        v: Values `[B, N, H, D]`.
-        local_weight: 3×3 kernels `[B, H, D, 3, 3]` of the local term; None without one.
-        local_bias: `[H, D]` added to every grid token; None without one.
-        grid_size: (h, w).
-        num_prefix_tokens: Tokens before the grid.
-        groups: `[H, N]`: tokens with equal numbers see each other, as in a window; None when all see all.
-        position_bias: Function from a head and queries `[Q]` to the bias `[Q, N]` of softmax in windows.
-    """
-
-    name: str
-    index: int
+    name: str  # path in its model, such as "blocks.3.attn"
+    index: int  # among the model's attention layers
     rule: MixingRule
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    local_weight: Tensor | None
-    local_bias: Tensor | None
+    q: Tensor  # [B, N, H, D]
+    k: Tensor  # [B, N, H, D]
+    v: Tensor  # [B, N, H, D]
+    local_weight: Tensor | None  # 3×3 kernels [B, H, D, 3, 3] of the local term
+    local_bias: Tensor | None  # [H, D], added to every grid token
     grid_size: tuple[int, int]
-    num_prefix_tokens: int
-    groups: Tensor | None = None
-    position_bias: Callable[[int, Tensor], Tensor] | None = None
+    num_prefix_tokens: int  # before the grid
+    groups: Tensor | None = None  # [H, N]: tokens with equal numbers see each other; None when all see all
+    position_bias: Callable[[int, Tensor], Tensor] | None = None  # of a head and queries [Q]: [Q, N], for softmax
 
     @property
     def num_tokens(self) -> int:
@@ -145,7 +130,7 @@ class LayerAttention:
         hidden: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return the weights `[Q, N]` of one head of one image (`[b, Q, N]` of several), without the local term.
+        """Return the weights `[Q, N]` of one head of one image, or `[b, Q, N]` of a slice, without the local term.
 
         Args:
             images: Number in the batch, or a slice.
@@ -153,9 +138,6 @@ class LayerAttention:
             queries: `[Q]` tokens; all by default.
             hidden: `[Q, N]` bool, True where a key is hidden from a query.
             dtype: Dtype of the computation.
-
-        Raises:
-            MatrixTooLargeError: If the weights of one image would fill the memory.
         """
         queries = torch.arange(self.num_tokens, device=self.q.device) if queries is None else queries
         check_matrix_size(len(queries), self.num_tokens, dtype)

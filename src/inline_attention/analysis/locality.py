@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -22,10 +22,7 @@ from inline_attention.analysis.pictures import OnProgress, PictureSample, captur
 from inline_attention.analysis.probes import choose_heads
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
 
 SIDES = (3, 5, 7)
 AVERAGED = ("share", "signed", "uniform")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,7 @@ from inline_attention.analysis.probes import attention_layers, observed
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
-from inline_attention.support.figures import INK, LIGHT, Chart, LegendEntry, Panel, Style, light_grid
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from inline_attention.support.figures import INK, LIGHT, Axes, Chart, LegendEntry, Panel, Style, light_grid
 
 Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]  # in British spelling, as in result files
 LocalTerm: TypeAlias = Literal["none", "kept", "hidden"]

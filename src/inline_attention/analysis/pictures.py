@@ -63,19 +63,14 @@ class SampledBatches(EvaluationBatches):
 
 
 class PictureSample:
-    """Some pictures of a source, drawn at random and read again for every model that is analyzed.
-
-    Attributes:
-        source: Pictures to draw from.
-        skipped: Pictures that could not be read so far: reasons by name.
-    """
+    """Some pictures of a source, drawn at random and read again for every model that is analyzed."""
 
     def __init__(
         self, source: ImageSource, *, images: int | None = None, seed: int = 0, batch_size: int = 8, workers: int = 0
     ):
         """Plan to draw so many images, or all, and to read them with so many worker processes."""
         self.source = source
-        self.skipped: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}  # pictures that could not be read so far: reasons by name
         self._images, self._seed, self._batch_size, self._workers = images, seed, batch_size, workers
 
     def __len__(self) -> int:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,11 +18,8 @@ from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
-from inline_attention.support.figures import ALARM, INK, draw_picture, new_figure, save, shortened
+from inline_attention.support.figures import ALARM, INK, Axes, draw_picture, new_figure, save, shortened
 from inline_attention.support.text import printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLUMNS = 8
 CELL = 1.45  # inches

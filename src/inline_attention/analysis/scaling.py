@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inline_attention.benchmark.model_size import measure_model_size
-from inline_attention.benchmark.timing import interleaved_timings, prepare_throughput, release_memory
+from inline_attention.benchmark.timing import (
+    interleaved_timings,
+    prepare_throughput,
+    read_peak,
+    release_memory,
+    reset_peak,
+)
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import TWINS
-from inline_attention.support.figures import KIND_LABELS, Chart, LegendEntry, Panel, Style, draw_line, log_axes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from inline_attention.support.figures import KIND_LABELS, Axes, Chart, LegendEntry, Panel, Style, draw_line, log_axes
 
 Axis: TypeAlias = Literal["resolution", "window"]
 LEAST_ROUNDS = 3
@@ -84,14 +88,16 @@ def measure_scaling(
 def _measure_step(
     names: dict[str, str], size: int, window: int | None, batch: int, device: torch.device, seconds: float
 ) -> list[ScalingPoint]:
-    arguments = {} if window is None else {"window_size": window}
+    arguments: dict[str, Any] = {} if window is None else {"window_size": window}
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
     works: dict[str, Any] = {}
-    peaks: dict[str, int] = {}
+    peaks: dict[str, int | None] = {}
     notes: dict[str, str] = {}
     for kind, model_name in names.items():
         try:
-            forward = _forward_pass(model_name, images, arguments)
+            with device:
+                model = create_model(model_name, **arguments).eval()
+            forward = torch.inference_mode()(partial(model, images))
             forward()
             peaks[kind] = peak_tensor_bytes(forward, device)
             works[kind] = prepare_throughput(forward, device)
@@ -116,17 +122,6 @@ def _measure_step(
         )
         for kind, model_name in names.items()
     ]
-
-
-def _forward_pass(model_name: str, images: torch.Tensor, arguments: dict[str, Any]) -> Callable[[], object]:
-    with images.device:
-        model = create_model(model_name, **arguments).eval()
-
-    def forward() -> object:
-        with torch.inference_mode():
-            return model(images)
-
-    return forward
 
 
 class TensorMemory(TorchDispatchMode):
@@ -162,42 +157,36 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def peak_tensor_bytes(call: Callable[[], object], device: torch.device) -> int:
+def peak_tensor_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Return the peak memory of tensors that a call makes, in bytes, beyond what was allocated before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    occupied = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    reset_peak(device)
+    with TensorMemory() if device.type == "cpu" else nullcontext() as memory:
         call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with TensorMemory() as memory:
-        call()
-    return memory.peak_bytes
+    return read_peak(device, occupied) if memory is None else memory.peak_bytes
 
 
 def draw_scaling(points: Sequence[ScalingPoint], machine: str, folder: Path) -> list[Path]:
     """Write `scaling.png` and `.svg`: a row per axis (resolution, window), a column per quantity."""
-    quantities: dict[str, Callable[[ScalingPoint], float | None]] = {
-        "Time of a forward pass (ms)": lambda point: point.milliseconds,
-        "Peak memory of tensors (MiB)": lambda point: None if point.peak_bytes is None else point.peak_bytes / 2**20,
-        "Multiply-adds (billions)": lambda point: point.macs / 1e9,
+    quantities = {
+        "Time of a forward pass (ms)": ("milliseconds", 1),
+        "Peak memory of tensors (MiB)": ("peak_bytes", 2**20),
+        "Multiply-adds (billions)": ("macs", 1e9),
     }
 
-    def draw(axes: Axes, axis: str, title: str) -> None:
+    def draw(axes: Axes, axis: str, quantity: str, unit: float) -> None:
         shown = [point for point in points if point.axis == axis]
         for kind in KINDS:
-            values = [
-                (point.window or point.size, quantities[title](point)) for point in shown if point.attention == kind
-            ]
-            draw_line(axes, Style(kind), [(step, value) for step, value in values if value])
+            measured = [point for point in shown if point.attention == kind and getattr(point, quantity)]
+            places = [(point.window or point.size, getattr(point, quantity) / unit) for point in measured]
+            draw_line(axes, Style(kind), places)
         log_axes(axes, sorted({point.window or point.size for point in shown}), "{x:.0f}²")
         axes.set_xlabel(f"window (tokens), image of {shown[0].size}² pixels" if axis == "window" else "image (pixels)")
 
     panels = [
-        Panel(title, partial(draw, axis=axis, title=title))
+        Panel(title, partial(draw, axis=axis, quantity=quantity, unit=unit))
         for axis in dict.fromkeys(point.axis for point in points)
-        for title in quantities
+        for title, (quantity, unit) in quantities.items()
     ]
     small_print = (
         f"{machine}. Batch {points[0].batch}, float32, random weights and images. Memory without weights and images. "

@@ -9,16 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from inline_attention.engine.config import ConfigError, TrainConfig, read_config
 from inline_attention.engine.reporting import SUMMARY
-from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, numbered_styles, whole_numbers
+from inline_attention.support import figures
+from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style
 from inline_attention.support.files import read_bounded
 from inline_attention.support.text import printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SETTINGS = "args.yaml"
 OPTIONAL = ("val_loss", "top1", "ema_top1")  # columns of summary.csv
@@ -97,9 +94,9 @@ def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) ->
             for run in runs:
                 points = [(row.epoch, value) for row in run.epochs if (value := getattr(row, name)) is not None]
                 if points:
-                    draw_line(axes, styles[run.label], points, secondary=name == dashed)
+                    figures.draw_line(axes, styles[run.label], points, secondary=name == dashed)
         axes.set_ylabel(label)
-        whole_numbers(axes, "epoch")
+        figures.whole_numbers(axes, "epoch")
 
     def draw_accuracy(axes: Axes) -> None:
         draw(axes, "top-1 (%)", dashed="averaged_top1", solid="top1")
@@ -128,7 +125,7 @@ def draw_training_curves(
     runs: Sequence[TrainingCurves], folder: Path, *, name: str = "curves", formats: Sequence[str] = ("png", "svg")
 ) -> list[Path]:
     """Write `NAME.png` and `.svg`: top-1 and loss by epoch, a color per attention."""
-    styles = numbered_styles({run.label: run.model_name.partition("_")[0] for run in runs})
+    styles = figures.numbered_styles({run.label: run.model_name.partition("_")[0] for run in runs})
     datasets = {run.dataset for run in runs}
     # The name "folder" says nothing, and a path exists on one machine only.
     title = "Learning curves" if len(datasets) > 1 or "folder" in datasets else f"Learning curves on {datasets.pop()}"

@@ -1,11 +1,10 @@
 """The report as one HTML page: sections with sentences, figures and tables, rendered by a Jinja2 template.
 
-The template escapes all text. Only our own style, script and figures are inserted as markup.
+The template escapes all text. Only our own figures are inserted as markup.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +28,7 @@ from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, St
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
-TITLE = "Why InLine attention works"
 LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one exists
-FORMULAS = {"softmax": "exp(score) ÷ their sum", "linear": "score ÷ their sum", "inline": "(score − mean + 1) ÷ 6"}
 
 
 class Table(NamedTuple):
@@ -76,18 +73,12 @@ def render(evidence: Evidence) -> str:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    assets = Path(__file__).parent
     styles = numbered_styles({run.label: run.kind for run in evidence.runs})
     query = [float(value) for value in collision_cases()[0].queries[2]]
-    settings = {"keys": KEYS, "query": query, "same": COLLISION_TOLERANCE, "smallest": SMALLEST_MEAN_SCORE}
     page = environment.get_template("page.html").render(
-        title=TITLE,
         light=LIGHT,
         dark=DARK,
-        style=(assets / "page.css").read_text(encoding="utf-8"),
-        script=(assets / "plane.js").read_text(encoding="utf-8"),
-        plane_settings=json.dumps(settings),
-        formulas=FORMULAS,
+        plane={"keys": KEYS, "query": query, "same": COLLISION_TOLERANCE, "smallest": SMALLEST_MEAN_SCORE},
         labels=KIND_LABELS,
         runs=_run_table(evidence),
         sections=[_section(evidence, name, *section, styles) for name, section in SECTIONS.items()],
