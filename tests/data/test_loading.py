@@ -19,7 +19,6 @@ from torchvision.datasets import ImageFolder
 
 from data.conftest import bomb, noise, write_pictures
 from inline_attention.data import (
-    Batch,
     BrokenImageLimit,
     BrokenImages,
     BrokenImagesError,
@@ -375,8 +374,10 @@ def test_the_pictures_of_an_epoch_fit_their_classes(tmp_path):
             assert f"/{source.class_names[target]}/" in source.name(index)
 
 
-class SlowPictures:
+class SlowPictures(loading.Samples):
     """Reading one takes a while."""
+
+    equal_sizes = True
 
     def __init__(self, seconds):
         self._seconds = seconds
@@ -389,12 +390,7 @@ class SlowPictures:
 
     def read(self, index):
         time.sleep(self._seconds)
-        return torch.full((3, 2, 2), index, dtype=torch.uint8)
-
-    def batch(self, key, samples, indices, broken):
-        return Batch(
-            key.epoch, key.number, torch.stack(samples), torch.zeros(len(samples)), torch.tensor(indices), broken
-        )
+        return torch.full((3, 2, 2), index, dtype=torch.uint8), 0
 
 
 def test_workers_may_take_their_time_over_what_an_epoch_left(monkeypatch):

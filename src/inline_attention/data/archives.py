@@ -23,42 +23,24 @@ Members = Iterator[tuple[tarfile.TarInfo, IO[bytes]]]
 
 
 @contextmanager
-def open_tar(path: str | os.PathLike[str]) -> Iterator[Members]:
-    """Open an uncompressed archive; yields its regular files in order, each with the open archive to read it from.
-
-    Raises:
-        OSError: If it cannot be opened or read.
-        tarfile.TarError: If it is damaged, also in place of a `ValueError` in the body of the `with` statement.
-    """
-    with (
-        _errors_as_tar_errors(),
-        open_regular(path) as file,
-        tarfile.open(fileobj=file, mode="r:", tarinfo=_CheckedHeader) as archive,
-    ):
-        yield ((member, file) for member in _regular_files(archive, os.fstat(file.fileno()).st_size))
-
-
-@contextmanager
-def open_tar_gz(path: str | os.PathLike[str], max_bytes: int) -> Iterator[Members]:
-    """Open a gzipped archive; yields its regular files in order, each to be read before the next is asked for.
+def open_tar(path: str | os.PathLike[str], gzip_limit: int | None = None) -> Iterator[Members]:
+    """Open an archive; yields its regular files in order, each to be read before the next is asked for.
 
     Args:
         path: The archive.
-        max_bytes: Most bytes to decompress.
+        gzip_limit: Most bytes to decompress; None if the archive is not compressed.
 
     Raises:
         OSError: If it cannot be opened or read.
-        tarfile.TarError: If it is damaged or too large.
+        tarfile.TarError: If it is damaged or too large, also in place of a `ValueError` in the body of the `with`.
     """
-    with (
-        _errors_as_tar_errors(),
-        open_regular(path) as file,
-        gzip.GzipFile(fileobj=file) as content,
-        tarfile.open(fileobj=content, mode="r|", tarinfo=_CheckedHeader) as archive,
-    ):
-        yield (
-            (member, opened) for member in _regular_files(archive, max_bytes) if (opened := archive.extractfile(member))
-        )
+    with _errors_as_tar_errors(), open_regular(path) as file:
+        content = file if gzip_limit is None else gzip.GzipFile(fileobj=file)
+        limit = os.fstat(file.fileno()).st_size if gzip_limit is None else gzip_limit
+        with tarfile.open(
+            fileobj=content, mode="r:" if gzip_limit is None else "r|", tarinfo=_CheckedHeader
+        ) as archive:
+            yield _regular_files(archive, limit)
 
 
 class _CheckedHeader(tarfile.TarInfo):
@@ -72,13 +54,13 @@ class _CheckedHeader(tarfile.TarInfo):
         return header
 
 
-def _regular_files(archive: tarfile.TarFile, max_bytes: int) -> Iterator[tarfile.TarInfo]:
+def _regular_files(archive: tarfile.TarFile, max_bytes: int) -> Members:
     for member in archive:
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
         if member.size < 0 or (has_content and member.offset_data + member.size > max_bytes):
             raise tarfile.ReadError(f"a member announces {member.size:,} bytes")
-        if member.isreg() and not member.issparse():
-            yield member
+        if member.isreg() and not member.issparse() and (file := archive.extractfile(member)):
+            yield member, file
 
 
 @contextmanager

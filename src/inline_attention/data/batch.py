@@ -7,58 +7,76 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from inline_attention.data.broken import BrokenImage
 
+Target = dict[str, Tensor]
+Images = TypeVar("Images")
+Targets = TypeVar("Targets")
+
 
 @dataclass(frozen=True)
-class Batch:
+class AnyBatch(Generic[Images, Targets]):
     """Some samples, with a report on those that could not be read.
 
     Attributes:
         epoch: Epoch, from 0.
         number: Batch in the epoch, from 0.
-        images: `[B, C, H, W]`: uint8 as read, or floating-point numbers, normalized.
-        targets: `[B]` class numbers.
+        images: Images as read (uint8), or normalized floating-point numbers.
+        targets: Targets of the images.
         indices: `[B]` numbers of the samples in the dataset.
         broken: Images that were left out of this batch, or replaced in it.
     """
 
     epoch: int
     number: int
-    images: Tensor
-    targets: Tensor
+    images: Images
+    targets: Targets
     indices: Tensor
     broken: tuple[BrokenImage, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.indices)
 
     def pin_memory(self) -> Self:
         """A copy that a GPU can fetch by itself; called by torch's data loader."""
-        return replace(
-            self,
-            images=self.images.pin_memory(),
-            targets=self.targets.pin_memory(),
-            indices=self.indices.pin_memory(),
-        )
+        return self._mapped(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Self:
         """A copy on the device, without waiting for it."""
-        return replace(
-            self,
-            images=self.images.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            indices=self.indices.to(device, non_blocking=True),
-        )
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def normalized(self, normalize: Normalize) -> Self:
         """A copy with normalized images."""
-        return replace(self, images=normalize(self.images))
+        return replace(self, images=_map(normalize, self.images))
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return replace(
+            self,
+            images=_map(function, self.images),
+            targets=_map(function, self.targets),
+            indices=function(self.indices),
+        )
+
+
+class Batch(AnyBatch[Tensor, Tensor]):
+    """Images `[B, C, H, W]` with class numbers `[B]`."""
+
+
+class UnequalBatch(AnyBatch[tuple[Tensor, ...], tuple[Target, ...]]):
+    """Images `[C, H, W]`, each of its own size, with a target each."""
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _map(function, item) for name, item in value.items()}
+    return tuple(_map(function, item) for item in value)
 
 
 class Normalize(nn.Module):
@@ -73,59 +91,12 @@ class Normalize(nn.Module):
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
         """Set the statistics of values from 0 to 1, one of each per channel."""
         super().__init__()
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalize `[B, C, H, W]` bytes; floating-point numbers are taken to be normalized already."""
+        """Normalize `[..., C, H, W]` bytes; floating-point numbers are taken to be normalized already."""
         if images.is_floating_point():
             return images
         # Rearranged first, while they are small: sums over planes are faster than over three interleaved channels.
         return images.contiguous().float().div_(255).sub_(self.mean).div_(self.std)
-
-
-Target = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class UnequalBatch:
-    """Some samples, with a report on those that could not be read; a `Batch` of images as they are.
-
-    Attributes:
-        epoch: Epoch, from 0.
-        number: Batch in the epoch, from 0.
-        images: `[C, H, W]` each: uint8 as read, or floating-point numbers, normalized.
-        targets: Targets of each image, by name.
-        indices: `[B]` numbers of the samples in the dataset.
-        broken: Images that were left out of this batch, or replaced in it.
-    """
-
-    epoch: int
-    number: int
-    images: tuple[Tensor, ...]
-    targets: tuple[Target, ...]
-    indices: Tensor
-    broken: tuple[BrokenImage, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def pin_memory(self) -> Self:
-        """A copy that a GPU can fetch by itself; called by torch's data loader."""
-        return self._mapped(Tensor.pin_memory)
-
-    def to(self, device: torch.device) -> Self:
-        """A copy on the device, without waiting for it."""
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def normalized(self, normalize: Normalize) -> Self:
-        """A copy with images normalized one by one."""
-        return replace(self, images=tuple(normalize(image[None])[0] for image in self.images))
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return replace(
-            self,
-            images=tuple(map(function, self.images)),
-            targets=tuple({name: function(value) for name, value in target.items()} for target in self.targets),
-            indices=function(self.indices),
-        )

@@ -67,12 +67,7 @@ class BrokenImages:
     """The broken images of one dataset, met so far by this process."""
 
     def __init__(self, total: int, limit: BrokenImageLimit | None = None):
-        """Start with none.
-
-        Args:
-            total: Images in the dataset.
-            limit: How many of them may be broken.
-        """
+        """Start with none of `total` images of the dataset."""
         self.total = total
         self.allowed = (limit or BrokenImageLimit()).allowed(total)
         self._found: dict[str, BrokenImage] = {}
@@ -91,23 +86,20 @@ class BrokenImages:
         """
         new = [image for image in broken if image.name not in self._found]
         self._found.update((image.name, image) for image in new)
-        if len(self._found) > self.allowed:
-            first = "".join(f"\n  {image}" for image in list(self)[:FIRST_OFFENDERS])
-            more = len(self) - FIRST_OFFENDERS
+        if len(self) > self.allowed:
+            listed = [str(image) for image in list(self)[:FIRST_OFFENDERS]]
+            if len(self) > FIRST_OFFENDERS:
+                listed.append(f"and {len(self) - FIRST_OFFENDERS:,} more")
             raise BrokenImagesError(
                 f"at least {len(self):,} of {self.total:,} images cannot be read, at most {self.allowed:,} may be "
-                f"broken; repair or remove them, or raise the limit:{first}"
-                + (f"\n  and {more:,} more" if more > 0 else ""),
+                "broken; repair or remove them, or raise the limit:" + "".join(f"\n  {line}" for line in listed),
                 tuple(self),
             )
         return new
 
 
 def write_report(folder: str | os.PathLike[str], images: Iterable[BrokenImage]) -> Path:
-    """List broken images in a CSV file with the columns path and reason, over the one from before; returns the file.
-
-    Names that are not UTF-8 are escaped, as all text that comes from files.
-    """
+    """Write broken images to a CSV file with the columns path and reason, in place of the one from before."""
     path = Path(folder) / REPORT_NAME
     content = io.StringIO(newline="")
     writer = csv.writer(content)

@@ -8,32 +8,20 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from inline_attention.data.datasets import open_dataset
+from inline_attention.data.findings import OpenedSplits, each_once
 from inline_attention.data.images import ImageError
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sources import DataError, ImageSource
-from inline_attention.support.text import printable
+from inline_attention.support.text import some_of
 
 NAMED = 5  # classes listed in a message
 
 
-@dataclass(frozen=True)
-class OpenedData:
-    """Training and validation data, as far as they could be opened, and all that is wrong with them.
-
-    Attributes:
-        train: Images to train on.
-        validation: Images to validate on, with classes numbered as those of `train`.
-        problems: One sentence each.
-    """
-
-    train: ImageSource | None
-    validation: ImageSource | None
-    problems: list[str] = field(default_factory=list)
+OpenedData = OpenedSplits[ImageSource]
 
 
 def open_and_check(
@@ -50,7 +38,7 @@ def open_and_check(
         dataset: Dataset name (see `open_dataset`).
         data_dir: Folder of the dataset.
         train_split: Split to train on.
-        validation_split: Split to validate on.
+        validation_split: Split to validate on; its classes are numbered as those of the training data.
         num_classes: Classes of the model; None if it follows the data.
     """
     problems: list[str] = []
@@ -77,16 +65,15 @@ def open_and_check(
             validation = validation.with_classes(train.class_names)
     if validation is not None:
         problems += check_readable(validation)
-    return OpenedData(train, validation, [printable(problem) for problem in dict.fromkeys(problems)])
+    return OpenedData(train, validation, each_once(problems))
 
 
 def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
     """Empty classes, class numbers out of range, and the number of classes against the model's."""
     problems: list[str] = []
     if source.empty_classes:
-        problems.append(
-            f"{source.location}: {_listed(source.empty_classes, 'empty class')}; add images or remove the folder"
-        )
+        empty = _listed(source.empty_classes, "empty class")
+        problems.append(f"{source.location}: {empty}; add images or remove the folder")
     counted = len(source.class_names)
     wrong = np.flatnonzero((source.targets < 0) | (source.targets >= counted))
     if len(wrong):
@@ -105,12 +92,9 @@ def check_same_classes(train: ImageSource, validation: ImageSource) -> list[str]
     problems: list[str] = []
     for one, other in ((train, validation), (validation, train)):
         known = set(other.class_names)
-        only = [name for name in one.class_names if name not in known]
-        if only:
-            problems.append(
-                f"{_listed(only, 'class')} of {one.location} not in {other.location}; "
-                "training and validation data need the same classes"
-            )
+        if only := [name for name in one.class_names if name not in known]:
+            classes = f"{_listed(only, 'class')} of {one.location} not in {other.location}"
+            problems.append(f"{classes}; training and validation data need the same classes")
     return problems
 
 
@@ -131,6 +115,4 @@ def check_readable(source: ImageSource, sample: int = 16) -> list[str]:
 
 
 def _listed(names: Sequence[str], what: str) -> str:
-    plural = f"{what}es" if len(names) > 1 else what
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{len(names)} {plural} ({', '.join(map(repr, names[:NAMED]))}{more})"
+    return f"{len(names)} {what}{'es' if len(names) > 1 else ''} ({some_of(map(repr, names), NAMED)})"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from inline_attention.data.archives import open_tar_gz
+from inline_attention.data.archives import open_tar
 from inline_attention.data.sources import ArraySource, DataError, is_training_split
 from inline_attention.support.files import read_bounded
 
@@ -38,13 +38,16 @@ KNOWN_NAMES = (
 class _Version(NamedTuple):
     folder: str
     archive: str
-    training_files: tuple[str, ...]
-    test_file: str
+    suffix: str
     parse: Callable[[bytes, str], tuple[np.ndarray, np.ndarray]]  # (pixels [N, 3072] uint8, targets [N])
+
+    def names(self, *, training: bool) -> list[str]:
+        names = [f"data_batch_{number}" for number in range(1, 6)] if training else ["test_batch"]
+        return [f"{name}{self.suffix}" for name in names]
 
     def is_in(self, root: Path) -> bool:
         """True if any of its files is there, packed or not."""
-        names = (*self.training_files, self.test_file)
+        names = self.names(training=True) + self.names(training=False)
         places = [folder / name for folder in (root / self.folder, root) for name in names]
         return any(place.is_file() for place in (*places, root / self.archive))
 
@@ -66,8 +69,8 @@ def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
         if not version.is_in(root):
             continue
         training = is_training_split(split, str(root))
-        names = version.training_files if training else (version.test_file,)
-        found = _read_files(root, version, names)
+        names = version.names(training=training)
+        found = _read_folder(root, version, names) or _read_archive(root, version, names)
         if found is None:
             continue
         parts = [version.parse(content, f"{root}: {name}") for name, content in found.items()]
@@ -77,37 +80,40 @@ def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
     return None
 
 
-def _read_files(root: Path, version: _Version, names: tuple[str, ...]) -> dict[str, bytes] | None:
-    """Contents by name, from a folder or from the archive, which is not unpacked."""
+def _read_folder(root: Path, version: _Version, names: list[str]) -> dict[str, bytes] | None:
     for folder in (root / version.folder, root):
-        if any((folder / name).is_file() for name in names):
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise DataError(f"{folder} lacks {', '.join(missing)}; unpack {version.archive} again")
-            try:
-                return {name: read_bounded(folder / name, MAX_FILE_BYTES) for name in names}
-            except (OSError, ValueError) as error:
-                raise DataError(f"a file of CIFAR-10 in {folder} cannot be read: {error}") from error
-    archive_path = root / version.archive
-    if not archive_path.is_file():
+        missing = [name for name in names if not (folder / name).is_file()]
+        if len(missing) == len(names):
+            continue
+        if missing:
+            raise DataError(f"{folder} lacks {', '.join(missing)}; unpack {version.archive} again")
+        try:
+            return {name: read_bounded(folder / name, MAX_FILE_BYTES) for name in names}
+        except (OSError, ValueError) as error:
+            raise DataError(f"a file of CIFAR-10 in {folder} cannot be read: {error}") from error
+    return None
+
+
+def _read_archive(root: Path, version: _Version, names: list[str]) -> dict[str, bytes] | None:
+    """Contents by name, from the archive, which is not unpacked."""
+    path = root / version.archive
+    if not path.is_file():
         return None
-    wanted = {f"{version.folder}/{name}": name for name in names}
     contents: dict[str, bytes] = {}
     try:
-        with open_tar_gz(archive_path, MAX_ARCHIVE_BYTES) as members:
+        with open_tar(path, MAX_ARCHIVE_BYTES) as members:
             for member, file in members:
-                if (name := wanted.get(member.name)) is not None:
+                folder, _, name = member.name.rpartition("/")
+                if folder == version.folder and name in names:
                     if member.size > MAX_FILE_BYTES:
                         raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
                     contents[name] = file.read()
-                if len(contents) == len(wanted):
-                    break
+                if len(contents) == len(names):
+                    return {name: contents[name] for name in names}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{archive_path} is damaged: {error}; fetch it again") from error
-    missing = [name for name in names if name not in contents]
-    if missing:
-        raise DataError(f"{archive_path} is damaged: it lacks {', '.join(missing)}; fetch it again")
-    return {name: contents[name] for name in names}
+        raise DataError(f"{path} is damaged: {error}; fetch it again") from error
+    missing = ", ".join(name for name in names if name not in contents)
+    raise DataError(f"{path} is damaged: it lacks {missing}; fetch it again")
 
 
 def _parse_binary(content: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -176,18 +182,6 @@ def _checked_targets(targets: np.ndarray, length: int, where: str) -> np.ndarray
 
 
 _VERSIONS = (
-    _Version(
-        "cifar-10-batches-py",
-        "cifar-10-python.tar.gz",
-        tuple(f"data_batch_{number}" for number in range(1, 6)),
-        "test_batch",
-        _parse_pickle,
-    ),
-    _Version(
-        "cifar-10-batches-bin",
-        "cifar-10-binary.tar.gz",
-        tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-        "test_batch.bin",
-        _parse_binary,
-    ),
+    _Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _parse_pickle),
+    _Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _parse_binary),
 )

@@ -28,19 +28,14 @@ LARGEST_VALUE = 16
 
 
 def digits(split: str) -> ArraySource:
-    """The digits as RGB images of 8×8 pixels, white on black.
-
-    Args:
-        split: "train" for the first 1,437, "validation" for the last 360, or another usual name of either.
+    """The digits as RGB images of 8×8 pixels, white on black: 1,437 to train on, 360 to validate on.
 
     Raises:
         DataError: If there is no such split.
     """
     part = slice(None, TRAINING_SAMPLES) if is_training_split(split, "digits") else slice(TRAINING_SAMPLES, None)
-    with (
-        (files("inline_attention.data") / "digits.npz").open("rb") as file,
-        np.load(file, allow_pickle=False) as content,
-    ):
+    path = files("inline_attention.data") / "digits.npz"
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
         gray, targets = content["images"], content["targets"]
     scaled = np.round(gray[part] * (255 / LARGEST_VALUE)).astype(np.uint8)
     images = np.repeat(scaled[..., None], 3, axis=-1)
@@ -48,15 +43,10 @@ def digits(split: str) -> ArraySource:
 
 
 class HubSource(ImageSource):
-    """A dataset with an image and a label column."""
+    """A dataset of the Hugging Face Hub, `hfds/OWNER/NAME`, with an image and a label column."""
 
     def __init__(self, name: str, root: str | None, split: str):
-        """Fetch the dataset, or open what was fetched before.
-
-        Args:
-            name: Dataset name, `hfds/OWNER/NAME`.
-            root: Where to keep it; by default the Hub's own cache.
-            split: The dataset's own name of the split.
+        """Fetch the dataset, or open what was fetched before, in `root` or the Hub's own cache.
 
         Raises:
             DataError: If the `datasets` package is missing, or the dataset cannot be opened.
@@ -72,7 +62,7 @@ class HubSource(ImageSource):
         try:
             dataset: Any = create_dataset(name, root=root, split=split, trust_remote_code=False)
             self._reader = dataset.reader
-            self._caches = [root] if root else [str(datasets.config.HF_DATASETS_CACHE)]
+            self._cache = root or str(datasets.config.HF_DATASETS_CACHE)
             labels = self._reader.dataset[self._reader.label_key]
             targets = np.array([int(label) for label in labels], dtype=np.int64)
         except Exception as error:  # network, names, columns: all of it is for the user to see
@@ -80,10 +70,9 @@ class HubSource(ImageSource):
                 f"{name}, split {split!r}, cannot be opened: {str(error) or type(error).__name__}; "
                 "check its name, its splits, and that it has the columns image and label"
             ) from error
-        numbers: dict[str, int] = self._reader.class_to_idx
-        by_number = {number: class_name for class_name, number in numbers.items()}
-        count = max(by_number, default=int(targets.max(initial=-1))) + 1
-        super().__init__(f"{name} ({split})", [by_number.get(n, str(n)) for n in range(count)], targets)
+        names = {number: class_name for class_name, number in self._reader.class_to_idx.items()}
+        count = max(names, default=int(targets.max(initial=-1))) + 1
+        super().__init__(f"{name} ({split})", [names.get(number, str(number)) for number in range(count)], targets)
 
     def load(self, index: int) -> Image.Image:
         """Decode the image's bytes, or the file in the cache that the row names.
@@ -99,16 +88,13 @@ class HubSource(ImageSource):
             return load_image_bytes(content, self.name(index))
         if not path:
             raise ImageError(self.name(index), "cannot be opened: the row is empty")
-        if not any(is_inside(path, folder) for folder in self._caches):
+        if not is_inside(path, self._cache):
             raise ImageError(self.name(index), f"cannot be opened: the row names {path}, which is not in the cache")
         return load_image(path)
 
     def name(self, index: int) -> str:
         """The number in the dataset, which is what one looks it up by."""
         return f"{self.location}[{index}]"
-
-
-NAMES = "folder, digits, cifar10, hfds/NAME or wds/PATTERN"
 
 
 def open_dataset(
@@ -143,7 +129,7 @@ def open_dataset(
         pattern = split if ".tar" in split else rest.replace("{split}", split)
         return ShardSource(find_shards(data_dir or "", pattern), os.path.join(data_dir or "", pattern))
     if dataset not in ("", "folder", "cifar10"):
-        raise DataError(f"unknown dataset {dataset!r}; expected {NAMES}")
+        raise DataError(f"unknown dataset {dataset!r}; expected folder, digits, cifar10, hfds/NAME or wds/PATTERN")
     if data_dir is None:
         raise DataError(f"the dataset {dataset or 'folder'!r} needs a folder; give one with --data-dir")
     if dataset == "cifar10" and (arrays := cifar10(data_dir, split)) is not None:

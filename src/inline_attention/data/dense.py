@@ -8,7 +8,6 @@ Shapes: `n` objects, `H`, `W` height and width in pixels, `S` side of crops.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as transforms
 
-from inline_attention.data.batch import Target, UnequalBatch
-from inline_attention.data.broken import BrokenImage
+from inline_attention.data.batch import Target
 from inline_attention.data.coco.source import CocoSource
-from inline_attention.data.sampling import BatchKey
+from inline_attention.data.loading import Samples
 from inline_attention.data.segmentation.source import IGNORED, SegmentationSource
 
 SHORTER_SIDE, LONGEST_SIDE = 800, 1333
@@ -35,60 +33,28 @@ DetectionTransform = Callable[[Image.Image, Target], tuple[Tensor, Target]]
 SegmentationTransform = Callable[[Image.Image, np.ndarray], tuple[Tensor, Tensor]]
 
 
-class DenseSamples(ABC):
-    """Images with targets as a loader reads them; see `Samples` for the methods."""
-
-    def __init__(self, source: CocoSource | SegmentationSource):
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def name(self, index: int) -> str:
-        """Return the path of an image."""
-        return self._source.name(index)
-
-    @abstractmethod
-    def read(self, index: int) -> tuple[Tensor, Target]:
-        """Return an image and its target, transformed."""
-
-    def batch(
-        self,
-        key: BatchKey,
-        samples: Sequence[tuple[Tensor, Target]],
-        indices: Sequence[int],
-        broken: tuple[BrokenImage, ...],
-    ) -> UnequalBatch:
-        """Collate samples, each with its own size."""
-        images, targets = tuple(image for image, _ in samples), tuple(target for _, target in samples)
-        return UnequalBatch(key.epoch, key.number, images, targets, torch.tensor(indices, dtype=torch.int64), broken)
-
-
-class CocoSamples(DenseSamples):
+class CocoSamples(Samples):
     """Images with boxes and masks."""
 
     def __init__(self, source: CocoSource, transform: DetectionTransform):
-        super().__init__(source)
-        self._images, self._transform = source, transform
+        super().__init__(source, transform)
 
     def read(self, index: int) -> tuple[Tensor, Target]:
         """Return an image and its target. Evaluation finds the original height and width under `size`."""
-        image, target = self._transform(self._images.load(index), self._images.target(index))
-        height, width = map(int, self._images.sizes[index])
-        return image, {**target, "size": torch.tensor([height, width])}
+        image, target = self._transform(self._source.load(index), self._source.target(index))
+        return image, {**target, "size": torch.tensor(self._source.sizes[index])}
 
 
-class SegmentationSamples(DenseSamples):
+class SegmentationSamples(Samples):
     """Images with a label for each pixel."""
 
     def __init__(self, source: SegmentationSource, transform: SegmentationTransform):
-        super().__init__(source)
-        self._images, self._transform = source, transform
+        super().__init__(source, transform)
 
     def read(self, index: int) -> tuple[Tensor, Target]:
         """Return an image and its labels."""
-        image = self._images.load(index)
-        pixels, labels = self._transform(image, self._images.target(index, (image.height, image.width)))
+        image = self._source.load(index)
+        pixels, labels = self._transform(image, self._source.target(index, (image.height, image.width)))
         return pixels, {LABELS: labels}
 
 
@@ -119,14 +85,14 @@ def detection_training_transform(
         A function from an image and its target (see `CocoSource.target`) to a `[3, H, W]` uint8 tensor and its target.
         Areas stay those of the original image.
     """
-    return _TargetTransform(v2.Compose([RandomShorterSide(shorter_sides, longest_side), v2.RandomHorizontalFlip(flip)]))
+    return _TargetTransform(v2.Compose([_RandomResize(shorter_sides, longest_side), v2.RandomHorizontalFlip(flip)]))
 
 
 def detection_evaluation_transform(
     shorter_side: int = SHORTER_SIDE, longest_side: int = LONGEST_SIDE
 ) -> DetectionTransform:
     """Return a transform that resizes. Arguments and result are those of `detection_training_transform`."""
-    return _TargetTransform(RandomShorterSide((shorter_side,), longest_side))
+    return _TargetTransform(_RandomResize((shorter_side,), longest_side))
 
 
 def segmentation_training_transform(
@@ -144,7 +110,7 @@ def segmentation_training_transform(
         scale: Smallest and largest share of `crop` that the shorter side is resized to.
         largest_class_share: Largest share of a crop that one class may take, if a few attempts can avoid more.
         flip: Probability of a left-right flip.
-        photometric: Whether to change brightness, contrast, saturation and hue.
+        photometric: Change brightness, contrast, saturation and hue.
 
     Returns:
         A function from an image and its `[H, W]` uint8 labels (see `SegmentationSource.target`) to a `[3, S, S]` uint8
@@ -168,47 +134,37 @@ def segmentation_evaluation_transform(shorter_side: int = 512) -> SegmentationTr
     return _ImageResize(shorter_side)
 
 
-class RandomShorterSide(v2.Transform):
-    """Resize to a shorter side chosen at random. With one to choose from, nothing is random.
+class _RandomResize(v2.Transform):
+    """Resize to a shorter side chosen at random from `shorter_sides`. With one to choose from, nothing is random.
 
     torchvision's `RandomShortestSize` fails on an image so thin that a side vanishes.
     """
 
     def __init__(self, shorter_sides: Sequence[int], longest_side: int):
-        """Set the choice.
-
-        Args:
-            shorter_sides: Lengths to choose from, in pixels.
-            longest_side: Maximum length of the longer side in pixels.
-        """
         super().__init__()
-        self.shorter_sides, self.longest_side = tuple(shorter_sides), longest_side
+        self._shorter_sides, self._longest_side = tuple(shorter_sides), longest_side
+
+    def draw(self) -> tuple[float, float]:
+        return self._shorter_sides[int(torch.randint(len(self._shorter_sides), ()))], self._longest_side
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Choose for one sample."""
         height, width = v2.query_size(flat_inputs)
-        chosen = self.shorter_sides[int(torch.randint(len(self.shorter_sides), ()))]
-        return {"size": list(fitted_size((height, width), chosen, self.longest_side))}
+        return {"size": list(fitted_size((height, width), *self.draw()))}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize an image, its boxes or its masks."""
         return transforms.resize(inpt, params["size"], antialias=True)
 
 
-class _RandomScale(v2.Transform):
-    """Resize to a random share of the crop's size."""
+class _RandomScale(_RandomResize):
+    """Resize the shorter side to a random share of the crop's size."""
 
     def __init__(self, crop: int, scale: tuple[float, float]):
-        super().__init__()
+        super().__init__((), 0)
         self._crop, self._scale = crop, scale
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        height, width = v2.query_size(flat_inputs)
+    def draw(self) -> tuple[float, float]:
         shorter = self._crop * float(torch.empty(()).uniform_(*self._scale))
-        return {"size": list(fitted_size((height, width), shorter, LONGEST_TO_SHORTEST * shorter))}
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        return transforms.resize(inpt, params["size"], antialias=True)
+        return shorter, LONGEST_TO_SHORTEST * shorter
 
 
 class _VariedCrop(v2.Transform):

@@ -95,16 +95,7 @@ def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PI
 
 
 def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """Read an image file that lies in memory, as `load_image` does.
-
-    Args:
-        content: Content of the file.
-        name: Name for errors.
-        max_pixels: Larger images are refused before they are decoded.
-
-    Raises:
-        ImageError: Under the given name.
-    """
+    """Read the content of an image file as `load_image` does; errors bear the given name."""
     with open_image(name, content, max_pixels=max_pixels) as image:
         return _upright_rgb(image)
 
@@ -123,8 +114,8 @@ def open_image(
     Args:
         path: The file.
         content: Its content, if it is not to be read from the disk.
-        formats: Those that it may have, as Pillow names them.
-        what: What it should be, for errors.
+        formats: Pillow's names of the formats that it may have.
+        what: Name of what it should be, for errors.
         max_pixels: Larger ones are refused.
 
     Raises:
@@ -143,9 +134,8 @@ def open_image(
                 raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
             Image.init()
             known = [name for name in formats if name in Image.OPEN]
-            with _pillow_limit.lifted(), Image.open(file, formats=known) as image:
-                pixels = image.width * image.height
-                if pixels > max_pixels:
+            with _no_pillow_limit, Image.open(file, formats=known) as image:
+                if (pixels := image.width * image.height) > max_pixels:
                     reason = "is a decompression bomb, or merely larger than the limit of"
                     raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels")
                 yield image
@@ -239,22 +229,20 @@ class _PillowLimit:
         self._opening = 0
         self._others: int | None = None
 
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         with self._lock:
             if self._opening == 0:
                 self._others, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
             self._opening += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._opening -= 1
-                if self._opening == 0:
-                    Image.MAX_IMAGE_PIXELS = self._others
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._opening -= 1
+            if self._opening == 0:
+                Image.MAX_IMAGE_PIXELS = self._others
 
 
-_pillow_limit = _PillowLimit()
+_no_pillow_limit = _PillowLimit()
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
@@ -294,27 +282,23 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """(height, width) in pixels of an image, upright as `load_image` would return it.
 
     Raises:
-        ImageError: If it is missing, no image, or larger than `load_image` accepts. Damage further on in the file
-            goes unnoticed.
+        ImageError: If it is missing, no image, or too large. Damage further on in the file goes unnoticed.
     """
     with open_image(path) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
         else:
             width, height = image.size
-        orientation = _orientation(image)
+        if isinstance(image, PngImagePlugin.PngImageFile) and image.fp and _metadata_behind_pixels(image.fp):
+            image.load()
+        orientation = exif_orientation(image)
     return (width, height) if orientation in TURNED_ON_ITS_SIDE else (height, width)
 
 
 def image_sizes(
     paths: Iterable[Path | ImageError], on_progress: Callable[[], None] | None = None
 ) -> Iterator[tuple[int, int] | ImageError]:
-    """`image_size` of many files at once, in their order, with the errors among them.
-
-    Args:
-        paths: The files, or errors in their place, which are passed on.
-        on_progress: Called after each.
-    """
+    """`image_size` of many files at once, in their order, or errors; those that come in place of files are kept."""
     with ThreadPoolExecutor(READERS) as executor:
         for found in executor.map(_size_or_error, paths):
             yield found
@@ -327,12 +311,6 @@ def _size_or_error(path: Path | ImageError) -> tuple[int, int] | ImageError:
         return path if isinstance(path, ImageError) else image_size(path)
     except ImageError as error:
         return error
-
-
-def _orientation(image: Image.Image) -> int:
-    if isinstance(image, PngImagePlugin.PngImageFile) and image.fp is not None and _metadata_behind_pixels(image.fp):
-        image.load()
-    return exif_orientation(image)
 
 
 def _metadata_behind_pixels(file: IO[bytes]) -> bool:

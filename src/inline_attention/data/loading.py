@@ -9,15 +9,16 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
-from inline_attention.data.batch import Batch, Normalize
+from inline_attention.data.batch import AnyBatch, Batch, Normalize, UnequalBatch
 from inline_attention.data.broken import BrokenImage, BrokenImages
 from inline_attention.data.images import ImageError, limit_aspect_ratio
 from inline_attention.data.randomness import preserve_global_generators, seed_global_generators
@@ -35,70 +36,52 @@ class DataWorkerError(RuntimeError):
     """A process that prepares images died or hangs."""
 
 
-class LoadedBatch(Protocol):
-    """Interface of batches that a loader yields."""
-
-    @property
-    def broken(self) -> tuple[BrokenImage, ...]:
-        """Images that were left out of it, or replaced in it."""
-        ...
-
-    def __len__(self) -> int:
-        """Samples."""
-        ...
-
-    def to(self, device: torch.device) -> Self:
-        """A copy on the device."""
-        ...
-
-    def normalized(self, normalize: Normalize) -> Self:
-        """A copy with normalized images."""
-        ...
+BatchType = TypeVar("BatchType", bound=AnyBatch[Any, Any])
+LoadedBatch = TypeVar("LoadedBatch", covariant=True)
 
 
-BatchType = TypeVar("BatchType", bound=LoadedBatch)
-AnyBatch = TypeVar("AnyBatch", covariant=True)
-
-
-class Samples(Protocol[AnyBatch]):
-    """Interface of samples that a loader reads: images and targets, transformed for a model."""
-
-    def __len__(self) -> int:
-        """Samples in the dataset."""
-        ...
-
-    def name(self, index: int) -> str:
-        """The image's path, or what else it can be found by."""
-        ...
-
-    def read(self, index: int) -> Any:
-        """A sample; random numbers come from the global generators, which the loader has seeded.
-
-        Raises:
-            ImageError: If it cannot be read.
-        """
-        ...
-
-    def batch(
-        self, key: BatchKey, samples: Sequence[Any], indices: Sequence[int], broken: tuple[BrokenImage, ...]
-    ) -> AnyBatch:
-        """Collate samples that `read` returned for these indices."""
-        ...
-
-
-class Loader(Protocol[AnyBatch]):
+class Loader(Protocol[LoadedBatch]):
     """Interface of loaders for training and evaluation."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
         ...
 
-    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[AnyBatch]:
+    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[LoadedBatch]:
         """The batches of an epoch, from `start_batch` on."""
         ...
 
     def close(self) -> None:
         """End its processes, if it has any."""
+
+
+class Samples(ABC):
+    """Images of a source with their targets, transformed for a model.
+
+    Attributes:
+        equal_sizes: Stack images in a `Batch`; otherwise they are collated to an `UnequalBatch`.
+    """
+
+    equal_sizes: ClassVar[bool] = False
+
+    def __init__(self, source: Any, transform: Any):
+        """Set the source, which has `name` and `load`, and the transform of its images."""
+        self._source, self._transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def name(self, index: int) -> str:
+        """The image's path, or what else it can be found by."""
+        return self._source.name(index)
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[Tensor, Any]:
+        """An image and its target; random numbers come from the global generators, which the loader has seeded.
+
+        Raises:
+            ImageError: If it cannot be read.
+        """
 
 
 class SampleLoader(Generic[BatchType]):
@@ -109,7 +92,7 @@ class SampleLoader(Generic[BatchType]):
 
     def __init__(
         self,
-        samples: Samples[BatchType],
+        samples: Samples,
         batches: Batches,
         *,
         normalize: Normalize | None = None,
@@ -125,15 +108,15 @@ class SampleLoader(Generic[BatchType]):
 
         Args:
             samples: Samples to read.
-            batches: Which samples make up which batch.
+            batches: Samples of each batch.
             normalize: Applied on the device to batches of uint8; None leaves them as they are.
-            broken: Where broken images are noted.
-            replace_broken: True puts the next readable image in place of a broken one, which keeps the size of
-                batches; False leaves it out, which keeps figures honest.
+            broken: Collects broken images.
+            replace_broken: Put the next readable image in place of a broken one, which keeps the size of batches;
+                otherwise it is left out, which keeps figures honest.
             seed: Random seed of the samples.
             workers: Worker processes; 0 prepares images in this one.
             prefetch: Batches that each worker prepares ahead.
-            device: Where batches go.
+            device: Device of batches.
             timeout: Seconds after which a worker that gives no batch is taken to hang.
         """
         self._device = torch.device(device)
@@ -143,9 +126,8 @@ class SampleLoader(Generic[BatchType]):
         self._keys = _PendingKeys()
         self._timeout = timeout
         options: dict[str, Any] = {}
-        workers = min(
-            workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(workers, cores)
         if workers:
             _end_workers_at_exit()
             options = {
@@ -274,62 +256,52 @@ class _PendingKeys:
         return self.keys
 
 
-class _LabeledImages:
+class _LabeledImages(Samples):
     """Images and their classes; the far ends of very long ones are cut off before anything is resized."""
 
-    def __init__(self, source: ImageSource, transform: Transform):
-        self._source, self._transform = source, transform
+    equal_sizes = True
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def name(self, index: int) -> str:
-        return self._source.name(index)
-
-    def read(self, index: int) -> Tensor:
-        return self._transform(limit_aspect_ratio(self._source.load(index)))
-
-    def batch(
-        self, key: BatchKey, samples: Sequence[Tensor], indices: Sequence[int], broken: tuple[BrokenImage, ...]
-    ) -> Batch:
-        return Batch(
-            key.epoch,
-            key.number,
-            _stack(list(samples)),
-            torch.from_numpy(self._source.targets[list(indices)]),
-            torch.tensor(indices, dtype=torch.int64),
-            broken,
-        )
+    def read(self, index: int) -> tuple[Tensor, int]:
+        image = self._transform(limit_aspect_ratio(self._source.load(index)))
+        return image, int(self._source.targets[index])
 
 
-class _SampleReader(Dataset[BatchType]):
+class _SampleReader(Dataset[Any]):
     """Runs in the workers: turns the key of a batch into the batch, and never fails on account of an image."""
 
-    def __init__(self, samples: Samples[BatchType], seed: int, allowed_broken: int, replace_broken: bool):
+    def __init__(self, samples: Samples, seed: int, allowed_broken: int, replace_broken: bool):
         self._samples, self._seed = samples, seed
         self._allowed_broken, self._replace_broken = allowed_broken, replace_broken
 
-    def __getitem__(self, key: BatchKey) -> BatchType:
-        samples: list[Any] = []
+    def __getitem__(self, key: BatchKey) -> Batch | UnequalBatch:
+        images: list[Tensor] = []
+        targets: list[Any] = []
         indices: list[int] = []
         broken: dict[int, BrokenImage] = {}
         with preserve_global_generators():
             for index in key.indices.tolist():
                 found = self._first_readable(index, key.epoch, broken)
                 if found is not None:
-                    samples.append(found[0])
-                    indices.append(found[1])
+                    readable, (image, target) = found
+                    images.append(image)
+                    targets.append(target)
+                    indices.append(readable)
                 if len(broken) > self._allowed_broken:
                     break  # the main process will stop: there is no need to try the rest
-        return self._samples.batch(key, samples, indices, tuple(broken.values()))
+        kept = torch.tensor(indices, dtype=torch.int64), tuple(broken.values())
+        if not self._samples.equal_sizes:
+            return UnequalBatch(key.epoch, key.number, tuple(images), tuple(targets), *kept)
+        return Batch(key.epoch, key.number, _stack(images), torch.tensor(targets, dtype=torch.int64), *kept)
 
-    def _first_readable(self, index: int, epoch: int, broken: dict[int, BrokenImage]) -> tuple[Any, int] | None:
+    def _first_readable(
+        self, index: int, epoch: int, broken: dict[int, BrokenImage]
+    ) -> tuple[int, tuple[Tensor, Any]] | None:
         """The sample, or else the next one that can be read; broken ones are added to `broken`."""
         while True:
             if index not in broken:
                 seed_global_generators("sample", self._seed, epoch, index)
                 try:
-                    return self._samples.read(index), index
+                    return index, self._samples.read(index)
                 except ImageError as error:
                     broken[index] = BrokenImage(self._samples.name(index), error.reason)
             if not self._replace_broken or len(broken) > self._allowed_broken:

@@ -53,28 +53,20 @@ def decode_to_memory(
     Args:
         source: The images.
         size: (height, width) to which those of another size are resized, without regard to their shape.
-        broken: Where broken ones are noted.
+        broken: Collects broken images.
         workers: Processes to decode with.
         interpolation: "bicubic", "bilinear" or "nearest".
 
     Raises:
         BrokenImagesError: If more are broken than allowed.
     """
-    loader = ImageLoader(
-        source,
-        evaluation_transform(size, crop_pct=1.0, crop_mode="squash", interpolation=interpolation),
-        EvaluationBatches(len(source), DECODING_BATCH),
-        broken=broken,
-        replace_broken=False,
-        workers=workers,
-    )
-    batches = list(loader.epoch())
+    transform = evaluation_transform(size, crop_pct=1.0, crop_mode="squash", interpolation=interpolation)
+    batches = EvaluationBatches(len(source), DECODING_BATCH)
+    loader = ImageLoader(source, transform, batches, broken=broken, replace_broken=False, workers=workers)
+    decoded = [(batch.images, batch.targets, batch.indices) for batch in loader.epoch()]
     loader.close()
-    return MemoryImages(
-        torch.cat([batch.images for batch in batches]).contiguous(),
-        torch.cat([batch.targets for batch in batches]),
-        torch.cat([batch.indices for batch in batches]),
-    )
+    images, targets, indices = (torch.cat(parts) for parts in zip(*decoded, strict=True))
+    return MemoryImages(images.contiguous(), targets, indices)
 
 
 class MemoryLoader:
@@ -97,15 +89,15 @@ class MemoryLoader:
 
         Args:
             data: The images.
-            batches: Which samples make up which batch, by their number in `data`.
-            augmentation: What is done to each batch; without any steps it only normalizes.
-            device: Where they are kept, and batches are made.
+            batches: Samples of each batch, by their number in `data`.
+            augmentation: Augmentation of each batch; without any steps it only normalizes.
+            device: Device that keeps the images and makes batches.
             seed: Random seed of the augmentation.
         """
         self._device = torch.device(device)
-        self._images = data.images.to(self._device)
-        self._targets = data.targets.to(self._device)
-        self._dataset_indices = data.indices.to(self._device)
+        self._images, self._targets, self._indices = (
+            tensor.to(self._device) for tensor in (data.images, data.targets, data.indices)
+        )
         self._augmentation = augmentation.to(self._device)
         self._batches, self._seed = batches, seed
 
@@ -118,7 +110,7 @@ class MemoryLoader:
         for key in self._batches.keys(epoch, start_batch):
             chosen = key.indices.to(self._device, non_blocking=True)
             images = self._augmentation(self._images[chosen], [plan[chosen] for plan in plans])
-            yield Batch(epoch, key.number, images, self._targets[chosen], self._dataset_indices[chosen])
+            yield Batch(epoch, key.number, images, self._targets[chosen], self._indices[chosen])
 
     def close(self) -> None:
         """There are no processes to end."""

@@ -16,7 +16,6 @@ from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
-from timm.data.auto_augment import rand_augment_transform
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -381,7 +380,7 @@ class RandAugment(Step):
         reason = unsupported_policy(description)
         if reason is not None:
             raise ValueError(f"{description!r} {reason}")
-        policy: Any = rand_augment_transform(description, dict(TIMM_OPTIONS))
+        policy = _read_policy(description)
         first = policy.ops[0]
         self._names = [operation.name for operation in policy.ops]
         self._layers, self._probability, self._magnitude = policy.num_layers, first.prob, float(first.magnitude)
@@ -426,12 +425,18 @@ class RandAugment(Step):
         return images
 
 
+def _read_policy(description: str) -> Any:
+    from timm.data.auto_augment import rand_augment_transform  # on first use: a check of data does not wait for it
+
+    return rand_augment_transform(description, dict(TIMM_OPTIONS))
+
+
 def unsupported_policy(description: str) -> str | None:
     """Return why batches cannot be augmented as described; None if they can."""
     if not description.startswith("rand"):
         return "is not RandAugment, the only policy for whole batches; use one such as rand-m9-mstd0.5-inc1"
     try:
-        policy: Any = rand_augment_transform(description, dict(TIMM_OPTIONS))
+        policy = _read_policy(description)
     except Exception as error:  # timm's parser asserts
         return f"is no description that timm can read ({error or type(error).__name__}); try rand-m9-mstd0.5-inc1"
     if policy.num_layers < 1:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,18 +29,6 @@ class BatchKey:
 
 class TooFewSamplesError(ValueError):
     """A dataset that does not fill one step."""
-
-
-class Batches(Protocol):
-    """The batches of one process."""
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        ...
-
-    def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
-        """The batches of an epoch in order, from `start_batch` on."""
-        ...
 
 
 class TrainingBatches:
@@ -77,11 +64,38 @@ class TrainingBatches:
 
     def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
         """The batches of an epoch in order, from `start_batch` on."""
-        generator = torch.Generator().manual_seed(derived_seed("shuffle", self._seed, epoch))
-        order = torch.randperm(self._length, generator=generator)
+        order = self._order(epoch)
         for number in range(start_batch, len(self)):
             first = (number * self._world_size + self._rank) * self._batch_size
             yield BatchKey(epoch, number, order[first : first + self._batch_size])
+
+    def _order(self, epoch: int) -> Tensor:
+        """Samples of the epoch's batches of all processes."""
+        generator = torch.Generator().manual_seed(derived_seed("shuffle", self._seed, epoch))
+        return torch.randperm(self._length, generator=generator)
+
+
+class AspectRatioBatches(TrainingBatches):
+    """Full batches, shuffled anew for every epoch, of wide or of tall images; no more than two of them mix both.
+
+    Squares are wide. Batches of one step may differ in shape.
+    """
+
+    def __init__(self, sizes: np.ndarray, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1):
+        """Plan for images of the given height and width, `[N, 2]`. Other arguments: see `TrainingBatches`."""
+        super().__init__(len(sizes), batch_size, seed=seed, rank=rank, world_size=world_size)
+        self._is_wide = torch.from_numpy(sizes[:, 1] >= sizes[:, 0])
+
+    def _order(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derived_seed("aspect ratios", self._seed, epoch))
+        order = torch.randperm(self._length, generator=generator)
+        # Stable: within a group the order stays random. Batches across the border of the groups are the mixed ones.
+        grouped = order[torch.argsort(self._is_wide[order], stable=True)]
+        count = self._length // self._batch_size
+        # What is left over is of the last group alone, unless the whole is turned by a random number of samples.
+        start = int(torch.randint(self._length, (), generator=generator))
+        batches = grouped.roll(-start)[: count * self._batch_size].view(count, self._batch_size)
+        return batches[torch.randperm(count, generator=generator)].flatten()
 
 
 class EvaluationBatches:
@@ -94,7 +108,7 @@ class EvaluationBatches:
     def __init__(self, length: int, batch_size: int, *, rank: int = 0, world_size: int = 1):
         """Plan. Arguments: see `TrainingBatches`."""
         _check_process(batch_size, rank, world_size)
-        self._indices = torch.arange(rank, length, world_size) if rank < length else torch.empty(0, dtype=torch.int64)
+        self._indices = torch.arange(length)[rank::world_size]
         self._batch_size = batch_size
 
     def __len__(self) -> int:
@@ -107,68 +121,11 @@ class EvaluationBatches:
             yield BatchKey(epoch, number, self._indices[first : first + self._batch_size])
 
 
+Batches = TrainingBatches | EvaluationBatches
+
+
 def _check_process(batch_size: int, rank: int, world_size: int) -> None:
     if batch_size < 1:
         raise ValueError(f"batch size must be at least 1, got {batch_size}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be at least 0 and below the world size, got {rank=}, {world_size=}")
-
-
-BORDERS = (1.0,)
-
-
-class AspectRatioBatches:
-    """Full batches, shuffled anew for every epoch, of wide or of tall images; no more than two of them mix both.
-
-    As with `TrainingBatches` a batch is known in advance from (seed, epoch, number), no sample comes twice in an epoch,
-    and what is left over, less than one step's samples, sits it out. Batches of one step may differ in shape.
-    """
-
-    def __init__(
-        self,
-        sizes: np.ndarray,
-        batch_size: int,
-        *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        borders: Sequence[float] = BORDERS,
-    ):
-        """Plan.
-
-        Args:
-            sizes: `[N, 2]` height and width of each image.
-            batch_size: Samples in a batch of one process.
-            seed: The order depends on it and the epoch alone.
-            rank: This process.
-            world_size: Number of processes.
-            borders: Ratios of width to height, ascending, that divide shapes; a square is wide.
-
-        Raises:
-            ValueError: If there are not enough samples for one step.
-        """
-        self._plain = TrainingBatches(len(sizes), batch_size, seed=seed, rank=rank, world_size=world_size)
-        self._groups = torch.from_numpy(np.searchsorted(borders, sizes[:, 1] / sizes[:, 0], side="right"))
-        self._batch_size, self._seed = batch_size, seed
-        self._rank, self._world_size = rank, world_size
-
-    def __len__(self) -> int:
-        return len(self._plain)
-
-    def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
-        """The batches of an epoch in order, from `start_batch` on."""
-        batches = self._epoch(epoch)
-        for number in range(start_batch, len(self)):
-            yield BatchKey(epoch, number, batches[number * self._world_size + self._rank])
-
-    def _epoch(self, epoch: int) -> list[Tensor]:
-        """All batches of all processes, in an order in which shapes are mixed."""
-        generator = torch.Generator().manual_seed(derived_seed("aspect ratios", self._seed, epoch))
-        order = torch.randperm(len(self._groups), generator=generator)
-        # Stable: within a group the order stays random. Batches across the border of two groups are the mixed ones.
-        grouped = order[torch.argsort(self._groups[order], stable=True)]
-        count = len(grouped) // self._batch_size
-        # What is left over is of the last group alone, unless the whole is turned by a random number of samples.
-        start = int(torch.randint(len(grouped), (), generator=generator))
-        batches = torch.cat([grouped[start:], grouped[:start]])[: count * self._batch_size].split(self._batch_size)
-        return [batches[place] for place in torch.randperm(count, generator=generator).tolist()]

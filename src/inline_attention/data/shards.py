@@ -30,30 +30,20 @@ class ShardSource(ImageSource):
     """The images of some archives. Classes have numbers only."""
 
     def __init__(self, shards: list[Path], location: str):
-        """Index the archives.
-
-        Args:
-            shards: Uncompressed tar files.
-            location: What they were found by.
+        """Index uncompressed tar files, which were found by `location`.
 
         Raises:
             DataError: If one cannot be read, has an image without a class or with an absurd one, or there is no
                 image at all.
         """
-        names: list[bytes] = []
-        rows: list[tuple[int, int, int, int]] = []
-        for number, shard in enumerate(shards):
-            for name, offset, size, target in _index(shard):
-                names.append(os.fsencode(name))
-                rows.append((number, offset, size, target))
-        if not rows:
+        found = [(number, *image) for number, shard in enumerate(shards) for image in _index(shard)]
+        if not found:
             raise DataError(f"{location}: no image in {len(shards)} archives; expected NAME.jpg beside NAME.cls")
-        table = np.array(rows, dtype=np.int64)
-        targets = table[:, 3]
-        super().__init__(location, [str(number) for number in range(int(targets.max()) + 1)], targets)
+        numbers, names, offsets, sizes, targets = zip(*found, strict=True)
+        super().__init__(location, [str(number) for number in range(max(targets) + 1)], np.array(targets))
         self._shards = [str(shard) for shard in shards]
-        self._positions = table[:, :3]  # [N, 3]: archive, first byte, number of bytes
-        self._names = np.array(names)
+        self._positions = np.array([numbers, offsets, sizes], dtype=np.int64).T  # [N, 3]
+        self._names = np.array([os.fsencode(name) for name in names])
 
     def load(self, index: int) -> Image.Image:
         """Read the image's bytes out of its archive."""
@@ -119,8 +109,7 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
                 if f".{suffix.lower()}" in SUFFIXES:
                     images[key] = member
                 elif suffix == "cls":
-                    file.seek(member.offset_data)
-                    targets[key] = int(file.read(min(member.size, 64)))
+                    targets[key] = int(file.read(64))
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise DataError(f"{shard} cannot be read as an uncompressed tar archive with classes: {error}") from error
     unlabeled = [member.name for key, member in images.items() if targets.get(key, -1) < 0]
@@ -131,8 +120,6 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
         )
     for key, member in images.items():
         if targets[key] >= MOST_CLASSES:
-            raise DataError(
-                f"{shard} has the class {targets[key]} for {member.name}; expected the number of a class, counted from "
-                f"0 and below {MOST_CLASSES:,}, in its .cls file, since every number up to the largest is a class"
-            )
+            found = f"{shard} has the class {targets[key]} for {member.name}"
+            raise DataError(f"{found}; expected the number of a class, below {MOST_CLASSES:,}, in its .cls file")
         yield member.name, member.offset_data, member.size, targets[key]

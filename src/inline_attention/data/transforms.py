@@ -1,22 +1,23 @@
 """timm's image transforms and mixup.
 
 An image leaves a worker as bytes where it can: a quarter of the traffic between processes and devices. `Normalize`
-turns bytes into numbers on the device.
+turns bytes into numbers on the device. timm is imported on first use: a check of data does not wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-from timm.data import auto_augment
-from timm.data.mixup import Mixup
-from timm.data.transforms_factory import create_transform
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import preserve_global_generators, seed_global_generators
+
+if TYPE_CHECKING:
+    from timm.data.mixup import Mixup
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -36,13 +37,18 @@ def training_transform(
     Returns:
         Makes a `[C, H, W]` tensor: uint8, or normalized if there is erasing, which fills in normalized noise.
     """
+    from timm.data import auto_augment
+    from timm.data.transforms_factory import create_transform
+
     erases = timm_options.get("re_prob", 0) > 0
     transform: Any = create_transform(
         (3, *size), is_training=True, mean=tuple(mean), std=tuple(std), normalize=erases, **timm_options
     )
-    for operation in _operations(transform):
-        if operation.aug_fn is auto_augment.posterize:
-            operation.aug_fn = _posterize
+    for step in transform.transforms:
+        operations = [*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ()))]
+        for operation in operations:  # those that RandAugment, AutoAugment or AugMix choose from
+            if operation.aug_fn is auto_augment.posterize:
+                operation.aug_fn = _posterize
     return transform
 
 
@@ -61,36 +67,22 @@ def evaluation_transform(size: tuple[int, int], **timm_options: Any) -> Transfor
     Returns:
         Makes a `[C, H, W]` uint8 tensor.
     """
+    from timm.data.transforms_factory import create_transform
+
     transform: Any = create_transform((3, *size), normalize=False, **timm_options)
     return transform
 
 
-def _operations(transform: Any) -> Iterator[Any]:
-    """The operations that RandAugment, AutoAugment or AugMix choose from."""
-    for step in transform.transforms:
-        yield from getattr(step, "ops", ())
-        for operations in getattr(step, "policy", ()):
-            yield from operations
-
-
 def _posterize(image: Image.Image, bits_to_keep: int, **_options: Any) -> Image.Image:
     """timm asks for 0 bits at the greatest strength: a black image, which Pillow 13 refuses to make."""
-    if bits_to_keep < 1:
-        return Image.new(image.mode, image.size)
-    return auto_augment.posterize(image, bits_to_keep)
+    return ImageOps.posterize(image, bits_to_keep) if bits_to_keep >= 1 else Image.new(image.mode, image.size)
 
 
 class SeededMixup:
     """Mixup and cutmix whose random numbers depend on (seed, rank, epoch, batch) alone."""
 
     def __init__(self, mixup: Mixup, *, seed: int, rank: int = 0):
-        """Wrap timm's `Mixup`.
-
-        Args:
-            mixup: timm's `Mixup`.
-            seed: Random seed.
-            rank: This process; each mixes in its own way.
-        """
+        """Wrap timm's `Mixup`; each rank mixes in its own way."""
         self._mixup, self._seed, self._rank = mixup, seed, rank
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from inline_attention.data.batch import Normalize, Target, UnequalBatch
 from inline_attention.data.broken import BrokenImages
-from inline_attention.data.dense import DenseSamples
 from inline_attention.data.findings import DataReport
-from inline_attention.data.loading import Loader, SampleLoader
+from inline_attention.data.loading import Loader, SampleLoader, Samples
 from inline_attention.data.sampling import Batches
 from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
@@ -171,20 +170,20 @@ class DenseTask(Task, Generic[Options]):
         return opened.validation
 
     @abstractmethod
-    def _training_samples(self, source: Any) -> DenseSamples: ...
+    def _training_samples(self, source: Any) -> Samples: ...
 
     def _training_batches(self, source: Any, reading: Reading) -> Batches:
         return reading.training_batches(len(source))
 
     @abstractmethod
-    def _validation_samples(self, source: Any) -> DenseSamples: ...
+    def _validation_samples(self, source: Any) -> Samples: ...
 
     def _model_target(self, target: Target) -> Any:
         return target
 
 
 def _loader(
-    samples: DenseSamples,
+    samples: Samples,
     batches: Batches,
     model: nn.Module,
     reading: Reading,
