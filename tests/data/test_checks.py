@@ -1,7 +1,7 @@
 import numpy as np
 
 from data.conftest import noise, write_pictures
-from inline_attention.data.checks import check_labels, check_readable, open_and_check
+from inline_attention.data.datasets import check_labels, check_readable, open_and_check
 from inline_attention.data.sources import ArraySource
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from data.conftest import add_to_tar, jpeg, noise, write_pictures
 from inline_attention.data import BrokenImages, EvaluationBatches, ImageLoader, evaluation_transform
-from inline_attention.data.checks import open_and_check
 from inline_attention.data.cifar10 import CLASS_NAMES
-from inline_attention.data.datasets import open_dataset
+from inline_attention.data.datasets import open_and_check, open_dataset
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 

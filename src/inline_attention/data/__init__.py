@@ -2,8 +2,7 @@
 
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImage, BrokenImageLimit, BrokenImages, BrokenImagesError
-from inline_attention.data.checks import OpenedData, open_and_check
-from inline_attention.data.datasets import open_dataset
+from inline_attention.data.datasets import OpenedData, open_and_check, open_dataset
 from inline_attention.data.images import ImageError, find_images, load_image
 from inline_attention.data.loading import DataWorkerError, ImageLoader, Loader, named_worker_error
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from inline_attention.data.archives import open_tar
+from inline_attention.data.shards import open_tar
 from inline_attention.data.sources import ArraySource, DataError, is_training_split
 from inline_attention.support.files import read_bounded
 

@@ -1,8 +1,13 @@
-"""Open a dataset by the name that users of timm write."""
+"""Open a dataset by the name that users of timm write, and check it before the first step.
+
+Each check returns a list of problems, one sentence each with what to do; an empty list is good news.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,8 +16,10 @@ import numpy as np
 from PIL import Image
 
 from inline_attention.data.cifar10 import cifar10
+from inline_attention.data.findings import OpenedSplits, each_once
 from inline_attention.data.images import ImageError, load_image, load_image_bytes
 from inline_attention.data.listed_files import is_inside
+from inline_attention.data.randomness import derived_seed
 from inline_attention.data.shards import ShardSource, find_shards
 from inline_attention.data.sources import (
     ArraySource,
@@ -22,9 +29,13 @@ from inline_attention.data.sources import (
     find_split_folder,
     is_training_split,
 )
+from inline_attention.support.text import some_of
 
+OpenedData = OpenedSplits[ImageSource]
 TRAINING_SAMPLES = 1437  # the first four fifths; the rest is for validation
 LARGEST_VALUE = 16
+CHECKED_IMAGES = 16
+NAMED = 5  # classes listed in a message
 
 
 def digits(split: str) -> ArraySource:
@@ -118,10 +129,8 @@ def open_dataset(
     kind, _, rest = dataset.partition("/")
     if dataset == "digits":
         if data_dir is not None:
-            raise DataError(
-                f"the dataset 'digits' is inside this package and needs no folder, got {os.fspath(data_dir)}; leave "
-                "--data-dir out, or add --dataset folder to use those images"
-            )
+            given = f"the dataset 'digits' is inside this package and needs no folder, got {os.fspath(data_dir)}"
+            raise DataError(f"{given}; leave --data-dir out, or add --dataset folder to use those images")
         return digits(split)
     if kind == "hfds" and rest:
         return HubSource(dataset, os.fspath(data_dir) if data_dir is not None else None, split)
@@ -137,8 +146,99 @@ def open_dataset(
     try:
         return FolderSource(find_split_folder(Path(data_dir), split))
     except DataError as error:
-        if dataset == "cifar10":
-            raise DataError(
-                f"{error}; or put cifar-10-python.tar.gz (from https://www.cs.toronto.edu/~kriz/cifar.html) there"
-            ) from error
-        raise
+        if dataset != "cifar10":
+            raise
+        archive = "cifar-10-python.tar.gz (from https://www.cs.toronto.edu/~kriz/cifar.html)"
+        raise DataError(f"{error}; or put {archive} there") from error
+
+
+def open_and_check(
+    dataset: str,
+    data_dir: str | os.PathLike[str] | None,
+    *,
+    train_split: str = "train",
+    validation_split: str = "validation",
+    num_classes: int | None = None,
+) -> OpenedData:
+    """Open both splits of a dataset and check them.
+
+    Args:
+        dataset: Dataset name (see `open_dataset`).
+        data_dir: Folder of the dataset.
+        train_split: Split to train on.
+        validation_split: Split to validate on; its classes are numbered as those of the training data.
+        num_classes: Classes of the model; None if it follows the data.
+    """
+    problems: list[str] = []
+
+    def opened(split: str) -> ImageSource | None:
+        try:
+            return open_dataset(dataset, data_dir, split)
+        except DataError as error:
+            problems.append(str(error))
+
+    train, validation = opened(train_split), opened(validation_split)
+    if train is not None:
+        problems += check_labels(train, num_classes) + check_readable(train)
+    if train is not None and validation is not None:
+        differences = check_same_classes(train, validation)
+        wrong_labels = check_labels(validation, None)
+        problems += differences + wrong_labels
+        if train.location == validation.location and dataset != "digits":
+            same = f"training and validation data are the same, {train.location}"
+            problems.append(f"{same}; put images that are not trained on into a folder val beside train")
+        elif not (differences or wrong_labels):
+            validation = validation.with_classes(train.class_names)
+    if validation is not None:
+        problems += check_readable(validation)
+    return OpenedData(train, validation, each_once(problems))
+
+
+def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
+    """Empty classes, class numbers out of range, and the number of classes against the model's."""
+    problems: list[str] = []
+    if source.empty_classes:
+        empty = _listed(source.empty_classes, "empty class")
+        problems.append(f"{source.location}: {empty}; add images or remove the folder")
+    counted = len(source.class_names)
+    wrong = np.flatnonzero((source.targets < 0) | (source.targets >= counted))
+    if len(wrong):
+        first = int(wrong[0])
+        problems.append(
+            f"{source.location}: {len(wrong)} samples have a class out of 0 to {counted - 1}, such as "
+            f"{source.name(first)} with {source.targets[first]}; correct or remove them"
+        )
+    if num_classes is not None and num_classes != counted:
+        problems.append(f"{source.location} has {counted} classes, the model {num_classes}; use num_classes={counted}")
+    return problems
+
+
+def check_same_classes(train: ImageSource, validation: ImageSource) -> list[str]:
+    """Classes that only one of them has."""
+    problems: list[str] = []
+    for one, other in ((train, validation), (validation, train)):
+        known = set(other.class_names)
+        if only := [name for name in one.class_names if name not in known]:
+            classes = f"{_listed(only, 'class')} of {one.location} not in {other.location}"
+            problems.append(f"{classes}; training and validation data need the same classes")
+    return problems
+
+
+def check_readable(source: ImageSource) -> list[str]:
+    """Report if none of a few images, chosen by a fixed seed, can be read."""
+    if not len(source):
+        return [f"{source.location} is empty; add images"]
+    drawn = random.Random(derived_seed("check", len(source)))
+    chosen = drawn.sample(range(len(source)), min(CHECKED_IMAGES, len(source)))
+    reasons: list[ImageError] = []
+    for index in chosen:
+        try:
+            source.load(index)
+            return []
+        except ImageError as error:
+            reasons.append(error)
+    return [f"{source.location}: none of {len(chosen)} images tried can be read; {reasons[0]}"]
+
+
+def _listed(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} {what}{'es' if len(names) > 1 else ''} ({some_of(map(repr, names), NAMED)})"

@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as transforms
 from inline_attention.data.batch import Target
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.loading import Samples
-from inline_attention.data.segmentation.source import IGNORED, SegmentationSource
+from inline_attention.data.segmentation.pairs import IGNORED, SegmentationSource
 
 SHORTER_SIDE, LONGEST_SIDE = 800, 1333
 MULTI_SCALE = tuple(range(480, SHORTER_SIDE + 1, 32))
@@ -61,10 +61,7 @@ class SegmentationSamples(Samples):
 def fitted_size(size: tuple[int, int], shorter_side: float, longest_side: float) -> tuple[int, int]:
     """Return the (height, width) of an image that is resized to a shorter side, within the limit of the longer one.
 
-    Args:
-        size: (height, width) of the image. The aspect ratio is kept, except where a side would vanish.
-        shorter_side: Length of the shorter side in pixels.
-        longest_side: Maximum length of the longer side in pixels.
+    The aspect ratio is kept, except where a side would vanish.
     """
     scale = min(shorter_side / min(size), longest_side / max(size))
     height, width = (max(1, round(side * scale)) for side in size)
@@ -196,10 +193,7 @@ def _largest_share(labels: Tensor) -> float:
     return int(counts.max()) / total if total else 1.0
 
 
-# Classes, not functions within functions: transforms are pickled for worker processes.
-
-
-class _TargetTransform:
+class _TargetTransform:  # not a function within a function: transforms are pickled for worker processes
     """Apply a torchvision transform to an image and a plain target."""
 
     def __init__(self, transform: v2.Transform):

@@ -31,13 +31,7 @@ class ListedFiles:
         *,
         allow_outside: bool = False,
     ):
-        """Set the folder.
-
-        Args:
-            folder: Folder that names are relative to. It may itself be a link.
-            data_dir: Folder of the whole dataset, in which files may be as well.
-            allow_outside: Accept any name.
-        """
+        """Set the folder that names are relative to. Files may be in `data_dir` as well, or anywhere if so allowed."""
         self.folder = Path(folder)
         self._allow_outside = allow_outside
         self._roots = [os.path.realpath(root) for root in (self.folder, data_dir) if root is not None]

@@ -65,7 +65,6 @@ class Samples(ABC):
     equal_sizes: ClassVar[bool] = False
 
     def __init__(self, source: Any, transform: Any):
-        """Set the source, which has `name` and `load`, and the transform of its images."""
         self._source, self._transform = source, transform
 
     def __len__(self) -> int:
@@ -77,11 +76,7 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, Any]:
-        """An image and its target; random numbers come from the global generators, which the loader has seeded.
-
-        Raises:
-            ImageError: If it cannot be read.
-        """
+        """An image and its target. The loader has seeded the global generators, and expects an `ImageError`."""
 
 
 class SampleLoader(Generic[BatchType]):
@@ -100,7 +95,6 @@ class SampleLoader(Generic[BatchType]):
         replace_broken: bool,
         seed: int = 0,
         workers: int = 0,
-        prefetch: int = 2,
         device: torch.device | str = "cpu",
         timeout: float = DEFAULT_TIMEOUT,
     ):
@@ -115,16 +109,13 @@ class SampleLoader(Generic[BatchType]):
                 otherwise it is left out, which keeps figures honest.
             seed: Random seed of the samples.
             workers: Worker processes; 0 prepares images in this one.
-            prefetch: Batches that each worker prepares ahead.
             device: Device of batches.
             timeout: Seconds after which a worker that gives no batch is taken to hang.
         """
         self._device = torch.device(device)
         self._normalize = normalize.to(self._device) if normalize is not None else None
-        self._batches = batches
-        self._broken = broken
+        self._batches, self._broken, self._timeout = batches, broken, timeout
         self._keys = _PendingKeys()
-        self._timeout = timeout
         options: dict[str, Any] = {}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(workers, cores)
@@ -132,7 +123,6 @@ class SampleLoader(Generic[BatchType]):
             _end_workers_at_exit()
             options = {
                 "persistent_workers": True,
-                "prefetch_factor": prefetch,
                 "timeout": min(timeout, CHECK_INTERVAL),
                 "worker_init_fn": _ignore_signals,
             }
@@ -141,7 +131,6 @@ class SampleLoader(Generic[BatchType]):
             batch_size=None,  # a key is a batch
             sampler=self._keys,  # pyright: ignore[reportArgumentType] (any iterable is one)
             num_workers=workers,
-            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType] (of a key there is one batch, not a list)
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # torch draws a seed per epoch, from the global generator unless told
             **options,
@@ -222,9 +211,8 @@ class ImageLoader(SampleLoader[Batch]):
 
         Args:
             source: The images.
-            transform: Makes a `[C, H, W]` tensor of an RGB image, uint8 or already normalized; random numbers from
-                the global generators.
-            batches: Indices of the samples in each batch.
+            transform: Makes a `[C, H, W]` tensor of an RGB image, uint8 or already normalized.
+            batches: Samples of each batch.
             options: Options of `SampleLoader`.
         """
         super().__init__(_LabeledImages(source, transform), batches, **options)
@@ -316,10 +304,6 @@ def _stack(images: list[Tensor]) -> Tensor:
     if images[0].is_floating_point():
         return torch.stack(images)
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-
-
-def _as_it_is(batch: BatchType) -> BatchType:
-    return batch
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,7 @@ class Step(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-        """Draw the plan of a dataset with a generator on the CPU.
-
-        Returns:
-            `[N, P]` float32 on the device, a row for each sample.
-        """
+        """Draw the plan of `count` samples, `[N, P]` float32 on the device, with a generator on the CPU."""
 
     @abstractmethod
     def forward(self, images: Tensor, plan: Tensor) -> Tensor:
@@ -66,12 +62,12 @@ class BatchAugmentation(nn.Module):
 
     def draw(self, count: int, seed: int, epoch: int, device: torch.device) -> list[Tensor]:
         """Draw the plan of every step for `count` samples in an epoch: `[N, P]` each."""
-        steps = [cast(Step, step) for step in (*self._on_bytes, *self._on_numbers)]
-        seeds = [derived_seed(step.purpose, seed, epoch) for step in steps]
-        return [
-            step.draw(count, torch.Generator().manual_seed(step_seed), device)
-            for step, step_seed in zip(steps, seeds, strict=True)
-        ]
+        plans: list[Tensor] = []
+        for step in (*self._on_bytes, *self._on_numbers):
+            assert isinstance(step, Step)
+            generator = torch.Generator().manual_seed(derived_seed(step.purpose, seed, epoch))
+            plans.append(step.draw(count, generator, device))
+        return plans
 
     def forward(self, images: Tensor, plans: Sequence[Tensor]) -> Tensor:
         """Augment and normalize.
@@ -185,17 +181,7 @@ JITTERED = BLENDS[:3]
 
 
 def blend(images: Tensor, operations: Tensor, factors: Tensor, possible: Sequence[Operation] = BLENDS) -> Tensor:
-    """Move images away from a duller version of themselves, or towards it.
-
-    Args:
-        images: `[B, 3, H, W]` whole numbers from 0 to 255, floating point.
-        operations: `[B]`; images whose operation is no blend stay as they are.
-        factors: `[B]`.
-        possible: Blends that may occur.
-
-    Returns:
-        `[B, 3, H, W]` whole numbers from 0 to 255, floating point.
-    """
+    """Blend images `[B, 3, H, W]`, whole numbers in floating point, whose operation `[B]` is one of those possible."""
     operations, factors = operations[:, None, None, None], factors[:, None, None, None]
     duller = images
     for operation in possible:
@@ -255,13 +241,10 @@ def _equalized(pixels: Tensor, values: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """Resample images bilinearly.
+    """Resample images `[B, C, H, W]` bilinearly; points from outside are filled with `fill` `[C]`.
 
-    Args:
-        images: `[B, C, H, W]` floating-point numbers.
-        matrices: `[B, 6]` a, b, c, d, e, f as Pillow has them: the point (x, y) of the result is taken from
-            (ax + by + c, dx + ey + f), in pixels from the upper left corner.
-        fill: `[C]` for points from outside.
+    Matrices `[B, 6]` are a, b, c, d, e, f as Pillow has them: the point (x, y) of the result is taken from
+    (ax + by + c, dx + ey + f), in pixels from the upper left corner.
     """
     height, width = images.shape[-2:]
     # Not by `affine_grid`: TensorFloat32 may do its matrix product, and three digits are no place in an image.
@@ -301,7 +284,7 @@ class ColorJitter(Step):
 
 
 class _Strength(NamedTuple):
-    """Strength of an operation for each sample: `[N]` from 0 to 1, or more if a description allows; size of images."""
+    """Strength for each sample, `[N]` from 0 to 1, or more if a description allows; and the size of images."""
 
     level: Tensor
     signed: Tensor
@@ -366,12 +349,7 @@ class RandAugment(Step):
     fill: Tensor
 
     def __init__(self, description: str, *, size: tuple[int, int], mean: Sequence[float]):
-        """Read a description.
-
-        Args:
-            description: timm's description of RandAugment.
-            size: (height, width) of the images.
-            mean: Per channel, of values from 0 to 1; fills what a warp leaves empty.
+        """Read timm's description; the mean fills what a warp of images of a (height, width) leaves empty.
 
         Raises:
             ValueError: If the policy is not one that batches can take.
@@ -483,19 +461,20 @@ class RandomErasing(Step):
 
     def forward(self, images: Tensor, plan: Tensor) -> Tensor:
         """Fill the rectangles."""
-        channels, height, width = images.shape[1:]
+        height, width = images.shape[2:]
         rows = torch.arange(height, device=images.device)[:, None]
         columns = torch.arange(width, device=images.device)
         keys, corners = plan[:, 0], plan[:, 1:].view(len(plan), -1, 4)
-        fills = self._fills(keys, channels, height, width).to(images.dtype)
+        fills = self._fills(keys, images.shape).to(images.dtype)
         for rectangle in range(self._largest_count):
             top, bottom, left, right = corners[:, rectangle, :, None, None].unbind(1)
             inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)  # [B, H, W]
             images = torch.where(inside[:, None], fills[:, rectangle], images)
         return images
 
-    def _fills(self, keys: Tensor, channels: int, height: int, width: int) -> Tensor:
+    def _fills(self, keys: Tensor, shape: torch.Size) -> Tensor:
         """Return the fill of rectangles, `[B, R, C, H or 1, W or 1]`."""
+        _, channels, height, width = shape
         if self._mode == "pixel":
             return pixel_noise(keys, (1, channels, height, width)).expand(-1, self._largest_count, -1, -1, -1)
         if self._mode == "rand":

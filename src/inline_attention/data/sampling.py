@@ -14,13 +14,7 @@ from inline_attention.data.randomness import derived_seed
 
 @dataclass(frozen=True)
 class BatchKey:
-    """All that determines a batch.
-
-    Attributes:
-        epoch: Epoch, from 0.
-        number: Batch in the epoch, from 0.
-        indices: `[B]` samples of the dataset.
-    """
+    """All that determines a batch: its epoch and its number in it, from 0, and its samples `[B]`."""
 
     epoch: int
     number: int
@@ -38,12 +32,12 @@ class TrainingBatches:
     """
 
     def __init__(self, length: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1):
-        """Plan.
+        """Plan the batches of one rank.
 
         Args:
             length: Samples in the dataset.
             batch_size: Samples in a batch of one process.
-            seed: The order depends on it and the epoch alone.
+            seed: Random seed; the order depends on it and the epoch alone.
             rank: This process.
             world_size: Number of processes.
 

@@ -149,11 +149,7 @@ def split_names(split: str) -> tuple[str, ...]:
 
 
 def is_training_split(split: str, location: str) -> bool:
-    """True for the split to train on, False for the one held out, by any of their names.
-
-    Raises:
-        DataError: If it is neither. A guess might train on what is held out.
-    """
+    """True for the split to train on, False for the one held out. No other: a guess might train on what is held out."""
     for kind, names in SPLIT_FOLDERS.items():
         if split in names:
             return kind == "train"
@@ -162,11 +158,7 @@ def is_training_split(split: str, location: str) -> bool:
 
 
 def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
-    """The folder of a split: one of its usual names below `root`, or `root` itself if it is not split at all.
-
-    Raises:
-        DataError: If there are folders for other splits, but not for this one.
-    """
+    """The folder of a split: one of its usual names below `root`, or `root` itself if it has no split."""
     root, names = Path(root), split_names(split)
     for name in (split, *names):
         if (root / name).is_dir():

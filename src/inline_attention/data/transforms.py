@@ -53,7 +53,7 @@ def training_transform(
 
 
 def evaluation_options(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `evaluation_transform` from timm's data settings of a model."""
+    """Return options of `evaluation_transform` from timm's data settings of a model."""
     return {name: described[name] for name in ("interpolation", "crop_pct", "crop_mode") if name in described}
 
 

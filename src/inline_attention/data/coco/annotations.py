@@ -47,9 +47,6 @@ class CocoObject:
     """An annotated object, or a crowd of them.
 
     Attributes:
-        id: Its number.
-        image_id: Id of its image.
-        category_id: Its kind.
         box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
         area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
         segmentation: Polygons or run lengths, as `masks` takes them.
@@ -73,14 +70,7 @@ class CocoObject:
 
 @dataclass(frozen=True, slots=True)
 class MalformedEntry:
-    """An entry of a list that is no image, category or object.
-
-    Attributes:
-        list_name: "images", "categories" or "annotations".
-        number: Its place in that list, from 0.
-        fault: What is wrong with it.
-        id: Its id, if it has one: others may refer to it.
-    """
+    """An entry of "images", "categories" or "annotations" that is none: its place, its fault, and its id, if any."""
 
     list_name: str
     number: int
@@ -96,11 +86,7 @@ class CocoAnnotations:
     """Content of an annotation file.
 
     Labels are the numbers that a model uses: 1 to the number of categories, in order of the categories' ids, which may
-    have holes. 0 is the background.
-
-    Attributes:
-        location: The file, for messages.
-        malformed: Entries that could not become an image, a category or an object.
+    have holes. 0 is the background. Entries that could not become an image, a category or an object are `malformed`.
     """
 
     location: str
@@ -130,7 +116,7 @@ class CocoAnnotations:
     @property
     def category_to_label(self) -> dict[int, int]:
         """Label of each category's id."""
-        return {category_id: label for label, category_id in self.label_to_category.items()}
+        return {number: label for label, number in enumerate(self.category_names, start=1)}
 
     def to_json(self) -> dict[str, Any]:
         """The contents in COCO's format, without entries that are malformed."""
@@ -163,10 +149,8 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     path = Path(path)
     try:
         text = read_bounded(path, MAX_FILE_BYTES)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise DataError(f"{path} is too large: {error}") from error
+    except (OSError, ValueError) as error:  # the latter from one that is too large
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:  # the latter from lists within lists within lists
@@ -176,10 +160,13 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     del text
     if not isinstance(content, dict):
         raise DataError(f"{path} must hold an object with images, annotations and categories, not a list")
+    for name in ("images", "categories", "annotations"):
+        if not isinstance(content.get(name), list):
+            raise DataError(f"{path} has no list {name!r}; is it an annotation file of COCO's format?")
     malformed: list[MalformedEntry] = []
-    images = _entries(path, content, "images", _image, malformed)
-    categories = _entries(path, content, "categories", _category, malformed)
-    objects = _entries(path, content, "annotations", _object, malformed)
+    images = _entries(content["images"], "images", _image, malformed)
+    categories = _entries(content["categories"], "categories", _category, malformed)
+    objects = _entries(content["annotations"], "annotations", _object, malformed)
     return CocoAnnotations(str(path), images, categories, objects, tuple(malformed))
 
 
@@ -207,13 +194,7 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
 def find_image_folder(
     root: str | os.PathLike[str], annotations: CocoAnnotations, split: str, *, allow_outside: bool = False
 ) -> Path:
-    """Return the folder that the file names of the annotations are relative to: the one that holds most of them.
-
-    Args:
-        root: Folder of the dataset.
-        annotations: The annotations.
-        split: Name such as "train".
-        allow_outside: Accept file names that lead out of the folder.
+    """Return the folder below `root` that the file names of the annotations are relative to: it holds most of them.
 
     Raises:
         DataError: If there is none that holds any.
@@ -243,16 +224,9 @@ def find_image_folder(
 
 
 def _entries(
-    path: Path,
-    content: Mapping[str, Any],
-    list_name: str,
-    build: Callable[[Mapping[str, Any]], Entry],
-    malformed: list[MalformedEntry],
+    items: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[MalformedEntry]
 ) -> tuple[Entry, ...]:
     """The entries of a list; those that are malformed are added to `malformed` instead."""
-    items = content.get(list_name)
-    if not isinstance(items, list):
-        raise DataError(f"{path} has no list {list_name!r}; is it an annotation file of COCO's format?")
     entries: list[Entry] = []
     for number, item in enumerate(items):
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -144,7 +144,7 @@ def check_annotations(
     known_images |= {
         entry.id for entry in annotations.malformed if entry.list_name == "images" and entry.id is not None
     }
-    objects = _ObjectChecks(images, known_images, categories, report, masks=masks).checked(annotations.objects)
+    objects = _ObjectChecks(images, known_images, categories, report, masks).checked(annotations.objects)
     if every_category:
         used = {item.category_id for item in objects if not item.is_crowd}
         for category in categories.values():
@@ -172,10 +172,9 @@ def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -
 
 
 def _check_images(
-    images: Iterable[CocoImage], files: ListedFiles, report: DataReport, on_progress: Callable[[], None] | None
+    images: Sequence[CocoImage], files: ListedFiles, report: DataReport, on_progress: Callable[[], None] | None
 ) -> dict[int, CocoImage]:
     """Return the images that can be used, by id."""
-    images = list(images)
     first: dict[int, CocoImage] = {}
     # As after joining two files: objects may be of either image.
     shared = {image.id for image in images if first.setdefault(image.id, image) != image}
@@ -207,7 +206,7 @@ def _check_images(
     return kept
 
 
-def _check_categories(categories: Iterable[CocoCategory], report: DataReport) -> dict[int, CocoCategory]:
+def _check_categories(categories: Sequence[CocoCategory], report: DataReport) -> dict[int, CocoCategory]:
     """Return the categories that can be used, by id."""
     kept: dict[int, CocoCategory] = {}
     for category in categories:
@@ -224,24 +223,18 @@ def _check_categories(categories: Iterable[CocoCategory], report: DataReport) ->
     return kept
 
 
+@dataclass(frozen=True)
 class _ObjectChecks:
     """Checks objects one by one, each against its image."""
 
-    def __init__(
-        self,
-        images: dict[int, CocoImage],
-        known_images: set[int],
-        categories: dict[int, CocoCategory],
-        report: DataReport,
-        *,
-        masks: bool,
-    ):
-        self._images, self._known_images, self._categories = images, known_images, categories
-        self._report, self._masks = report, masks
+    images: dict[int, CocoImage]
+    known_images: set[int]
+    categories: dict[int, CocoCategory]
+    report: DataReport
+    masks: bool
 
-    def checked(self, objects: Iterable[CocoObject]) -> list[CocoObject]:
+    def checked(self, objects: Sequence[CocoObject]) -> list[CocoObject]:
         """Return the objects that can be used, repaired."""
-        objects = list(objects)
         next_id = max((item.id for item in objects), default=0) + 1
         ids: set[int] = set()
         kept: list[CocoObject] = []
@@ -258,17 +251,17 @@ class _ObjectChecks:
         return kept
 
     def _checked(self, item: CocoObject) -> CocoObject | None:
-        image = self._images.get(item.image_id)
-        if item.image_id not in self._known_images:
+        image = self.images.get(item.image_id)
+        if item.image_id not in self.known_images:
             return self._add("objects of an unknown image", item, f"image {item.image_id}")
-        if item.category_id not in self._categories:
+        if item.category_id not in self.categories:
             return self._add("objects of an unknown category", item, f"category {item.category_id}")
         if image is None:
             return None
-        usable, extent = self._with_usable_mask(item, image) if self._masks else (item, None)
+        usable, extent = self._with_usable_mask(item, image) if self.masks else (item, None)
         usable = usable and self._with_usable_box(usable, image, extent)
         usable = usable and self._with_usable_area(usable, image)
-        if usable is None or self._masks or usable.segmentation is None:
+        if usable is None or self.masks or usable.segmentation is None:
             return usable
         return replace(usable, segmentation=None)  # nobody has checked it
 
@@ -320,9 +313,9 @@ class _ObjectChecks:
 
     def _add(self, fault: str, item: CocoObject, detail: str = "", *, repair: str = LEFT_OUT) -> None:
         """Report a fault; returns None in place of the object."""
-        image = self._images.get(item.image_id)
+        image = self.images.get(item.image_id)
         where = f" in {image.file_name}" if image is not None else ""
-        self._report.add(fault, f"object {item.id}{where}{': ' if detail else ''}{detail}", repair)
+        self.report.add(fault, f"object {item.id}{where}{': ' if detail else ''}{detail}", repair)
 
 
 def _clipped_box(box: tuple[float, ...], image: CocoImage) -> tuple[Extent | None, str, str]:

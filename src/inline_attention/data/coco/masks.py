@@ -40,12 +40,7 @@ def encode_mask(mask: np.ndarray) -> dict[str, Any]:
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """`[H, W]` uint8 of zeros and ones.
-
-    Args:
-        segmentation: List of polygons, or dictionary of run lengths.
-        height: Image height in pixels.
-        width: Image width in pixels.
+    """Decode a list of polygons or a dictionary of run lengths to `[H, W]` uint8 of zeros and ones.
 
     Raises:
         MaskError: If it is malformed.
@@ -69,9 +64,8 @@ def mask_extent(segmentation: Any, height: int, width: int) -> Extent | None:
     if not certain and not mask_library().area(_drawn(polygons, height, width)):
         return None
     left, top = (float(max(0, min(min(polygon[axis::2]) for polygon in polygons))) for axis in (0, 1))
-    right, bottom = (
-        float(min(side, max(max(polygon[axis::2]) for polygon in polygons))) for axis, side in ((0, width), (1, height))
-    )
+    right = float(min(width, max(max(polygon[0::2]) for polygon in polygons)))
+    bottom = float(min(height, max(max(polygon[1::2]) for polygon in polygons)))
     return (left, top, right, bottom) if left < right and top < bottom else None
 
 
@@ -90,10 +84,7 @@ def valid_polygons(segmentation: Any, height: int, width: int) -> list[list[floa
 
 
 def with_whole_size(segmentation: Any) -> Any:
-    """A segmentation as it is, but for run lengths whose size is written as 480.0: evaluation takes whole numbers only.
-
-    Sizes that are no whole numbers stay; `decode_mask` refuses them.
-    """
+    """Write a size of run lengths such as 480.0 as a whole number, which evaluation needs; other sizes stay."""
     size = segmentation.get("size") if isinstance(segmentation, dict) else None
     if not isinstance(size, list):
         return segmentation
@@ -102,18 +93,12 @@ def with_whole_size(segmentation: Any) -> Any:
 
 
 def mask_library() -> ModuleType:
-    """Import faster-coco-eval's masks.
-
-    Raises:
-        DataError: If it is not installed.
-    """
+    """Import faster-coco-eval's masks; raises `DataError` if they are not installed."""
     try:
         from faster_coco_eval.core import mask
     except ImportError as error:
-        raise DataError(
-            "polygons of COCO are decoded by faster-coco-eval, which is not installed: "
-            "pip install 'inline-attention[detection]'"
-        ) from error
+        missing = "polygons of COCO are decoded by faster-coco-eval, which is not installed"
+        raise DataError(f"{missing}: pip install 'inline-attention[detection]'") from error
     return mask
 
 

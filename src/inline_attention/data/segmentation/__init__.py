@@ -1,16 +1,18 @@
 """Datasets for semantic segmentation: images and label maps in folders, their checks, ADE20K's layout."""
 
 from inline_attention.data.segmentation.checks import CheckedPairs, OpenedPairs, check_pairs, open_and_check_pairs
-from inline_attention.data.segmentation.files import (
+from inline_attention.data.segmentation.pairs import (
+    IGNORED,
     FoundPairs,
+    LabelRules,
     Pair,
+    SegmentationSource,
     find_class_file,
     find_pair_folders,
     find_pairs,
     read_class_names,
     read_label_map,
 )
-from inline_attention.data.segmentation.source import IGNORED, LabelRules, SegmentationSource
 
 __all__ = [
     "IGNORED",

@@ -16,17 +16,18 @@ import numpy as np
 
 from inline_attention.data.findings import DataReport, OpenedSplits, each_once
 from inline_attention.data.images import READERS, ImageError, image_size
-from inline_attention.data.segmentation.files import (
+from inline_attention.data.segmentation.pairs import (
     ColoredMapError,
     FoundPairs,
+    LabelRules,
     Pair,
+    SegmentationSource,
     find_class_file,
     find_pair_folders,
     find_pairs,
     read_class_names,
     read_label_map,
 )
-from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
 from inline_attention.data.sources import DataError
 
 SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image

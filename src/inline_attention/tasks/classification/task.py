@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImages
-from inline_attention.data.checks import open_and_check
+from inline_attention.data.datasets import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
 from inline_attention.data.on_device import BatchAugmentation, training_augmentation

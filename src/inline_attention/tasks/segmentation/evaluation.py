@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inline_attention.data.segmentation.source import IGNORED
+from inline_attention.data.segmentation.pairs import IGNORED
 from inline_attention.tasks.task import MetricTable
 
 

@@ -17,8 +17,14 @@ from inline_attention.data.dense import (
     segmentation_training_transform,
 )
 from inline_attention.data.segmentation.checks import OpenedPairs, check_pairs, open_and_check_pairs
-from inline_attention.data.segmentation.files import find_class_file, find_pair_folders, find_pairs, read_class_names
-from inline_attention.data.segmentation.source import LabelRules, SegmentationSource
+from inline_attention.data.segmentation.pairs import (
+    LabelRules,
+    SegmentationSource,
+    find_class_file,
+    find_pair_folders,
+    find_pairs,
+    read_class_names,
+)
 from inline_attention.data.sources import DataError
 from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics

@@ -1,4 +1,4 @@
-"""Find and read the files of a segmentation dataset: class names, image and label map pairs, label maps.
+"""Images with label maps: find and read the files of a segmentation dataset.
 
 Shapes: `H`, `W` height and width in pixels.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import PngImagePlugin, PpmImagePlugin, TiffImagePlugin
+from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
-from inline_attention.data.images import SUFFIXES, ImageError, open_image
+from inline_attention.data.images import SUFFIXES, ImageError, load_image, open_image
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, split_names
 from inline_attention.support.files import read_bounded
 from inline_attention.support.text import natural_key
 from inline_attention.support.untrusted import parse_json
 
+IGNORED = 255  # label of pixels that count neither in losses nor in figures
 # Without loss alone: a JPEG would blur labels into each other.
 MAP_FORMATS = {"PNG": (".png",), "TIFF": (".tif", ".tiff"), "BMP": (".bmp",), "GIF": (".gif",), "PPM": (".pgm",)}
 MAP_SUFFIXES = frozenset(suffix for suffixes in MAP_FORMATS.values() for suffix in suffixes)
@@ -255,3 +257,89 @@ def _from_json(text: str, reduce_zero_label: bool) -> list[str]:
         found = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
         raise ValueError(f"its numbers are {found}; number the classes from 0 or from 1 without holes")
     return names[1:] if reduce_zero_label and start == 0 else names
+
+
+@dataclass(frozen=True)
+class LabelRules:
+    """Rules that turn numbers in files into labels of a model.
+
+    Attributes:
+        num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well.
+        reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
+        outside_ignored: Ignore numbers out of range, which are an error otherwise.
+        resize: Resize a map to the size of its image, if they differ, which is an error otherwise.
+    """
+
+    num_classes: int
+    reduce_zero_label: bool = False
+    outside_ignored: bool = False
+    resize: bool = False
+
+    def __post_init__(self):
+        if not 1 <= self.num_classes <= IGNORED:
+            raise DataError(f"there may be 1 to {IGNORED} classes, got {self.num_classes}")
+
+    def labels(self, values: np.ndarray) -> np.ndarray:
+        """Labels as they follow from numbers in files, of the same shape; -1 where they are out of range."""
+        labels = values.astype(np.int32) - int(self.reduce_zero_label)
+        labels[(labels < 0) | (labels >= self.num_classes)] = -1
+        labels[values == IGNORED] = IGNORED
+        if self.reduce_zero_label:
+            labels[values == 0] = IGNORED
+        return labels
+
+
+class SegmentationSource:
+    """Pairs of images and label maps. Cheap to copy into worker processes.
+
+    Attributes:
+        location: Their place, for messages.
+        class_names: Name of each class; its place is its label.
+        rules: Rules that turn numbers in files into labels.
+    """
+
+    def __init__(self, location: str, class_names: Sequence[str], pairs: Sequence[Pair], rules: LabelRules):
+        if not pairs:
+            raise DataError(f"{location} has no pair of an image and a label map to use")
+        self.location, self.class_names, self.rules = location, tuple(class_names), rules
+        # Arrays instead of many strings: processes that are forked share them, and keep sharing them.
+        self._images = np.array([os.fsencode(pair.image) for pair in pairs])
+        self._maps = np.array([os.fsencode(pair.label_map) for pair in pairs])
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def name(self, index: int) -> str:
+        """The image's path."""
+        return os.fsdecode(self._images[index])
+
+    def load(self, index: int) -> Image.Image:
+        """The image, upright and in RGB.
+
+        Raises:
+            ImageError: If it cannot be read.
+        """
+        return load_image(self.name(index))
+
+    def target(self, index: int, size: tuple[int, int]) -> np.ndarray:
+        """`[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
+
+        Args:
+            index: Number of the pair.
+            size: (height, width) of the image.
+
+        Raises:
+            ImageError: If the map cannot be read, or does not follow the rules.
+        """
+        path = os.fsdecode(self._maps[index])
+        values = read_label_map(path)
+        if values.shape != size:
+            if not self.rules.resize:
+                raise ImageError(path, f"is {values.shape[1]}×{values.shape[0]} pixels, its image {size[1]}×{size[0]}")
+            values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
+        labels = self.rules.labels(values)
+        outside = labels < 0
+        if outside.any() and not self.rules.outside_ignored:
+            raise ImageError(path, f"has the label {values[outside][0]}, which is not in the list of classes")
+        labels[outside] = IGNORED
+        return labels.astype(np.uint8)
