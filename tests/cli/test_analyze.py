@@ -4,7 +4,6 @@ import csv
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -117,7 +116,7 @@ def test_injectivity(trained, tmp_path):
 def test_what_nobody_knows_is_not_counted_as_one_to_one(verdicts, shown):
     known = key_condition(MixingRule("subtract", "identity", 1.0), torch.randn(9, 4))
     conditions = [replace(known, injective=verdict, reason=f"it is {verdict}") for verdict in verdicts]
-    table = condition_table([SimpleNamespace(label="m")], {"m": conditions})
+    table = condition_table({"m": conditions})
     cells = {column.header: list(column.cells) for column in table.columns}
     assert cells["one-to-one"] == [shown]
     assert cells["because"] == [f"it is {False if False in verdicts else verdicts[0]}"]

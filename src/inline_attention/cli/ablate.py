@@ -1,4 +1,4 @@
-"""`inline ablate`: train a recipe with some things varied, over several seeds, and compare."""
+"""`inline ablate`: train variants of a recipe with several seeds and compare them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from inline_attention.ablation.grid import Cell, grid, parse_axis
 from inline_attention.ablation.runs import collect, train_cells, train_side_by_side
 from inline_attention.ablation.tables import CellResult, draw_ablation, plain_results, text_table, write_ablation
 from inline_attention.cli.flags import overrides_of, read_settings
-from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn
+from inline_attention.cli.printing import draw_if_possible, fail, make_console, make_table, progress_bar, say, warn
 from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.support.signals import StoppedError
@@ -33,20 +31,7 @@ def run_ablate(
     flags: Sequence[str],
     at_once: int = 1,
 ) -> None:
-    """Train the grid, or what is left of it, and write the table after every run.
-
-    Args:
-        recipe: Name of a recipe, or a YAML file of settings.
-        axes: `NAME` or `NAME=VALUE,VALUE` each; several give their product.
-        seeds: Runs of every cell; the first has the recipe's seed, the others those after it.
-        output: Folder of runs and results.
-        settings: Overrides `key=value` for all runs.
-        flags: timm's flags, for all runs.
-        at_once: Runs at a time, each in a process of its own if there are several.
-
-    Raises:
-        typer.Exit: 1 for what is wrong with axes, settings or data, 130 or 143 after SIGINT or SIGTERM.
-    """
+    """Train the grid, or the rest of it, and write the table after every run; see `inline ablate --help`."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     console = make_console()
     try:
@@ -55,24 +40,30 @@ def run_ablate(
         numbers = range(config.training.seed, config.training.seed + seeds)
         failed = _train_with_progress(console, cells, numbers, output, recipe, at_once)
     except (InterruptedBySignalError, StoppedError) as error:
-        say(f"{error}; saved. The same command goes on", err=True)
+        say(f"{error}; saved. The same command resumes", err=True)
         raise typer.Exit(error.exit_code) from error
     except OSError as error:
         fail(f"{error}; make room or make it writable, then give the same command again")
     results = collect(cells, numbers, output)
-    console.print(_table(results, recipe))
-    for path in _write(results, numbers, output, recipe):
+    files = _write_tables(results, numbers, output, recipe)
+    trained = [result for result in results if result.cell.problem is None]  # the others were named before
+    title, small_print = f"Ablation of {recipe}", _described(results, recipe)
+    header, rows = text_table(trained)
+    console.print(make_table(header, rows, texts=len(trained[0].cell.values), title=title))
+    files += draw_if_possible(
+        lambda: draw_ablation(plain_results(trained), output, NAME, title=title, small_print=small_print)
+    ) or []  # fmt: skip
+    for path in files:
         say(path)
     if failed:
         fail(f"{failed} of the runs failed, as said above; the same command tries them again")
 
 
 def _cells(config: TrainConfig, axes: Sequence[str]) -> list[Cell]:
-    """The grid, with what cannot be trained named."""
     chosen = dict(parse_axis(text) for text in axes)
     wrong = [problem for problem in check(config) if not problem.path.startswith("model.arguments")]
     if wrong:
-        raise ConfigError(wrong)  # with every cell, so not with any of them
+        raise ConfigError(wrong)  # wrong in every cell
     cells = grid(config, chosen)
     for cell in cells:
         if cell.problem is not None:
@@ -85,7 +76,7 @@ def _cells(config: TrainConfig, axes: Sequence[str]) -> list[Cell]:
 def _train_with_progress(
     console: Console, cells: Sequence[Cell], seeds: Sequence[int], output: Path, recipe: str, at_once: int
 ) -> int:
-    """Train; how many runs failed beside others. One that fails alone raises."""
+    """Train; return how many parallel runs failed. Without parallel runs a failure raises."""
     valid = [cell for cell in cells if cell.problem is None]
     epochs = valid[0].config.training.epochs + valid[0].config.schedule.cooldown_epochs
     with progress_bar(console) as progress:
@@ -119,37 +110,9 @@ def _write_tables(results: Sequence[CellResult], seeds: Sequence[int], output: P
     return write_ablation(output, NAME, results, title=f"Ablation of {recipe}", about=about, settings=settings)
 
 
-def _write(results: Sequence[CellResult], seeds: Sequence[int], output: Path, recipe: str) -> list[Path]:
-    files = _write_tables(results, seeds, output, recipe)
-    title, small_print = f"Ablation of {recipe}", _described(results, recipe)
-    trained = plain_results([result for result in results if result.cell.problem is None])
-    try:
-        return files + draw_ablation(trained, output, NAME, title=title, small_print=small_print)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        warn("no picture without matplotlib: pip install 'inline-attention[plots]'")
-        return files
-
-
 def _described(results: Sequence[CellResult], recipe: str) -> str:
-    training = results[0].cell.config.training
-    model = results[0].cell.config.model.name
+    config = results[0].cell.config
     return (
-        f"{model} by the recipe {Path(recipe).stem}, {training.epochs} epochs each; top-1 of the validation images "
-        "after the last."
+        f"{config.model.name} by the recipe {Path(recipe).stem}, {config.training.epochs} epochs each; top-1 of the "
+        "validation images after the last."
     )
-
-
-def _table(results: Sequence[CellResult], recipe: str) -> Table:
-    """Of the cells that were trained: the others have been named before."""
-    trained = [result for result in results if result.cell.problem is None]
-    header, rows = text_table(trained)
-    table = Table(title=f"Ablation of {recipe}", box=box.SIMPLE_HEAD)
-    axes = len(trained[0].cell.values)
-    for number, name in enumerate(header):
-        is_text = number < axes or name == "note"
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=number <= axes)
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -1,8 +1,9 @@
-"""`inline analyze`: options of all analyses. What an analysis needs is imported when it runs."""
+"""`inline analyze`: one command per analysis. What an analysis needs is imported when it runs."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+# No `from __future__ import annotations`: `analysis` reads the annotations.
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,83 +17,97 @@ analyze_app = typer.Typer(
     "Without --checkpoint and --model, small untrained models and handwritten digits are used.",
 )
 
-Checkpoints = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--checkpoint", "-c", help="Run, checkpoint or weights file; repeatable.",
-        show_default=False,
-    ),
-]  # fmt: skip
-Models = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model", help="Model name: untrained with its twins, or the checkpoint's model.",
-        show_default=False,
-    ),
-]  # fmt: skip
-DataFolder = Annotated[Path | None, typer.Option("--data-dir", help="Picture folder.", show_default=False)]
-Dataset = Annotated[
-    str | None,
-    typer.Option(
-        help="folder, digits, cifar10, hfds/NAME or wds/PATTERN.", show_default="folder with --data-dir, else digits"
-    ),
-]
-Split = Annotated[str, typer.Option(help="Split or subfolder of a dataset.")]
 Images = Annotated[int, typer.Option("--images", "-n", min=1, help="Number of images, drawn at random.")]
-Size = Annotated[
-    str | None,
-    typer.Option(help="Image size in pixels: 224, or height and width, 192x320.", show_default="the model's"),
-]
 Layers = Annotated[
     list[int] | None,
     typer.Option("--layer", help="Attention layer, from 0; -1 is the last; repeatable.", show_default="all"),
 ]
 Heads = Annotated[list[int] | None, typer.Option("--head", help="Head, from 0; repeatable.", show_default="all")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Workers = Annotated[int, typer.Option("--workers", "-j", min=0, help="Processes that read images.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")]
 
 
-@dataclass(frozen=True)
-class CommonOptions:
-    """Options that all analyses of models share; see `inline analyze confusion --help`."""
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Options of all analyses of models."""
 
-    checkpoints: tuple[Path, ...]
-    models: tuple[str, ...]
-    data_dir: Path | None
-    dataset: str
-    split: str
-    size: tuple[int, int] | None
-    device: str
-    seed: int
-    output: Path
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option("--checkpoint", "-c", help="Run, checkpoint or weights file; repeatable.", show_default=False),
+    ] = None
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model name: untrained with its twins, or the checkpoint's model.", show_default=False),
+    ] = None
+    size: Annotated[
+        str | None,
+        typer.Option(help="Image size in pixels: 224, or height and width, 192x320.", show_default="the model's"),
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    output: Output = Path("out/analyze")
+    image_size: tuple[int, int] | None = field(init=False)
 
-    def described(self, **more: Any) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        self.image_size = None if self.size is None else (parse_size(self.size)[0], parse_size(self.size)[-1])
+
+    def described(self) -> dict[str, Any]:
         """Return the options for result files."""
-        settings = {"dataset": self.dataset, "split": self.split, "size": self.size, "seed": self.seed}
-        return settings | ({"data_dir": str(self.data_dir)} if self.data_dir else {}) | more
+        return {"size": self.image_size, "seed": self.seed}
 
 
-@analyze_app.command()
+@dataclass(kw_only=True)
+class PictureOptions(ModelOptions):
+    """Options of analyses of models on a dataset."""
+
+    data_dir: Annotated[Path | None, typer.Option(help="Picture folder.", show_default=False)] = None
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="folder, digits, cifar10, hfds/NAME or wds/PATTERN.",
+            show_default="folder with --data-dir, else digits",
+        ),
+    ] = None
+    split: Annotated[str, typer.Option(help="Split or subfolder of a dataset.")] = "validation"
+    source: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.source = self.dataset or ("digits" if self.data_dir is None else "folder")
+
+    def described(self) -> dict[str, Any]:
+        """Return the options for result files."""
+        place = {"data_dir": str(self.data_dir)} if self.data_dir else {}
+        return {"dataset": self.source, "split": self.split, **super().described(), **place}
+
+
+def analysis(function: Callable[..., None]) -> None:
+    """Register a command. The fields of its first parameter, a dataclass, are options like its other parameters."""
+    options, *own = inspect.signature(function).parameters.values()
+    shared = list(inspect.signature(options.annotation).parameters.values())
+
+    def command(**arguments: Any) -> None:
+        common = options.annotation(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
+        function(common, **arguments)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *shared)]
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = function.__doc__
+    analyze_app.command(function.__name__.replace("_", "-"))(command)
+
+
+@analysis
 def injectivity(
-    checkpoint: Checkpoints = None,
-    model: Models = None,
-    data_dir: DataFolder = None,
-    dataset: Dataset = None,
-    split: Split = "validation",
+    options: PictureOptions,
     images: Images = 2,
-    size: Size = None,
     layer: Annotated[
         list[int] | None,
         typer.Option("--layer", help="Attention layer, from 0; repeatable.", show_default="first, middle, last"),
     ] = None,
     head: Heads = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries per head and image.")] = 8,
-    device: Device = "auto",
-    seed: Seed = 0,
-    output: Output = Path("out/analyze"),
 ) -> None:
     """Search for different queries with equal weights, and check the rank of the keys.
 
@@ -100,24 +115,26 @@ def injectivity(
     Colliding queries are constructed (see docs/math.md) and searched for. The rank of [K, 1] decides for every head
     whether its attention is one-to-one.
     """
-    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
-    from inline_attention.cli.analyze_runs import run_injectivity
+    from inline_attention.analysis.injectivity import draw_injectivity, survey_injectivity
+    from inline_attention.cli.analyze_runs import Survey
+    from inline_attention.cli.analyze_tables import collision_table, condition_table
 
-    run_injectivity(
-        options,
-        images=images, layers=layer, heads=head, queries=queries,
-    )  # fmt: skip
+    survey = Survey("injectivity", options, images=images)
+    found = survey.measure(survey_injectivity, layers=layer, heads=head, queries=queries, seed=options.seed)
+    rates = {label: rates for label, (rates, _) in found.items()}
+    conditions = {label: conditions for label, (_, conditions) in found.items()}
+    survey.finish(
+        [collision_table(rates), condition_table(conditions)],
+        {"collisions": rates, "keys": conditions},
+        {"layers": layer, "heads": head, "queries": queries},
+        lambda: draw_injectivity(rates, conditions, survey.note, options.output),
+    )
 
 
-@analyze_app.command()
+@analysis
 def confusion(
-    checkpoint: Checkpoints = None,
-    model: Models = None,
-    data_dir: DataFolder = None,
-    dataset: Dataset = None,
-    split: Split = "validation",
+    options: PictureOptions,
     images: Images = 64,
-    size: Size = None,
     layer: Layers = None,
     head: Heads = None,
     tolerance: Annotated[
@@ -126,113 +143,102 @@ def confusion(
     worst: Annotated[int, typer.Option(min=1, help="Number of images to show per model.")] = 4,
     batch_size: BatchSize = 8,
     workers: Workers = 2,
-    device: Device = "auto",
-    seed: Seed = 0,
-    output: Output = Path("out/analyze"),
 ) -> None:
     """Count pairs of different queries that get the same attention, per image."""
-    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
-    from inline_attention.cli.analyze_runs import run_confusion
+    from inline_attention.analysis.confusion import draw_confusion, draw_worst_images, survey_confusion
+    from inline_attention.cli.analyze_runs import Survey
+    from inline_attention.cli.analyze_tables import confusion_table
 
-    run_confusion(
-        options,
-        images=images, layers=layer, heads=head, tolerance=tolerance, worst=worst, batch_size=batch_size,
-        workers=workers,
-    )  # fmt: skip
+    survey = Survey("confusion", options, images=images, batch_size=batch_size, workers=workers)
+    found = survey.measure(survey_confusion, layers=layer, heads=head, tolerance=tolerance, worst=worst)
+    counts = {label: counts for label, (counts, _) in found.items()}
+    worst_images = {label: shown for label, (_, shown) in found.items()}
+
+    def draw() -> list[Path]:
+        files = draw_confusion(survey.styles(), counts, tolerance, survey.note, options.output)
+        return files + draw_worst_images(worst_images, tolerance, survey.note, options.output)
+
+    settings = {"layers": layer, "heads": head, "tolerance": tolerance}
+    survey.finish([confusion_table(counts, tolerance)], {"confusion": counts}, settings, draw)
 
 
-@analyze_app.command()
+@analysis
 def locality(
-    checkpoint: Checkpoints = None,
-    model: Models = None,
-    data_dir: DataFolder = None,
-    dataset: Dataset = None,
-    split: Split = "validation",
+    options: PictureOptions,
     images: Images = 64,
-    size: Size = None,
     layer: Layers = None,
     head: Heads = None,
     sides: Annotated[str, typer.Option(help="Odd sides of neighborhoods in tokens.")] = "3,5,7",
     batch_size: BatchSize = 8,
     workers: Workers = 2,
-    device: Device = "auto",
-    seed: Seed = 0,
-    output: Output = Path("out/analyze"),
 ) -> None:
     """Measure how much attention stays in each query's neighborhood, with and without the local residual."""
-    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
     odd_sides = parse_odd_sides(sides)
-    from inline_attention.cli.analyze_runs import run_locality
+    from inline_attention.analysis.locality import draw_locality, survey_locality
+    from inline_attention.cli.analyze_runs import Survey
+    from inline_attention.cli.analyze_tables import locality_table
 
-    run_locality(
-        options,
-        images=images, layers=layer, heads=head, sides=odd_sides, batch_size=batch_size, workers=workers,
-    )  # fmt: skip
+    survey = Survey("locality", options, images=images, batch_size=batch_size, workers=workers)
+    measured = survey.measure(survey_locality, layers=layer, heads=head, sides=odd_sides)
+    survey.finish(
+        [locality_table(measured, odd_sides)],
+        {"locality": measured},
+        {"layers": layer, "heads": head, "sides": odd_sides},
+        lambda: draw_locality(survey.styles(), measured, survey.note, options.output),
+    )
 
 
-@analyze_app.command()
+@analysis
 def masking(
-    checkpoint: Checkpoints = None,
-    model: Models = None,
-    data_dir: DataFolder = None,
-    dataset: Dataset = None,
-    split: Split = "validation",
+    options: PictureOptions,
     images: Images = 1000,
-    size: Size = None,
     sides: Annotated[str, typer.Option(help="Odd sides of hidden neighborhoods in tokens.")] = "3,5,7",
     batch_size: BatchSize = 32,
     workers: Workers = 2,
-    device: Device = "auto",
-    seed: Seed = 0,
-    output: Output = Path("out/analyze"),
 ) -> None:
     """Measure accuracy with each query's neighborhood hidden, compared with as many random tokens.
 
     Needs a dataset with classes, such as one folder per class. A local 3×3 term is measured twice: with the same tokens
     hidden from it, and unchanged.
     """
-    options = _common(checkpoint, model, data_dir, dataset, split, size, device, seed, output)
     odd_sides = parse_odd_sides(sides)
-    from inline_attention.cli.analyze_runs import run_masking
+    from inline_attention.analysis.masking import draw_masking, survey_masking
+    from inline_attention.cli.analyze_runs import Survey
+    from inline_attention.cli.analyze_tables import masking_table
 
-    run_masking(
-        options,
-        images=images, sides=odd_sides, batch_size=batch_size, workers=workers,
-    )  # fmt: skip
+    survey = Survey("masking", options, images=images, batch_size=batch_size, workers=workers, labelled=True)
+    results = survey.measure(survey_masking, sides=odd_sides, seed=options.seed)
+    survey.finish(
+        [masking_table(results)],
+        {"masking": results},
+        {"sides": odd_sides},
+        lambda: draw_masking(results, survey.note, options.output),
+    )
 
 
-@analyze_app.command("attention-map")
+@analysis
 def attention_map(
+    options: ModelOptions,
     image: Annotated[Path | None, typer.Argument(help="Picture file.", show_default="a digit")] = None,
-    checkpoint: Checkpoints = None,
-    model: Models = None,
-    size: Size = None,
     token: Annotated[
         list[str] | None,
-        typer.Option("--token", help="Row and column of a query token, such as 3,5; repeatable.",
-                     show_default="three where the picture has detail"),
+        typer.Option(
+            help="Row and column of a query token, such as 3,5; repeatable.",
+            show_default="three where the picture has detail",
+        ),
     ] = None,
     layer: Annotated[
-        int | None,
-        typer.Option(help="Attention layer, from 0; -1 is the last.", show_default="the middle"),
+        int | None, typer.Option(help="Attention layer, from 0; -1 is the last.", show_default="the middle")
     ] = None,
     head: Annotated[
-        list[int] | None,
-        typer.Option("--head", help="Head, from 0; several are averaged.", show_default="all"),
+        list[int] | None, typer.Option(help="Head, from 0; several are averaged.", show_default="all")
     ] = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    output: Output = Path("out/analyze"),
-) -> None:  # fmt: skip
+) -> None:
     """Draw the attention of single tokens of a picture, and the kernels of the local residual."""
-    options = _common(checkpoint, model, None, None, "validation", size, device, seed, output)
-    places = [parse_token(text) for text in token or ()]
+    tokens = [parse_token(text) for text in token or ()]
     from inline_attention.cli.analyze_runs import run_attention_map
 
-    run_attention_map(
-        options,
-        image=image, tokens=places, layer=layer, heads=head,
-    )  # fmt: skip
+    run_attention_map(options, image, tokens, layer, head)
 
 
 @analyze_app.command()
@@ -251,40 +257,8 @@ def scaling(
     output: Output = Path("out/analyze"),
 ) -> None:
     """Measure time, memory and multiply-adds of a model and its twins as images or windows grow."""
-    image_sizes = None if sizes is None else parse_numbers(sizes, "--sizes", "224,448")
+    image_sizes = parse_numbers(sizes, "--sizes", "224,448")
     window_sides = parse_numbers(windows, "--windows", "7,14") or []
     from inline_attention.cli.analyze_runs import run_scaling
 
-    run_scaling(
-        model,
-        sizes=image_sizes,
-        windows=window_sides,
-        batch_size=batch_size,
-        device=device,
-        seconds=seconds,
-        output=output,
-    )
-
-
-def _common(
-    checkpoints: list[Path] | None,
-    models: list[str] | None,
-    data_dir: Path | None,
-    dataset: str | None,
-    split: str,
-    size: str | None,
-    device: str,
-    seed: int,
-    output: Path,
-) -> CommonOptions:
-    return CommonOptions(
-        checkpoints=tuple(checkpoints or ()),
-        models=tuple(models or ()),
-        data_dir=data_dir,
-        dataset=dataset or ("digits" if data_dir is None else "folder"),
-        split=split,
-        size=None if size is None else (parse_size(size)[0], parse_size(size)[-1]),
-        device=device,
-        seed=seed,
-        output=output,
-    )
+    run_scaling(model, image_sizes, window_sides, batch_size, device, seconds, output)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import TaskID
+from rich.table import Table
 
 from inline_attention.analysis.attention_map import (
     AttentionMaps,
@@ -17,10 +18,6 @@ from inline_attention.analysis.attention_map import (
     measure_attention_maps,
     weight_rows,
 )
-from inline_attention.analysis.confusion import draw_confusion, draw_worst_images, survey_confusion
-from inline_attention.analysis.injectivity import draw_injectivity, survey_injectivity
-from inline_attention.analysis.locality import draw_locality, survey_locality
-from inline_attention.analysis.masking import draw_masking, survey_masking
 from inline_attention.analysis.pictures import PictureSample, open_pictures
 from inline_attention.analysis.scaling import KINDS, draw_scaling, measure_scaling
 from inline_attention.analysis.subjects import (
@@ -32,10 +29,10 @@ from inline_attention.analysis.subjects import (
 )
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import flat_row, write_results
-from inline_attention.cli import analyze_tables as tables
-from inline_attention.cli.analyze import CommonOptions
+from inline_attention.cli.analyze import ModelOptions, PictureOptions
+from inline_attention.cli.analyze_tables import map_table, scaling_table
 from inline_attention.cli.bench import resolve_device
-from inline_attention.cli.printing import fail, make_console, progress_bar, say, warn, writing_to
+from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, say, warn, writing_to
 from inline_attention.data.datasets import digits, open_dataset
 from inline_attention.data.images import limit_aspect_ratio, load_image
 from inline_attention.engine.config.resolving import model_arguments
@@ -45,105 +42,83 @@ from inline_attention.recipes.small import DIGITS
 if TYPE_CHECKING:
     from inline_attention.support.figures import Style
 
-FAMILY_FOR_PHOTOGRAPHS = "deit_tiny"
+DEFAULT_MODEL = "inline_deit_tiny"
 SHOWN_BROKEN = 3
 Result = TypeVar("Result")
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def run_injectivity(
-    options: CommonOptions, *, images: int, layers: list[int] | None, heads: list[int] | None, queries: int
-) -> None:
-    """See `inline analyze injectivity --help`."""
-    console = _start(options.output, "injectivity")
-    sample = _sample(options, images=images, batch_size=1)
-    subjects = _load_subjects(options)
-    found = _survey(
-        console, subjects, survey_injectivity, sample,
-        layers=layers, heads=heads, queries=queries, seed=options.seed,
-    )  # fmt: skip
-    rates = {label: rates for label, (rates, _) in found.items()}
-    conditions = {label: conditions for label, (_, conditions) in found.items()}
-    console.print(tables.collision_table(subjects, rates))
-    console.print(tables.condition_table(subjects, conditions))
-    rows = {"collisions": _rows(rates), "keys": _rows(conditions)}
-    settings = {"images": images, "layers": layers, "heads": heads, "queries": queries, "skipped": sample.skipped}
-    _finish(
-        console, options, "injectivity", subjects, rows, settings,
-        lambda: draw_injectivity(rates, conditions, weights_note(subjects), options.output),
-    )  # fmt: skip
+class Survey:
+    """An analysis of models on a sample of pictures.
 
+    Attributes:
+        note: Whether the weights are trained, for the small print of figures.
+    """
 
-def run_confusion(
-    options: CommonOptions,
-    *,
-    images: int,
-    layers: list[int] | None,
-    heads: list[int] | None,
-    tolerance: float,
-    worst: int,
-    batch_size: int,
-    workers: int,
-) -> None:
-    """See `inline analyze confusion --help`."""
-    console = _start(options.output, "confusion")
-    sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
-    subjects = _load_subjects(options)
-    found = _survey(
-        console, subjects, survey_confusion, sample, layers=layers, heads=heads, tolerance=tolerance, worst=worst
-    )
-    counts = {label: counts for label, (counts, _) in found.items()}
-    worst_images = {label: shown for label, (_, shown) in found.items()}
-    console.print(tables.confusion_table(subjects, counts, tolerance))
+    def __init__(
+        self,
+        name: str,
+        options: PictureOptions,
+        *,
+        images: int,
+        batch_size: int = 1,
+        workers: int = 0,
+        labelled: bool = False,
+    ):
+        self._name, self._options = name, options
+        self._console = _start(options.output, name)
+        in_memory = options.source == "digits"  # nothing to read: processes would only cost time
+        source = (open_dataset if labelled else open_pictures)(options.source, options.data_dir, options.split)
+        self._sample = PictureSample(
+            source, images=images, seed=options.seed, batch_size=batch_size, workers=0 if in_memory else workers
+        )
+        arguments = {"num_classes": len(source.class_names)} if labelled else {}
+        self._subjects = _load_subjects(options, for_digits=in_memory, **arguments)
+        self._settings = options.described() | {"images": images}
+        self.note = weights_note(self._subjects)
 
-    def draw() -> list[Path]:
-        note = weights_note(subjects)
-        files = draw_confusion(_styles(subjects), counts, tolerance, note, options.output)
-        return files + draw_worst_images(worst_images, tolerance, note, options.output)
+    def measure(self, survey: Callable[..., Result], **arguments: Any) -> dict[str, Result]:
+        """Return what a survey finds for each model, by label, with a progress bar for each."""
+        results: dict[str, Result] = {}
+        with progress_bar(self._console) as progress:
+            for subject in self._subjects:
+                task = progress.add_task(subject.label, total=len(self._sample))
 
-    settings = {"images": images, "layers": layers, "heads": heads, "tolerance": tolerance, "skipped": sample.skipped}
-    _finish(console, options, "confusion", subjects, {"confusion": _rows(counts)}, settings, draw)
+                def advance(share: float, task: TaskID = task) -> None:
+                    progress.advance(task, share * len(self._sample))
 
+                results[subject.label] = survey(subject, self._sample, on_progress=advance, **arguments)
+        return results
 
-def run_locality(
-    options: CommonOptions,
-    *,
-    images: int,
-    layers: list[int] | None,
-    heads: list[int] | None,
-    sides: list[int],
-    batch_size: int,
-    workers: int,
-) -> None:
-    """See `inline analyze locality --help`."""
-    console = _start(options.output, "locality")
-    sample = _sample(options, images=images, batch_size=batch_size, workers=workers)
-    subjects = _load_subjects(options)
-    measured = _survey(console, subjects, survey_locality, sample, layers=layers, heads=heads, sides=sides)
-    console.print(tables.locality_table(subjects, measured, sides))
-    settings = {"images": images, "layers": layers, "heads": heads, "sides": sides, "skipped": sample.skipped}
-    _finish(
-        console, options, "locality", subjects, {"locality": _rows(measured)}, settings,
-        lambda: draw_locality(_styles(subjects), measured, weights_note(subjects), options.output),
-    )  # fmt: skip
+    def styles(self) -> dict[str, Style]:
+        """Return line styles by label."""
+        from inline_attention.support.figures import numbered_styles
 
+        return numbered_styles({subject.label: subject.kind for subject in self._subjects})
 
-def run_masking(options: CommonOptions, *, images: int, sides: list[int], batch_size: int, workers: int) -> None:
-    """See `inline analyze masking --help`."""
-    console = _start(options.output, "masking")
-    sample = _sample(options, images=images, batch_size=batch_size, workers=workers, labelled=True)
-    subjects = _load_subjects(options, num_classes=len(sample.source.class_names))
-    results = _survey(console, subjects, survey_masking, sample, sides=sides, seed=options.seed)
-    console.print(tables.masking_table(subjects, results))
-    settings = {"images": images, "sides": sides, "skipped": sample.skipped}
-    _finish(
-        console, options, "masking", subjects, {"masking": _rows(results)}, settings,
-        lambda: draw_masking(results, weights_note(subjects), options.output),
-    )  # fmt: skip
+    def finish(
+        self,
+        tables: Sequence[Table],
+        measured: Mapping[str, Mapping[str, Sequence[Any]]],
+        settings: Mapping[str, Any],
+        draw: Callable[[], list[Path]],
+    ) -> None:
+        """Print tables, write results, which are given by table and label, draw them, and name skipped pictures."""
+        rows = {
+            name: [{"model": label} | flat_row(item) for label, items in by_label.items() for item in items]
+            for name, by_label in measured.items()
+        }
+        skipped = self._sample.skipped
+        all_settings = {**self._settings, **settings, "skipped": skipped}
+        _finish(self._console, self._options.output, self._name, tables, self._subjects, rows, all_settings, draw)
+        for name, reason in list(skipped.items())[:SHOWN_BROKEN]:
+            warn(f"skipped {name}: {reason}")
+        if len(skipped) > SHOWN_BROKEN:
+            warn(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists")
 
 
 def run_attention_map(
-    options: CommonOptions,
-    *,
+    options: ModelOptions,
     image: Path | None,
     tokens: list[tuple[int, int]],
     layer: int | None,
@@ -163,18 +138,16 @@ def run_attention_map(
         maps.append(
             measure_attention_maps(subject, pixels, layer=layer, heads=heads, tokens=places, token_grid=token_grid)
         )
-    console.print(tables.map_table(maps))
     rows = {"weights": list(weight_rows(maps)), "kernels": list(kernel_rows(maps))}
-    settings = {"image": name, "seed": options.seed}
+    settings = options.described() | {"image": name}
     _finish(
-        console, options, "attention-map", subjects, rows, settings,
+        console, options.output, "attention-map", [map_table(maps)], subjects, rows, settings,
         lambda: draw_attention_maps(maps, name, weights_note(subjects), options.output),
     )  # fmt: skip
 
 
 def run_scaling(
     model: str,
-    *,
     sizes: list[int] | None,
     windows: list[int],
     batch_size: int,
@@ -192,16 +165,14 @@ def run_scaling(
             model, sizes=sizes, windows=windows, batch=batch_size, device=place, seconds=seconds,
             on_progress=lambda _: progress.advance(task),
         )  # fmt: skip
-    console.print(tables.scaling_table(points))
     environment = describe_environment()
     machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"
-    rows = [flat_row(point) for point in points]
-    with writing_to(output):
-        files = write_results(
-            output, "scaling", {"scaling": rows}, subjects=[], settings={"device": str(place), "seconds": seconds}
-        )
-        files += _draw_if_possible(lambda: draw_scaling(points, machine, output))
-    _say_where(console, files)
+    rows = {"scaling": [flat_row(point) for point in points]}
+    settings = {"device": str(place), "seconds": seconds}
+    _finish(
+        console, output, "scaling", [scaling_table(points)], [], rows, settings,
+        lambda: draw_scaling(points, machine, output),
+    )  # fmt: skip
 
 
 def _start(output: Path, analysis: str) -> Console:
@@ -215,121 +186,48 @@ def _start(output: Path, analysis: str) -> Console:
     return make_console()
 
 
-def _load_subjects(
-    options: CommonOptions, *, num_classes: int | None = None, for_digits: bool | None = None
-) -> list[Subject]:
-    """The models that were asked for, or small untrained twins.
+def _finish(
+    console: Console,
+    output: Path,
+    name: str,
+    tables: Sequence[Table],
+    subjects: Sequence[Subject],
+    rows: Rows,
+    settings: Mapping[str, Any],
+    draw: Callable[[], list[Path]],
+) -> None:
+    for table in tables:
+        console.print(table)
+    with writing_to(output):
+        described = [subject.described() for subject in subjects]
+        files = write_results(output, name, rows, subjects=described, settings=settings)
+        files += draw_if_possible(draw) or []
+    console.print(f"{', '.join(file.name for file in files)} are in", soft_wrap=True)
+    say(output)
 
-    Args:
-        options: Options of the command.
-        num_classes: Classes of untrained models; the model's own by default.
-        for_digits: Whether what is asked for without a name are models for digits; by default, as the dataset says.
-    """
-    common: dict[str, Any] = {"size": options.size, "device": options.device}
-    if options.checkpoints:
-        if len(options.models) > 1 or (options.models and len(options.checkpoints) > 1):
+
+def _load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:
+    """Return the models of the options, or small untrained twins; `arguments` are those of untrained models."""
+    common: dict[str, Any] = {"size": options.image_size, "device": options.device}
+    checkpoints, models = options.checkpoint or [], options.model or []
+    if checkpoints:
+        if len(models) > 1 or (models and len(checkpoints) > 1):
             fail(
-                "--model names what the weights of one --checkpoint are of, "
-                f"got {len(options.models)} models and {len(options.checkpoints)} checkpoints; analyse them separately"
+                "--model names the model of one --checkpoint, "
+                f"got {len(models)} models and {len(checkpoints)} checkpoints; analyze them separately"
             )
-        name = options.models[0] if options.models else None
-        return with_distinct_labels([trained_subject(path, model_name=name, **common) for path in options.checkpoints])
-    arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
-    names = [twin for name in options.models for twin in _with_twins(name)]
-    if not names:
-        names = _with_twins(f"inline_{FAMILY_FOR_PHOTOGRAPHS}")
-        if options.dataset == "digits" if for_digits is None else for_digits:
-            arguments = model_arguments(DIGITS.config)
-    subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in dict.fromkeys(names)]
+        name = models[0] if models else None
+        return with_distinct_labels([trained_subject(path, model_name=name, **common) for path in checkpoints])
+    if for_digits and not models:
+        arguments = model_arguments(DIGITS.config)
+    names = dict.fromkeys(twin for name in models or [DEFAULT_MODEL] for twin in _with_twins(name))
+    subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in names]
     warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
     return subjects
 
 
 def _with_twins(name: str) -> list[str]:
     kind, _, rest = name.partition("_")
-    twins = [f"{twin}_{rest}" for twin in KINDS]
-    return [name, *(twin for twin in twins if twin != name)] if kind in KINDS and name in list_models() else [name]
-
-
-def _sample(
-    options: CommonOptions, *, images: int, batch_size: int, workers: int = 0, labelled: bool = False
-) -> PictureSample:
-    open_source = open_dataset if labelled else open_pictures
-    source = open_source(options.dataset, options.data_dir, options.split)
-    in_memory = options.dataset == "digits"  # nothing to read: processes would only cost time
-    return PictureSample(
-        source, images=images, seed=options.seed, batch_size=batch_size, workers=0 if in_memory else workers
-    )
-
-
-def _survey(
-    console: Console,
-    subjects: Sequence[Subject],
-    survey: Callable[..., Result],
-    sample: PictureSample,
-    **arguments: Any,
-) -> dict[str, Result]:
-    """What a survey finds for each model, by label, with a bar for each."""
-    results: dict[str, Result] = {}
-    with progress_bar(console) as progress:
-        for subject in subjects:
-            task = progress.add_task(subject.label, total=len(sample))
-
-            def advance(share: float, task: TaskID = task) -> None:
-                progress.advance(task, share * len(sample))
-
-            results[subject.label] = survey(subject, sample, on_progress=advance, **arguments)
-    return results
-
-
-def _report_skipped(skipped: Mapping[str, str]) -> None:
-    for name, reason in list(skipped.items())[:SHOWN_BROKEN]:
-        warn(f"skipped {name}: {reason}")
-    if len(skipped) > SHOWN_BROKEN:
-        warn(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists")
-
-
-def _rows(measured: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Rows of result files: the model's label, then the measurement."""
-    return [{"model": label} | flat_row(item) for label, items in measured.items() for item in items]
-
-
-def _finish(
-    console: Console,
-    options: CommonOptions,
-    name: str,
-    subjects: Sequence[Subject],
-    rows: Mapping[str, Sequence[Mapping[str, Any]]],
-    settings: Mapping[str, Any],
-    draw: Callable[[], list[Path]],
-) -> None:
-    """Write the results, draw them, and say where they are and what was left out."""
-    described = [subject.described() for subject in subjects]
-    with writing_to(options.output):
-        files = write_results(options.output, name, rows, subjects=described, settings=options.described(**settings))
-        files += _draw_if_possible(draw)
-    _report_skipped(settings.get("skipped", {}))
-    _say_where(console, files)
-
-
-def _say_where(console: Console, files: Sequence[Path]) -> None:
-    names = ", ".join(file.name for file in files)
-    console.print(f"{names} are in", soft_wrap=True)
-    say(files[0].parent)
-
-
-def _draw_if_possible(draw: Callable[[], list[Path]]) -> list[Path]:
-    try:
-        return draw()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        warn("no pictures without matplotlib: pip install 'inline-attention[plots]'")
-        return []
-
-
-def _styles(subjects: Sequence[Subject]) -> dict[str, Style]:
-    """Return line styles by label."""
-    from inline_attention.support.figures import numbered_styles
-
-    return numbered_styles({subject.label: subject.kind for subject in subjects})
+    if kind not in KINDS or name not in list_models():
+        return [name]
+    return [name, *(f"{twin}_{rest}" for twin in KINDS if twin != kind)]

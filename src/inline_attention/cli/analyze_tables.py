@@ -1,11 +1,11 @@
-"""The tables that `inline analyze` prints: summaries of what its files hold in full."""
+"""The tables that `inline analyze` prints: summaries of its result files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
+from typing import Any, TypeVar
 
-from rich import box
 from rich.table import Table
 
 from inline_attention.analysis.attention_map import AttentionMaps
@@ -14,69 +14,165 @@ from inline_attention.analysis.injectivity import EQUAL_ROWS, EQUAL_ROWS_OF_CALL
 from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.masking import MaskingResult
 from inline_attention.analysis.scaling import ScalingPoint
-from inline_attention.analysis.subjects import Subject
+from inline_attention.cli.printing import make_table
 
 NOTHING = "–"
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
-def collision_table(subjects: Sequence[Subject], rates: Mapping[str, Sequence[CollisionRate]]) -> Table:
-    """A row per model and rule."""
-    table = _table(
-        "Queries that share their weights with another query",
-        ("model", "attention", "φ"),
-        ("queries", "constructed", "found", "smallest |Δw|"),
-        "Every rule is tried on the model's own queries and keys; * is the model's own. "
-        f"|Δw|: difference of rows, relative to what they have beyond uniform attention; up to {EQUAL_ROWS:g} counts "
-        f"as equal ({EQUAL_ROWS_OF_CALLABLES:g} where φ is a function of one's own, which computes in float32).",
-    )
-    for subject in subjects:
-        groups: dict[tuple[str, str], list[CollisionRate]] = {}
-        for rate in rates[subject.label]:
-            groups.setdefault((rate.attention, rate.feature_map), []).append(rate)
-        for number, ((attention, feature_map), items) in enumerate(groups.items(), start=1):
+def collision_table(rates: Mapping[str, Sequence[CollisionRate]]) -> Table:
+    """Return a row per model and rule."""
+    rows = []
+    for label, of_model in rates.items():
+        for (attention, feature_map), items in _grouped(of_model, lambda item: (item.attention, item.feature_map)):
             total = sum(item.queries for item in items)
-            own = " *" if any(item.is_own for item in items) else ""
-            table.add_row(
-                subject.label if number == 1 else "",
-                f"{attention}{own}",
-                feature_map,
-                str(total),
-                _percent(sum(item.constructed for item in items) / total),
-                _percent(sum(item.found for item in items) / total),
-                f"{min(item.smallest_difference for item in items):.1e}",
-                end_section=number == len(groups),
-            )
-    return table
-
-
-def condition_table(subjects: Sequence[Subject], conditions: Mapping[str, Sequence[KeyCondition]]) -> Table:
-    """A row per model and layer."""
-    table = _table(
-        "Is the attention of these layers one-to-one?",
-        ("model", "layer", "attention", "φ"),
-        ("one-to-one", "rank [K, 1]", "needed", "σ max ÷ min"),
-        "Of the keys of the analysed images; one-to-one: of heads × images. Ranks: smallest and largest.",
+            row = [label, attention + (" *" if any(item.is_own for item in items) else ""), feature_map, str(total)]
+            row += [_percent(sum(item.constructed for item in items) / total)]
+            row += [_percent(sum(item.found for item in items) / total)]
+            rows.append([*row, f"{min(item.smallest_difference for item in items):.1e}"])
+    return _table(
+        "Queries that share their weights with another query",
+        ("model", "attention", "φ", "queries", "constructed", "found", "smallest |Δw|"),
+        rows,
+        "Every rule is tried on the model's own queries and keys; * is the model's own. "
+        f"|Δw|: difference of rows, relative to their distance from uniform attention; up to {EQUAL_ROWS:g} counts as "
+        f"equal ({EQUAL_ROWS_OF_CALLABLES:g} if φ is your own function, which computes in float32).",
+        texts=3,
     )
-    table.add_column("because")
-    for subject in subjects:
-        layers = sorted({item.layer for item in conditions[subject.label]})
-        for layer in layers:
-            items = [item for item in conditions[subject.label] if item.layer == layer]
+
+
+def condition_table(conditions: Mapping[str, Sequence[KeyCondition]]) -> Table:
+    """Return a row per model and layer."""
+    rows = []
+    for label, of_model in conditions.items():
+        for layer, items in sorted(_grouped(of_model, lambda item: item.layer)):
             ranks = sorted({item.rank for item in items})
             ratio = median(item.condition for item in items)
-            table.add_row(
-                subject.label if layer == layers[0] else "",
-                str(layer),
-                items[0].attention,
-                items[0].feature_map,
-                _count_injective(items),
-                f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
-                str(items[0].needed),
-                "∞" if ratio == float("inf") else f"{ratio:.3g}",
-                min(items, key=lambda item: item.injective is not False).reason,
-                end_section=layer == layers[-1],
+            rows.append(
+                [
+                    label,
+                    str(layer),
+                    items[0].attention,
+                    items[0].feature_map,
+                    _count_injective(items),
+                    f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
+                    str(items[0].needed),
+                    "∞" if ratio == float("inf") else f"{ratio:.3g}",
+                    min(items, key=lambda item: item.injective is not False).reason,
+                ]
             )
-    return table
+    return _table(
+        "Is the attention of these layers one-to-one?",
+        ("model", "layer", "attention", "φ", "one-to-one", "rank [K, 1]", "needed", "σ max ÷ min", "because"),
+        rows,
+        "Keys of the analyzed images; one-to-one: of heads × images. Ranks: smallest and largest.",
+        texts=4,
+    )
+
+
+def confusion_table(counts: Mapping[str, Sequence[ConfusionCount]], tolerance: float) -> Table:
+    """Return a row per model and layer, and one for all layers of each model."""
+    rows = []
+    for label, of_model in counts.items():
+        layers = sorted(_grouped(of_model, lambda item: item.layer))
+        for layer, items in [*layers, ("all", of_model)]:
+            per_image = [item.confused_pairs for item in by_image(items)]
+            images = max(1, len(per_image))
+            distinct = sum(item.distinct_pairs for item in items)
+            confused = sum(item.confused_pairs for item in items)
+            row = [label, str(layer), str(len(items) // images), f"{distinct / images:,.0f}"]
+            row += [f"{confused / images:,.2f}", _percent(confused / max(1, distinct))]
+            row += [_percent(sum(pairs > 0 for pairs in per_image) / images), f"{max(per_image, default=0):,}"]
+            rows.append(row)
+    return _table(
+        "Pairs of different queries that get the same attention",
+        ("model", "layer", "heads", "distinct pairs", "confused", "share", "images with any", "most in an image"),
+        rows,
+        "Sums over heads, per image: means, then the image with most. "
+        f"Same: up to {tolerance:g} of the rows' distance from uniform attention.",
+        texts=2,
+    )
+
+
+def locality_table(measured: Mapping[str, Sequence[Locality]], sides: Sequence[int]) -> Table:
+    """Return a row per model, layer and local term."""
+    rows = []
+    for label, of_model in measured.items():
+        groups = _grouped(of_model, lambda item: (item.layer, item.local_term))
+        for (layer, local_term), items in sorted(groups, key=lambda group: (group[0][0], group[0][1] == "with")):
+            row = [label, str(layer), items[0].attention, local_term]
+            for side in sides:
+                share = mean(item.share for item in items if item.side == side)
+                uniform = mean(item.uniform for item in items if item.side == side)
+                row.append(f"{_percent(share)}  {share / uniform:.2f}×")
+            rows.append(row)
+    return _table(
+        "Attention inside each query's neighborhood: share of |w|, and its multiple of uniform attention",
+        ("model", "layer", "attention", "3×3 term", *(f"{side}×{side}" for side in sides)),
+        rows,
+        "Means over queries, heads and images. The signed sums of w are in the files.",
+        texts=4,
+    )
+
+
+def masking_table(results: Mapping[str, Sequence[MaskingResult]]) -> Table:
+    """Return a row per model and hiding."""
+    rows = []
+    for label, items in results.items():
+        for item in items:
+            hiding = item.hiding
+            row = [label, f"{hiding.side}×{hiding.side} {hiding.where}" if hiding.side else hiding.where]
+            row += [NOTHING if hiding.local_term == "none" else hiding.local_term]
+            row += [f"{item.top1:.2f}", f"{item.standard_error:.2f}"]
+            rows.append([*row, f"{item.drop:.2f}" if hiding.side else NOTHING, f"{item.images:,}"])
+    return _table(
+        "Top-1 when tokens are hidden from each query",
+        ("model", "hidden", "3×3 term", "top-1 %", "± s.e.", "lost", "images"),
+        rows,
+        "random: as many tokens as the neighborhood has. 3×3 term hidden: it does not see them either.",
+        texts=3,
+    )
+
+
+def map_table(maps: Sequence[AttentionMaps]) -> Table:
+    """Return a row per model and token."""
+    rows = []
+    for item in maps:
+        for token_map in item.maps:
+            times = token_map.times_uniform
+            prefix = token_map.prefix_weights / token_map.uniform
+            place = f"{token_map.token[0]},{token_map.token[1]} of {item.grid_size[0]}×{item.grid_size[1]}"
+            weights = [*(f"{value.item():.2f}" for value in (times.max(), times.min(), times[token_map.token]))]
+            class_token = f"{prefix[0].item():.2f}" if len(prefix) else NOTHING
+            rows.append([item.label, item.attention, str(item.layer), place, *weights, class_token])
+    return _table(
+        "Weights of the chosen tokens, in multiples of the uniform weight",
+        ("model", "attention", "layer", "token", "largest", "smallest", "its own", "class token"),
+        rows,
+        "token: row and column on the layer's grid. Without the local term.",
+        texts=4,
+    )
+
+
+def scaling_table(points: Sequence[ScalingPoint]) -> Table:
+    """Return a row per size and model."""
+    rows = [
+        [
+            f"{point.size}²",
+            NOTHING if point.window is None else f"{point.window}²",
+            point.model,
+            point.note if point.milliseconds is None else f"{point.milliseconds:,.1f}",
+            NOTHING if point.peak_bytes is None else f"{point.peak_bytes / 2**20:,.1f}",
+            f"{point.macs / 1e9:,.2f}",
+        ]
+        for point in points
+    ]
+    caption = "Peak memory: tensors made in the pass, without weights and images."
+    header = ("image", "window", "model", "ms", "peak MiB", "GMACs")
+    return make_table(
+        header, rows, texts=3, group_by=lambda row: row[:2], title="Cost of one forward pass", caption=caption
+    )
 
 
 def _count_injective(items: Sequence[KeyCondition]) -> str:
@@ -87,153 +183,15 @@ def _count_injective(items: Sequence[KeyCondition]) -> str:
     return f"{injective} of {len(items)}" + (f", {unknown} unknown" if unknown else "")
 
 
-def confusion_table(
-    subjects: Sequence[Subject], counts: Mapping[str, Sequence[ConfusionCount]], tolerance: float
-) -> Table:
-    """A row per model and layer, and one for all layers of each model."""
-    table = _table(
-        "Pairs of different queries that get the same attention",
-        ("model", "layer"),
-        ("heads", "distinct pairs", "confused", "share", "images with any", "most in an image"),
-        f"Sums over heads, per image: means, then the image with most. Same: to {tolerance:g} of what rows have beyond "
-        "uniform attention.",
-    )
-    for subject in subjects:
-        items = counts[subject.label]
-        layers = sorted({item.layer for item in items})
-        for layer in [*layers, None]:
-            chosen = [item for item in items if layer is None or item.layer == layer]
-            per_image = [item.confused_pairs for item in by_image(chosen)]
-            distinct = sum(item.distinct_pairs for item in chosen)
-            confused = sum(item.confused_pairs for item in chosen)
-            table.add_row(
-                subject.label if layer == layers[0] else "",
-                "all" if layer is None else str(layer),
-                str(len(chosen) // max(1, len(per_image))),
-                f"{distinct / max(1, len(per_image)):,.0f}",
-                f"{confused / max(1, len(per_image)):,.2f}",
-                _percent(confused / max(1, distinct)),
-                _percent(sum(pairs > 0 for pairs in per_image) / max(1, len(per_image))),
-                f"{max(per_image, default=0):,}",
-                end_section=layer is None,
-            )
-    return table
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> list[tuple[Key, list[Item]]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())
 
 
-def locality_table(
-    subjects: Sequence[Subject], measured: Mapping[str, Sequence[Locality]], sides: Sequence[int]
-) -> Table:
-    """A row per model, layer and local term."""
-    table = _table(
-        "Attention inside each query's neighbourhood: share of |w|, times what uniform attention would give",
-        ("model", "layer", "attention", "3×3 term"),
-        [f"{side}×{side}" for side in sides],
-        "Means over queries, heads and images. The signed sums of w are in the files.",
-    )
-    for subject in subjects:
-        items = measured[subject.label]
-        groups = list(dict.fromkeys((item.layer, item.local_term) for item in items))
-        groups.sort(key=lambda group: (group[0], group[1] == "with"))
-        for number, (layer, local_term) in enumerate(groups, start=1):
-            chosen = [item for item in items if (item.layer, item.local_term) == (layer, local_term)]
-            cells = []
-            for side in sides:
-                share = mean(item.share for item in chosen if item.side == side)
-                uniform = mean(item.uniform for item in chosen if item.side == side)
-                cells.append(f"{_percent(share)}  {share / uniform:.2f}×")
-            starts = number == 1
-            table.add_row(
-                subject.label if starts else "",
-                str(layer),
-                chosen[0].attention,
-                local_term,
-                *cells,
-                end_section=number == len(groups),
-            )
-    return table
-
-
-def masking_table(subjects: Sequence[Subject], results: Mapping[str, Sequence[MaskingResult]]) -> Table:
-    """A row per model and hiding."""
-    table = _table(
-        "Top-1 when tokens are hidden from each query",
-        ("model", "hidden", "3×3 term"),
-        ("top-1 %", "± s.e.", "lost", "images"),
-        "random: as many tokens as the neighbourhood has. 3×3 term hidden: it, too, does not see them.",
-    )
-    for subject in subjects:
-        items = results[subject.label]
-        for number, item in enumerate(items, start=1):
-            hiding = item.hiding
-            what = f"{hiding.side}×{hiding.side} {hiding.where}" if hiding.side else hiding.where
-            table.add_row(
-                subject.label if number == 1 else "",
-                what,
-                NOTHING if hiding.local_term == "none" else hiding.local_term,
-                f"{item.top1:.2f}",
-                f"{item.standard_error:.2f}",
-                f"{item.drop:.2f}" if hiding.side else NOTHING,
-                f"{item.images:,}",
-                end_section=number == len(items),
-            )
-    return table
-
-
-def map_table(maps: Sequence[AttentionMaps]) -> Table:
-    """A row per model and token."""
-    table = _table(
-        "Weights of the chosen tokens, in multiples of the uniform weight",
-        ("model", "attention", "layer", "token"),
-        ("largest", "smallest", "its own", "class token"),
-        "token: row and column on the layer's grid. Without the local term.",
-    )
-    for item in maps:
-        for number, token_map in enumerate(item.maps, start=1):
-            times = token_map.times_uniform
-            prefix = token_map.prefix_weights / token_map.uniform
-            table.add_row(
-                item.label if number == 1 else "",
-                item.attention,
-                str(item.layer),
-                f"{token_map.token[0]},{token_map.token[1]} of {item.grid_size[0]}×{item.grid_size[1]}",
-                f"{times.max().item():.2f}",
-                f"{times.min().item():.2f}",
-                f"{times[token_map.token].item():.2f}",
-                f"{prefix[0].item():.2f}" if len(prefix) else NOTHING,
-                end_section=number == len(item.maps),
-            )
-    return table
-
-
-def scaling_table(points: Sequence[ScalingPoint]) -> Table:
-    """A row per size and model."""
-    table = _table(
-        "Cost of one forward pass",
-        ("image", "window", "model"),
-        ("ms", "peak MiB", "GMACs"),
-        "Peak memory: tensors made in the pass, without weights and images.",
-    )
-    for number, point in enumerate(points):
-        is_last = number + 1 == len(points) or points[number + 1].attention == points[0].attention
-        table.add_row(
-            f"{point.size}²",
-            NOTHING if point.window is None else f"{point.window}²",
-            point.model,
-            point.note if point.milliseconds is None else f"{point.milliseconds:,.1f}",
-            NOTHING if point.peak_bytes is None else f"{point.peak_bytes / 2**20:,.1f}",
-            f"{point.macs / 1e9:,.2f}",
-            end_section=is_last,
-        )
-    return table
-
-
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str], caption: str) -> Table:
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    for header in texts:
-        table.add_column(header, no_wrap=header == "model")
-    for header in numbers:
-        table.add_column(header, justify="right")
-    return table
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, *, texts: int) -> Table:
+    return make_table(header, rows, texts=texts, group_by=lambda row: row[0], title=title, caption=caption)
 
 
 def _percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""The part of `inline demo` that trains: InLine and its twins on handwritten digits, by one recipe."""
+"""The part of `inline demo` that trains: InLine and its twins on handwritten digits, with one recipe."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
-from inline_attention.cli.printing import progress_bar
+from inline_attention.cli.printing import make_table, progress_bar
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.config import TrainConfig
@@ -42,10 +41,10 @@ class TrainedModel:
         folder: Folder of the run.
         parameters: Number of parameters.
         top1: Percent of the test pictures, after the last epoch.
-        test_images: How many these are.
-        epochs: Passes over the training pictures.
-        seconds: From settings to last checkpoint.
-        images_per_second: Training pictures over all of these seconds.
+        test_images: Number of test pictures.
+        epochs: Number of epochs.
+        seconds: Time of the whole run, with evaluation and checkpoints.
+        images_per_second: Training pictures over `seconds`.
     """
 
     attention: str
@@ -59,17 +58,17 @@ class TrainedModel:
 
 
 def train_all(output: Path, console: Console, *, epochs: int | None = None) -> list[TrainedModel]:
-    """Train InLine, softmax and linear attention by the recipe `digits`, one after the other.
+    """Train InLine, softmax and linear attention with the recipe `digits`, one after the other.
 
     Args:
-        output: The demo's folder; runs go to `digits_runs/MODEL` in it, in place of those of an earlier demo.
-        console: Where progress is shown, or a line per run where it is no terminal.
-        epochs: In place of the recipe's.
+        output: The demo's folder; the runs in `digits_runs/MODEL` replace those of an earlier demo.
+        console: Shows progress, or a line per run if it is no terminal.
+        epochs: Number of epochs; the recipe's by default.
 
     Raises:
         ConfigError: If the settings do not fit together.
         InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
-        OSError: If an earlier run cannot be removed, or nothing be written.
+        OSError: If an earlier run cannot be removed, or nothing can be written.
     """
     configs = {attention: _config(attention, output / RUNS, epochs) for attention in ("inline", *TWINS)}
     trained: list[TrainedModel] = []
@@ -85,46 +84,40 @@ def train_all(output: Path, console: Console, *, epochs: int | None = None) -> l
                 accuracy = "" if top1 is None else f": {top1:.1f} %"
                 progress.update(task, advance=1, description=f"{name}{accuracy}")
 
-            trained.append(_train(attention, config, show))
+            result = _train(attention, config, show)
+            trained.append(result)
             progress.remove_task(task)
-            result = trained[-1]
             console.print(f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s")
     return trained
 
 
 def accuracy_table(trained: Sequence[TrainedModel]) -> Table:
-    """Accuracy, size and speed of the three, and how far they can be trusted."""
-    table = Table(
-        title="Trained on handwritten digits", caption=_caption(trained), caption_justify="left", box=box.SIMPLE_HEAD
-    )
-    table.add_column("attention", no_wrap=True)
-    for header in ("parameters", "top-1 %", "training images/s", "time s"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for model in trained:
-        table.add_row(
+    """Return accuracy, size and speed of the three models, with the uncertainty."""
+    rows = [
+        [
             ATTENTION_LABELS[model.attention],
             f"{model.parameters:,}",
             f"{model.top1:.1f}",
             f"{model.images_per_second:,.0f}",
             f"{model.seconds:.0f}",
-        )
-    return table
-
-
-def _caption(trained: Sequence[TrainedModel]) -> str:
+        ]
+        for model in trained
+    ]
     best = max(trained, key=lambda model: model.top1)
     share = best.top1 / 100
     error = 100 * math.sqrt(share * (1 - share) / best.test_images)
-    return (
-        f"One recipe, {best.epochs} epochs and one seed for all. With {best.test_images} test pictures "
-        f"± {error:.1f} points are chance, and another seed moves them about as far. "
+    caption = (
+        f"One recipe, {best.epochs} epochs and one seed for all. With {best.test_images} test pictures, differences "
+        f"of ± {error:.1f} points are chance, and another seed changes accuracy about as much. "
         "The recipe was chosen by accuracy on these same pictures. "
         "Times are of one thread, with evaluation and checkpoints."
     )
+    header = ("attention", "parameters", "top-1 %", "training images/s", "time s")
+    return make_table(header, rows, texts=1, title="Trained on handwritten digits", caption=caption)
 
 
 def explain_lead(trained: Sequence[TrainedModel]) -> str:
-    """Where InLine's lead comes from, and how to check that; nothing if it does not lead."""
+    """Return where InLine's lead comes from, and how to check that; "" if it does not lead."""
     if max(trained, key=lambda model: model.top1).attention != "inline":
         return ""
     return (
@@ -134,8 +127,8 @@ def explain_lead(trained: Sequence[TrainedModel]) -> str:
 
 
 def _config(attention: str, runs: Path, epochs: int | None) -> TrainConfig:
-    name = RECIPE.config.model.name.replace("inline", attention)
     recipe = RECIPE.config
+    name = recipe.model.name.replace("inline", attention)
     return replace(
         recipe,
         run=replace(recipe.run, output=str(runs), experiment=name, device="cpu"),
@@ -145,8 +138,7 @@ def _config(attention: str, runs: Path, epochs: int | None) -> TrainConfig:
 
 
 def _train(attention: str, config: TrainConfig, on_epoch: Callable[[Mapping[str, Any]], None]) -> TrainedModel:
-    assert config.run.experiment is not None
-    earlier = Path(config.run.output) / config.run.experiment
+    earlier = Path(config.run.output, str(config.run.experiment))
     if earlier.exists():
         shutil.rmtree(earlier)
     start = time.perf_counter()
@@ -155,16 +147,10 @@ def _train(attention: str, config: TrainConfig, on_epoch: Callable[[Mapping[str,
     assert isinstance(metrics, ClassificationMetrics), "the last epoch is always evaluated"
     batch, epochs = config.training.batch_size, config.training.epochs
     images = epochs * (len(open_dataset(config.data.dataset)) // batch * batch)  # full batches only
-    weights = folder / CHECKPOINTS / LAST / "model.safetensors"
+    weights = open_checkpoint(folder / CHECKPOINTS / LAST / "model.safetensors").weights
+    parameters = sum(tensor.numel() for tensor in weights.values())
     return TrainedModel(
-        attention=attention,
-        folder=folder,
-        parameters=sum(tensor.numel() for tensor in open_checkpoint(weights).weights.values()),
-        top1=metrics.top1,
-        test_images=metrics.count,
-        epochs=epochs,
-        seconds=seconds,
-        images_per_second=images / seconds,
+        attention, folder, parameters, metrics.top1, metrics.count, epochs, seconds, images_per_second=images / seconds
     )
 
 
@@ -172,8 +158,8 @@ def _train(attention: str, config: TrainConfig, on_epoch: Callable[[Mapping[str,
 def _one_thread() -> Iterator[None]:
     """Keep torch to one thread.
 
-    Models this small gain a fifth from a second core, and become ten times as slow when another program wants that core
-    too: threads wait for each other in every operation. Besides, the figures do not depend on the number of cores.
+    Models this small gain a fifth from a second core, and become ten times as slow when another program uses it,
+    because threads wait for each other in every operation. Results then do not depend on the number of cores either.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from inline_attention.cli.printing import fail, make_console, progress_bar, say_json
+from inline_attention.cli.printing import fail, make_console, make_table, progress_bar, say_json
 from inline_attention.support.text import did_you_mean
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from inline_attention.benchmark.model_size import ModelSize
 
 
 def models(
@@ -22,17 +17,43 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models: parameters and multiply-adds counted here, accuracy from the paper."""
+    from inline_attention.benchmark.model_size import measure_model_size
     from inline_attention.models import list_models
+    from inline_attention.models.registry import PUBLISHED_TOP1
 
     names = list_models(pattern or ("*" if all_models else "inline_*"))
     if not names:
         fail(f"no model matches {pattern!r}{_suggestion(pattern or '')}")
-    sizes = _measure_with_progress(names)
-    families = [sorted(family, key=lambda name: sizes[name].macs) for _, family in groupby(names, _family)]
+    with progress_bar(make_console(stderr=True)) as progress:
+        tracked = progress.track(names, description="counting parameters and multiply-adds")
+        sizes = {name: measure_model_size(name) for name in tracked}
+    ordered = [
+        name for _, family in groupby(names, _family) for name in sorted(family, key=lambda name: sizes[name].macs)
+    ]
     if as_json:
-        say_json([_as_json(name, sizes[name]) for family in families for name in family])
-    else:
-        make_console(log_width=None).print(_table(families, sizes))
+        say_json(
+            [
+                {
+                    "name": name,
+                    "param_count": round(sizes[name].param_count, 3),
+                    "gmacs": round(sizes[name].gmacs, 3),
+                    "input_size": sizes[name].input_size,
+                    "top1_paper": PUBLISHED_TOP1.get(name),
+                }
+                for name in ordered
+            ]
+        )
+        return
+    rows = []
+    for name in ordered:
+        size, top1 = sizes[name], PUBLISHED_TOP1.get(name)
+        native = f"{size.input_size[1]}×{size.input_size[2]}"
+        accuracy = "–" if top1 is None else f"{top1:.1f}"
+        rows.append([name, f"{size.param_count:.2f}", f"{size.gmacs:.2f}", native, accuracy])
+    header = ("model", "parameters\n(M)", "multiply-adds\n(GMACs)", "native\nsize", "top-1 (paper)")
+    caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
+    table = make_table(header, rows, texts=1, group_by=lambda row: _family(row[0]), caption=caption)
+    make_console(log_width=None).print(table)
 
 
 def _family(name: str) -> str:
@@ -47,52 +68,3 @@ def _suggestion(pattern: str) -> str:
     if core and list_models(f"*{core}*"):
         return f"; try '*{core}*'"
     return did_you_mean(core, list_models(), most=3) or "; `inline models --all` lists all names"
-
-
-def _measure_with_progress(names: list[str]) -> dict[str, ModelSize]:
-    from inline_attention.benchmark.model_size import measure_model_size
-
-    sizes: dict[str, ModelSize] = {}
-    with progress_bar(make_console(stderr=True)) as progress:
-        for name in progress.track(names, description="counting parameters and multiply-adds"):
-            sizes[name] = measure_model_size(name)
-    return sizes
-
-
-def _table(families: list[list[str]], sizes: dict[str, ModelSize]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    from inline_attention.models.registry import PUBLISHED_TOP1
-
-    caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
-    table = Table(caption=caption, box=box.SIMPLE_HEAD)
-    table.add_column("model", no_wrap=True)
-    for header in ("parameters\n(M)", "multiply-adds\n(GMACs)", "native\nsize", "top-1 (paper)"):
-        table.add_column(header, justify="right")
-    for family in families:
-        for name in family:
-            size = sizes[name]
-            _, height, width = size.input_size
-            top1 = PUBLISHED_TOP1.get(name)
-            table.add_row(
-                name,
-                f"{size.param_count:.2f}",
-                f"{size.gmacs:.2f}",
-                f"{height}×{width}",
-                "–" if top1 is None else f"{top1:.1f}",
-                end_section=name == family[-1],
-            )
-    return table
-
-
-def _as_json(name: str, size: ModelSize) -> dict[str, object]:
-    from inline_attention.models.registry import PUBLISHED_TOP1
-
-    return {
-        "name": name,
-        "param_count": round(size.param_count, 3),
-        "gmacs": round(size.gmacs, 3),
-        "input_size": size.input_size,
-        "top1_paper": PUBLISHED_TOP1.get(name),
-    }

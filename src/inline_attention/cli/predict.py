@@ -15,7 +15,7 @@ from inline_attention.cli.printing import fail, make_console, progress_bar, say,
 from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
-    from inline_attention.cli.predictors import Predictor, Result
+    from inline_attention.cli.predictors import Predictor
 
 WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -45,7 +45,7 @@ def predict(
     Pictures that cannot be read are reported and skipped. If you named such a picture yourself, the exit code is 1.
     """
     given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
-    from inline_attention.cli.predictors import PredictOptions, build_predictor
+    from inline_attention.cli.predictors import build_predictor
     from inline_attention.data.images import find_images
 
     image_size = None if not given else given[0] if len(given) == 1 else (given[0], given[1])
@@ -56,7 +56,10 @@ def predict(
     contents: list[dict[str, Any]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd pictures and weights; the results say what matters
-        predictor = build_predictor(checkpoint, PredictOptions(model, top, image_size, least_score, device, batch_size))
+        predictor = build_predictor(
+            checkpoint, model_name=model, top=top, size=image_size, least_score=least_score, device=device,
+            batch_size=batch_size,
+        )  # fmt: skip
         stream = _with_advice(predictor.results(files))
         with progress_bar(make_console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
             for target, result in zip(targets, progress.track(stream, len(files), description="images"), strict=True):
@@ -87,7 +90,7 @@ def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
         fail(f"the model cannot run on these images ({reason}); try another --size or a smaller --batch-size")
 
 
-def _print_result(result: Result, predictor: Predictor) -> None:
+def _print_result(result: Any, predictor: Predictor) -> None:
     if result.error:
         say(printable(f"skipped {result.path}: {result.error}"), err=True, color="red")
         return
@@ -118,7 +121,7 @@ def _save_targets(files: list[Path], save: Path) -> list[Path]:
     return targets
 
 
-def _save_annotated(result: Result, predictor: Predictor, target: Path) -> None:
+def _save_annotated(result: Any, predictor: Predictor, target: Path) -> None:
     from inline_attention.data.images import load_image
 
     try:

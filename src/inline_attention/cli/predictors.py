@@ -1,84 +1,58 @@
-"""Predictors of `inline predict`, one per task: run a model, print or draw what it found."""
+"""What `inline predict` does with the models of each task: run, print, draw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
-from inline_attention.tasks.classification.prediction import ImageClassifier, ImageResult, find_device
+from inline_attention.tasks.classification.prediction import ImageClassifier, find_device
 from inline_attention.tasks.dense import TASK
-from inline_attention.tasks.dense_prediction import (
-    DetectionResult,
-    ObjectFinder,
-    PixelClassifier,
-    SegmentationResult,
-)
+from inline_attention.tasks.dense_prediction import DetectionResult, ObjectFinder, PixelClassifier
 from inline_attention.tasks.drawing import annotate, annotate_objects, annotate_pixels
 
 
-@dataclass(frozen=True)
-class PredictOptions:
-    """Options of the command line.
+class Predictor(NamedTuple):
+    """A model for picture files. A result has a `path` and an `error`, which is "" if the picture could be used.
 
     Attributes:
+        results: Yields the result of each file, in order.
+        lines: Returns what was found as lines of text.
+        content: Returns what was found as JSON content.
+        annotated: Returns a copy of the picture with what was found drawn on it.
+    """
+
+    results: Callable[[Sequence[Path]], Iterator[Any]]
+    lines: Callable[[Any], list[str]]
+    content: Callable[[Any], dict[str, Any]]
+    annotated: Callable[[Image.Image, Any], Image.Image]
+
+
+def build_predictor(
+    checkpoint: Path,
+    *,
+    model_name: str | None,
+    top: int,
+    size: int | tuple[int, int] | None,
+    least_score: float,
+    device: str,
+    batch_size: int,
+) -> Predictor:
+    """Build the predictor of a weights file, a run or a training checkpoint.
+
+    Args:
+        checkpoint: File or folder.
         model_name: Model name, for a classifier.
         top: Number of classes or objects to print.
         size: Shorter side in pixels, or (height, width).
         least_score: Smallest score of an object.
         device: "auto", "cpu", "cuda" or "cuda:N".
         batch_size: Images per batch.
-    """
-
-    model_name: str | None
-    top: int
-    size: int | tuple[int, int] | None
-    least_score: float
-    device: str
-    batch_size: int
-
-
-class Result(Protocol):
-    """The result of one file."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-    @property
-    def error(self) -> str:
-        """Why the file could not be used, or ""."""
-        ...
-
-
-class Predictor(Protocol):
-    """A model for picture files."""
-
-    def results(self, files: Sequence[Path]) -> Iterator[Any]:
-        """Yield the result of each file, in order."""
-        ...
-
-    def lines(self, result: Any) -> list[str]:
-        """Return what was found as lines of text."""
-        ...
-
-    def content(self, result: Any) -> dict[str, Any]:
-        """Return what was found as JSON content."""
-        ...
-
-    def annotated(self, image: Image.Image, result: Any) -> Image.Image:
-        """Return a copy of the picture with what was found drawn on it."""
-        ...
-
-
-def build_predictor(checkpoint: Path, options: PredictOptions) -> Predictor:
-    """Build the predictor of a weights file, a run or a training checkpoint.
 
     Raises:
         CheckpointError: If the file cannot be used.
@@ -88,71 +62,38 @@ def build_predictor(checkpoint: Path, options: PredictOptions) -> Predictor:
     file = open_checkpoint(path)
     task = file.metadata.get(TASK)
     if task is None:
-        classifier = ImageClassifier.from_checkpoint(
-            path, model_name=options.model_name, size=options.size, device=options.device
+        classifier = ImageClassifier.from_checkpoint(path, model_name=model_name, size=size, device=device)
+        return Predictor(
+            lambda files: classifier.classify_files(files, top=top, batch_size=batch_size),
+            lambda result: [f"{item.probability:6.1%}  {item.name}" for item in result.predictions],
+            lambda result: {"predictions": [asdict(item) for item in result.predictions]},
+            lambda image, result: annotate(image, result.predictions),
         )
-        return _Classifying(classifier, options)
-    if options.model_name is not None or isinstance(options.size, tuple):
+    if model_name is not None or isinstance(size, tuple):
         raise ValueError(f"{path} is for {task}: it knows its model, and --size is one number, of the shorter side")
-    arguments: dict[str, Any] = {"shorter_side": options.size, "device": find_device(options.device)}
     if task == "detection":
-        return _Detecting(ObjectFinder(file, least_score=options.least_score, **arguments), options)
-    return _Segmenting(PixelClassifier(file, **arguments), options)
+        finder = ObjectFinder(file, least_score=least_score, shorter_side=size, device=find_device(device))
+        return Predictor(
+            finder.predict_files,
+            lambda result: _object_lines(result, top),
+            lambda result: {
+                "objects": [{"name": item.name, "score": item.score, "box": item.box} for item in result.objects]
+            },
+            lambda image, result: annotate_objects(image, result.objects),
+        )
+    segmenter = PixelClassifier(file, shorter_side=size, device=find_device(device))
+    return Predictor(
+        segmenter.predict_files,
+        lambda result: [f"{share:6.1%}  {name}" for name, share in result.shares[:top]],
+        lambda result: {"shares": dict(result.shares)},
+        lambda image, result: annotate_pixels(image, result, segmenter.class_names),
+    )
 
 
-class _Classifying:
-    def __init__(self, classifier: ImageClassifier, options: PredictOptions):
-        self._classifier, self._options = classifier, options
-
-    def results(self, files: Sequence[Path]) -> Iterator[ImageResult]:
-        return self._classifier.classify_files(files, top=self._options.top, batch_size=self._options.batch_size)
-
-    def lines(self, result: ImageResult) -> list[str]:
-        return [f"{prediction.probability:6.1%}  {prediction.name}" for prediction in result.predictions]
-
-    def content(self, result: ImageResult) -> dict[str, Any]:
-        return {"predictions": [asdict(prediction) for prediction in result.predictions]}
-
-    def annotated(self, image: Image.Image, result: ImageResult) -> Image.Image:
-        return annotate(image, result.predictions)
-
-
-class _Detecting:
-    def __init__(self, finder: ObjectFinder, options: PredictOptions):
-        self._finder, self._top = finder, options.top
-
-    def results(self, files: Sequence[Path]) -> Iterator[DetectionResult]:
-        return self._finder.predict_files(files)
-
-    def lines(self, result: DetectionResult) -> list[str]:
-        found = [f"{item.score:6.1%}  {item.name}  at {_corners(item.box)}" for item in result.objects[: self._top]]
-        more = len(result.objects) - len(found)
-        return [*found, f"and {more} more"] if more else found or ["nothing found; a lower --least-score shows more"]
-
-    def content(self, result: DetectionResult) -> dict[str, Any]:
-        return {"objects": [{"name": item.name, "score": item.score, "box": item.box} for item in result.objects]}
-
-    def annotated(self, image: Image.Image, result: DetectionResult) -> Image.Image:
-        return annotate_objects(image, result.objects)
-
-
-class _Segmenting:
-    def __init__(self, classifier: PixelClassifier, options: PredictOptions):
-        self._classifier, self._top = classifier, options.top
-
-    def results(self, files: Sequence[Path]) -> Iterator[SegmentationResult]:
-        return self._classifier.predict_files(files)
-
-    def lines(self, result: SegmentationResult) -> list[str]:
-        return [f"{share:6.1%}  {name}" for name, share in result.shares[: self._top]]
-
-    def content(self, result: SegmentationResult) -> dict[str, Any]:
-        return {"shares": dict(result.shares)}
-
-    def annotated(self, image: Image.Image, result: SegmentationResult) -> Image.Image:
-        return annotate_pixels(image, result, self._classifier.class_names)
-
-
-def _corners(box: Sequence[float]) -> str:
-    left, top, right, bottom = (round(value) for value in box)
-    return f"({left}, {top})–({right}, {bottom})"
+def _object_lines(result: DetectionResult, top: int) -> list[str]:
+    lines: list[str] = []
+    for item in result.objects[:top]:
+        left, upper, right, lower = (round(value) for value in item.box)
+        lines.append(f"{item.score:6.1%}  {item.name}  at ({left}, {upper})–({right}, {lower})")
+    more = len(result.objects) - len(lines)
+    return [*lines, f"and {more} more"] if more else lines or ["nothing found; a lower --least-score shows more"]

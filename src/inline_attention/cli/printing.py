@@ -114,10 +114,11 @@ def make_table(
     for index, name in enumerate(header):
         is_text = index < texts or not any(str(row[index])[:1].isdigit() for row in rows)
         table.add_column(name, justify="left" if is_text else "right", no_wrap=index < texts, overflow="fold")
+    keys = [object() if group_by is None else group_by(row) for row in rows]
     for index, row in enumerate(rows):
-        is_repeated = group_by is not None and index > 0 and row[0] == rows[index - 1][0]
-        ends = group_by is not None and index + 1 < len(rows) and group_by(row) != group_by(rows[index + 1])
-        table.add_row("" if is_repeated else row[0], *row[1:], end_section=ends)
+        is_first = index == 0 or keys[index] != keys[index - 1] or row[0] != rows[index - 1][0]
+        ends = group_by is not None and index + 1 < len(rows) and keys[index] != keys[index + 1]
+        table.add_row(row[0] if is_first else "", *row[1:], end_section=ends)
     return table
 
 

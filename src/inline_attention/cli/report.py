@@ -1,4 +1,4 @@
-"""`inline report`: one page with the argument for InLine, from one's own runs."""
+"""`inline report`: write one page with the argument for InLine, from your own runs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,9 @@ def run_report(
     cost: Sequence[CostPoint] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Measure what is missing, write the page, print its path.
+    """Measure what is missing, write the page, print its path; see `inline report --help`.
 
-    Args:
-        runs: Folders of runs, or folders with runs in them.
-        output: The page, NAME.html; measurements are kept beside it, in NAME.measurements.json.
-        ablations: Results of `inline ablate`.
-        device: To measure models on.
-        cost: Cost of attention, if measured before.
-        console: Where progress is shown.
-
-    Raises:
-        typer.Exit: With code 1 where a path is no run, or nothing can be written, or only over what is not a report's;
-            the reason is printed.
+    Measurements are kept beside the page, in NAME.measurements.json. `cost` is that of attention, if measured before.
     """
     console = console or make_console()
     if output.is_dir():
