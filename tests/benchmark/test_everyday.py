@@ -2,8 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +17,8 @@ from ops.calls import use_backends
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
 class Failing(Cell):
-    section: ClassVar = "models"
-
-    def measure(self, report, seconds_left):
+    def measure(self, report, seconds):
         raise torch.OutOfMemoryError("no room\nfor this")
 
 
@@ -68,7 +64,7 @@ def test_every_kind_of_cell_is_measured_and_kept_by_a_second_run():
 
 
 def test_a_failing_cell_says_why_and_the_next_is_measured():
-    failing = Failing("wide", {"training": ()})
+    failing = Failing("models", "wide", {"training": ()})
     report = measure_everyday(settings_of(failing, smoke_cells()[0]))
     assert report.rows["wide"] == [Row("wide", "training", note="no room")]
     assert report.rows["tiny"][0].ours > 0
@@ -99,7 +95,7 @@ def test_the_cells_of_a_gpu_are_whole():
     jobs = [name for cell in cells for name in cell.compile_jobs(EverydaySettings(CPU, torch.bfloat16, cells))]
     assert len(set(jobs)) == len(jobs)
     for cell in cells:
-        if isinstance(cell, everyday.AttentionCell):
+        if cell.section == "attention" and not cell.missing:
             case = cell.case
             assert case.channels % case.head_dim == 0
             assert case.batch == 1 or abs(case.elements / 25e6 - 1) < 0.06

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from inline_attention import __version__
 from inline_attention.benchmark.cost import ATTENTIONS
-from inline_attention.cli import demo, demo_training
+from inline_attention.cli import demo
 from inline_attention.cli.main import app
 from inline_attention.engine.checkpoints import CheckpointWriteError
 from inline_attention.engine.config import model_arguments, with_overrides
@@ -37,7 +37,7 @@ def nothing_is_measured(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("measured before checking")
 
-    monkeypatch.setattr(demo, "measure_injectivity", fail)
+    monkeypatch.setattr(demo.collision_cases, "measure_injectivity", fail)
     monkeypatch.setattr(demo, "measure_attention_cost", fail)
 
 
@@ -97,7 +97,7 @@ def test_demo_trains_all_three_through_the_engine(invoke, tmp_path):
 
 
 def test_the_three_differ_in_their_attention_alone(tmp_path):
-    configs = {kind: demo_training._config(kind, tmp_path, None) for kind in ("inline", "softmax", "linear")}
+    configs = {kind: demo._config(kind, tmp_path, None) for kind in ("inline", "softmax", "linear")}
     recipe = get_recipe("digits").config
     for kind, config in configs.items():
         assert config.model.name == f"{kind}_deit_tiny"
@@ -118,12 +118,12 @@ def test_speed_counts_full_batches_over_the_whole_run(monkeypatch, tmp_path):
         on_epoch({"epoch": 1})
         return tmp_path / config.model.name, ClassificationMetrics(50.0, 90.0, 1.0, 360)
 
-    monkeypatch.setattr(demo_training, "train", pretend_to_train)
-    monkeypatch.setattr(demo_training.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(demo, "train", pretend_to_train)
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        trained = demo_training.train_all(tmp_path / "out", Console(quiet=True), epochs=5)
+        trained = demo.train_all(tmp_path / "out", Console(quiet=True), epochs=5)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -149,7 +149,7 @@ def test_training_that_ends_early_says_why(invoke, monkeypatch, tmp_path, error,
         raise error
 
     monkeypatch.setattr(demo, "_show_injectivity_and_cost", lambda *_: ([], []))
-    monkeypatch.setattr(demo_training, "train", fail)
+    monkeypatch.setattr(demo, "train", fail)
     result = invoke("demo", "--output", tmp_path)
     assert result.exit_code == code
     assert hint in result.output.splitlines()[-1]
@@ -158,15 +158,15 @@ def test_training_that_ends_early_says_why(invoke, monkeypatch, tmp_path, error,
 @pytest.mark.parametrize(("inline", "leads"), [(95.0, True), (80.0, False)])
 def test_a_lead_is_explained_where_there_is_one(tmp_path, inline, leads):
     trained = [
-        demo_training.TrainedModel(kind, tmp_path, 100, top1, 360, 60, 1.0, 1.0)
+        demo.TrainedModel(kind, tmp_path, 100, top1, 360, 60, 1.0, 1.0)
         for kind, top1 in (("inline", inline), ("softmax", 88.0), ("linear", 89.0))
     ]
-    assert ("3×3 term" in demo_training.explain_lead(trained)) == leads
-    assert "one seed" in str(demo_training.accuracy_table(trained).caption)
+    assert ("3×3 term" in demo.explain_lead(trained)) == leads
+    assert "one seed" in str(demo.accuracy_table(trained).caption)
 
 
 def test_the_command_without_the_local_term_is_valid():
-    config = with_overrides(get_recipe("digits").config, [demo_training.WITHOUT_LOCAL_TERM])
+    config = with_overrides(get_recipe("digits").config, [demo.WITHOUT_LOCAL_TERM])
     with torch.device("meta"):
         model = create_model(config.model.name, **model_arguments(config))
     assert all(block.attn.residual is None for block in model.blocks)

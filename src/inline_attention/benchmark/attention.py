@@ -20,25 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from inline_attention.benchmark import results, timing
 from inline_attention.benchmark.cost import squarest_grid
 from inline_attention.benchmark.environment import describe_environment
-from inline_attention.benchmark.results import (
-    Measurement,
-    check_close,
-    check_finite,
-    describe,
-    dtype_name,
-    measure_contestants,
-    ratio,
-)
-from inline_attention.benchmark.timing import (
-    Call,
-    Work,
-    measure_copy_rate,
-    measure_host_overheads,
-    prepare_work,
-    release_memory,
-)
+from inline_attention.benchmark.results import Measurement, check_close, check_finite, dtype_name, ratio
+from inline_attention.benchmark.timing import Call, Work, measure_copy_rate, release_memory
 from inline_attention.ops import dispatch, inline_attention_qkvpacked
 from inline_attention.ops.call import Normalization
 from inline_attention.support.untrusted import build_dataclass
@@ -69,23 +55,16 @@ HOST_WARM_UP_CALLS = 10
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One size, and the options of InLine.
-
-    Attributes:
-        compiled: Time plain PyTorch under `torch.compile` too, which takes seconds to compile.
-        grid: `(h, w)` with h·w = N; None for the squarest.
-        local: Add the 3×3 term.
-        padded: Images of unequal height, with a key padding mask.
-    """
+    """One size, and the options of InLine."""
 
     tokens: int
     channels: int
     head_dim: int
     batch: int
-    compiled: bool = False
-    grid: tuple[int, int] | None = None
-    local: bool = True
-    padded: bool = False
+    compiled: bool = False  # time plain PyTorch under `torch.compile` too, which takes seconds to compile
+    grid: tuple[int, int] | None = None  # `(h, w)` with h·w = N; None for the squarest
+    local: bool = True  # add the 3×3 term
+    padded: bool = False  # images of unequal height, with a key padding mask
     feature_map: str = "identity"
     normalization: Normalization = "subtract"
 
@@ -168,22 +147,14 @@ class CaseResult:
 
 @dataclass
 class AttentionReport:
-    """The results so far.
-
-    Attributes:
-        environment: Result of `describe_environment`.
-        settings: Settings of the run.
-        copy_rate: Bytes per second, read and written, of a large copy; floors are computed from it.
-        results: One per case.
-        latency: Result of the single-image case.
-        host_overhead: Host microseconds on a tiny problem, by contestant and pass; a string says why there are none.
-    """
+    """The results so far."""
 
     environment: dict[str, str]
     settings: AttentionSettings
-    copy_rate: float
+    copy_rate: float  # bytes per second, read and written, of a large copy; floors are computed from it
     results: list[CaseResult] = field(default_factory=list)
     latency: CaseResult | None = None
+    # Host microseconds on a tiny problem, by contestant and pass; a string says why there are none.
     host_overhead: dict[str, dict[str, float | str]] = field(default_factory=dict)
 
     @property
@@ -347,7 +318,7 @@ def _measure_pass(result: CaseResult, pass_: Pass, settings: AttentionSettings) 
     """Add the measurements of a pass to the result and return a line about them."""
     result.measurements[pass_] = _measure_contestants(result.case, pass_, settings)
     release_memory(settings.device)
-    return f"{result.case} {pass_}: {describe(result.measurements[pass_])} (floor {result.floor:.3g} ms)"
+    return f"{result.case} {pass_}: {results.describe(result.measurements[pass_])} (floor {result.floor:.3g} ms)"
 
 
 def _measure_contestants(case: AttentionCase, pass_: Pass, settings: AttentionSettings) -> list[Measurement]:
@@ -367,9 +338,9 @@ def _measure_contestants(case: AttentionCase, pass_: Pass, settings: AttentionSe
             attend = _contestant(name)
             error = None if name in SOFTMAX_KERNELS else _check(attend, sets[0], exact(), pass_)
             calls = [functools.partial(_evaluate, attend, inputs, pass_) for inputs in sets]
-            return prepare_work(calls, device, pool), error, None
+            return timing.prepare_work(calls, device, pool), error, None
 
-    return measure_contestants(names, prepare, device, seconds=settings.seconds, at_least=LEAST_ROUNDS)
+    return results.measure_contestants(names, prepare, device, seconds=settings.seconds, at_least=LEAST_ROUNDS)
 
 
 def _fused_backends() -> list[str]:
@@ -470,6 +441,6 @@ def _measure_host_overheads(settings: AttentionSettings) -> dict[str, dict[str, 
                 calls[name] = call
             except Exception as failure:  # measure the others
                 by_pass[pass_] = Measurement.failure(name, failure).note
-        for name, microseconds in measure_host_overheads(calls, settings.device).items():
+        for name, microseconds in timing.measure_host_overheads(calls, settings.device).items():
             overheads[name][pass_] = microseconds
     return overheads

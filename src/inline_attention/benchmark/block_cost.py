@@ -36,13 +36,7 @@ class BlockCost(NamedTuple):
 def measure_blocks(case: ModelCase, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, BlockCost]]:
     """Return the cost of the first block of InLine and its rivals, by contestant and pass ("forward", "backward").
 
-    Args:
-        case: A model with patches of 16² pixels; its batch is not used.
-        device: Device.
-        dtype: Dtype of autocast; float32 for no autocast.
-
-    Raises:
-        WrongResultError: If InLine's output or gradient is wrong.
+    The model must have patches of 16² pixels. The dtype is that of autocast; float32 is no autocast.
     """
     calls = prepare_blocks(case, device, dtype)
     repeats, rounds = REPEATS_AND_ROUNDS[device.type]

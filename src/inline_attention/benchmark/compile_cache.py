@@ -22,13 +22,8 @@ def run_compile_jobs(
 ) -> None:
     """Run jobs that compile, several at a time. A job that fails is reported and the others continue.
 
-    A model takes half a minute to compile, most of it on one core. A script that calls this needs the usual
-    `if __name__ == "__main__":` of multiprocessing.
-
-    Args:
-        jobs: Functions that can be pickled, by name, longest first.
-        processes: Jobs at a time; each holds what it allocates.
-        on_progress: Called with a line as each is done.
+    Jobs are functions that can be pickled, by name, longest first. A model takes half a minute to compile, most of it
+    on one core. A script that calls this needs the usual `if __name__ == "__main__":` of multiprocessing.
     """
     spawn = multiprocessing.get_context("spawn")
     with (

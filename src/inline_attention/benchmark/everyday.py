@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -51,25 +50,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table.
-
-    Attributes:
-        name: Name of the cell.
-        step: Pass or mode.
-        ours: Figure of InLine: images per second, milliseconds or host microseconds, by section.
-        softmax: The same of the fastest softmax.
-        figures: Ratios and counts by name.
-        bounds: Bounds of the figures.
-        note: Reason for missing values.
-    """
+    """One line of a table."""
 
     name: str
-    step: str
-    ours: float | None = None
-    softmax: float | None = None
-    figures: dict[str, float | None] = field(default_factory=dict)
+    step: str  # pass or mode
+    ours: float | None = None  # figure of InLine: images per second, milliseconds or host microseconds, by section
+    softmax: float | None = None  # the same of the fastest softmax
+    figures: dict[str, float | None] = field(default_factory=dict)  # ratios and counts by name
     bounds: tuple[Bound, ...] = ()
-    note: str = ""
+    note: str = ""  # reason for missing values
 
     @property
     def reached(self) -> str | None:
@@ -85,184 +74,50 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Cell(ABC):
-    """One case.
+class Cell:
+    """One case of a section; only the passes or modes with bounds are measured."""
 
-    Attributes:
-        section: The table it belongs to.
-        name: Unique name.
-        bounds: Bounds by pass or mode; only these passes are measured.
-        base: Name of the cell without the option that this one is about; its time is the unit of `over_base`.
-    """
-
-    section: ClassVar[Section]
-    name: str
-    bounds: Mapping[str, tuple[Bound, ...]]
-    base: str | None = field(default=None, kw_only=True)
-
-    @abstractmethod
-    def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Check, then time."""
-
-    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
-        """Return what other processes can compile ahead, by description."""
-        del settings
-        return {}
+    section: Section
+    name: str  # unique
+    bounds: Mapping[str, tuple[Bound, ...]]  # by pass or mode
+    case: Any = None  # an AttentionCase, or a ModelCase of models and blocks; None if the library cannot do it yet
+    base: str | None = None  # the cell without the option that this one is about; its time is the unit of `over_base`
+    dtype: torch.dtype | None = None
+    tf32: bool = False
+    missing: str = ""  # what the library cannot do yet
 
     def empty_rows(self, note: str) -> list[Row]:
         """Return rows without figures."""
         return [Row(self.name, step, bounds=bounds, note=note) for step, bounds in self.bounds.items()]
 
-
-@dataclass(frozen=True)
-class ModelCell(Cell):
-    """A whole model against the faster of its rivals, in images per second."""
-
-    case: models.ModelCase
-
-    section: ClassVar[Section] = "models"
-
-    def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Return one row."""
-        settings = replace(self._settings(report.settings), preparation_limit=seconds_left)
-        result = models.measure_case(self.case, settings)
-        ours, *rivals = (result.images_per_second(item) for item in result.measurements)
-        softmax = max((speed for speed in rivals if speed is not None), default=None)
-        figures: dict[str, float | None] = {
-            "times_softmax": ratio(ours, softmax),
-            "milliseconds": result.measurements[0].milliseconds,
-            "error": result.measurements[0].error,
-        }
-        note = _notes(result.measurements)
-        return [Row(self.name, step, ours, softmax, figures, bounds, note) for step, bounds in self.bounds.items()]
-
-    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
-        """Return one job per contestant, unless the case is eager."""
-        return models.compile_jobs(self._settings(settings))
-
-    def _settings(self, settings: EverydaySettings) -> models.ModelSettings:
-        return models.ModelSettings(settings.device, settings.dtype, (self.case,), seconds=4 * settings.seconds)
-
-
-@dataclass(frozen=True)
-class AttentionCell(Cell):
-    """Attention from packed qkv against the fastest softmax kernel, the copy floor and another cell, in ms."""
-
-    case: attention.AttentionCase
-    dtype: torch.dtype | None = None
-    tf32: bool = False
-
-    section: ClassVar[Section] = "attention"
-
-    def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Return a row per pass."""
-        settings = self._settings(report.settings)
-        with time_limit(seconds_left), _tf32_allowed(self.tf32):
-            result = attention.measure_case(self.case, settings, report.copy_rate)
-        return [self._row(result, pass_, report) for pass_ in settings.passes]
-
-    def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
-        """Return one job for both passes."""
-        return {f"{self.section} {self.name}": functools.partial(self._compile, settings)}
-
-    def _compile(self, settings: EverydaySettings) -> None:
-        with _tf32_allowed(self.tf32):
-            attention.compile_kernels(self.case, self._settings(settings))
-
-    def _settings(self, settings: EverydaySettings) -> attention.AttentionSettings:
-        return attention.AttentionSettings(
-            settings.device,
-            self.dtype or settings.dtype,
-            (),
-            passes=tuple(pass_ for pass_ in attention.PASSES if pass_ in self.bounds),
-            contestants=(*SOFTMAX_CONTESTANTS[settings.device.type], "auto"),
-            seconds=settings.seconds,
+    def measure(self, report: EverydayReport, seconds: float) -> list[Row]:
+        """Check, then time; preparing a contestant may take so many seconds."""
+        if self.missing:
+            return self.empty_rows(f"not available: {self.missing}")
+        return {"models": _measure_model, "attention": _measure_attention, "blocks": _measure_blocks}[self.section](
+            self, report, seconds
         )
 
-    def _row(self, result: attention.CaseResult, pass_: str, report: EverydayReport) -> Row:
-        *others, auto = result.measurements[pass_]
-        ours, softmax = auto.milliseconds, result.best_softmax(pass_)
-        base = next((row.ours for row in report.rows.get(self.base or "", ()) if row.step == pass_), None)
-        figures = {
-            "times_softmax": ratio(softmax, ours),
-            "over_floor": ratio(ours, result.floor) if pass_ == "forward" else None,
-            "over_base": ratio(ours, base),
-            "floor_milliseconds": result.floor,
-            "error": auto.error,
-        }
-        note = _notes([auto] if softmax is not None else [*others, auto])
-        return Row(self.name, pass_, ours, softmax, figures, self.bounds[pass_], note)
-
-
-@dataclass(frozen=True)
-class BlockCell(Cell):
-    """Host microseconds and launches of one transformer block in a training step."""
-
-    case: models.ModelCase
-
-    section: ClassVar[Section] = "blocks"
-
-    def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Return a row per pass."""
-        with time_limit(seconds_left):
-            costs = block_cost.measure_blocks(self.case, report.settings.device, report.settings.dtype)
-        rows: list[Row] = []
-        for step, bounds in self.bounds.items():
-            ours = costs[models.OURS][step]
-            softmax = min((costs[rival][step] for rival in self.case.rivals), key=lambda cost: cost.microseconds)
-            figures: dict[str, float | None] = {
-                "launches": ours.launches,
-                "softmax_launches": softmax.launches,
-                "times_softmax": ratio(softmax.microseconds, ours.microseconds),
-            }
-            rows.append(Row(self.name, step, ours.microseconds, softmax.microseconds, figures, bounds))
-        return rows
-
     def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
-        """Return one job for all contestants, unless the case is eager."""
-        if self.case.execution == "eager":
+        """Return what other processes can compile ahead, by description."""
+        if self.section == "models":
+            return models.compile_jobs(_model_settings(self, settings))
+        if self.missing or (self.section == "blocks" and self.case.execution == "eager"):
             return {}
-        return {f"{self.section} {self.name}": functools.partial(self._compile, settings)}
-
-    def _compile(self, settings: EverydaySettings) -> None:
-        block_cost.prepare_blocks(self.case, settings.device, settings.dtype)
-
-
-@dataclass(frozen=True)
-class MissingCell(Cell):
-    """Something that the library cannot do yet."""
-
-    reason: str
-
-    section: ClassVar[Section] = "attention"
-
-    def measure(self, report: EverydayReport, seconds_left: float) -> list[Row]:
-        """Return empty rows with the reason."""
-        del report, seconds_left
-        return self.empty_rows(f"not available: {self.reason}")
+        return {f"{self.section} {self.name}": functools.partial(_compile, self, settings)}
 
 
 @dataclass(frozen=True)
 class EverydaySettings:
-    """What to measure.
-
-    Attributes:
-        device: Device.
-        dtype: Dtype of attention, of autocast and of half weights.
-        cells: All cells of the tables, the most important first.
-        budget: Seconds after which no further cell is started.
-        processes: Processes that compile ahead; 0 to compile each cell in its turn.
-        seconds: Seconds of timing per pass of attention; models get four times as much.
-        only: Text in the section or name of the cells to measure; empty for all.
-    """
+    """What to measure."""
 
     device: torch.device
-    dtype: torch.dtype
-    cells: tuple[Cell, ...]
-    budget: float = math.inf
-    processes: int = 0
-    seconds: float = 0.25
-    only: str = ""
+    dtype: torch.dtype  # of attention, autocast and half weights
+    cells: tuple[Cell, ...]  # the most important first
+    budget: float = math.inf  # seconds after which no further cell is started
+    processes: int = 0  # that compile ahead; 0 to compile each cell in its turn
+    seconds: float = 0.25  # of timing per pass of attention; models get four times as much
+    only: str = ""  # text in the section or name of the cells to measure; empty for all
 
 
 @dataclass
@@ -355,6 +210,83 @@ def _bounded_jobs(cells: Sequence[Cell], settings: EverydaySettings) -> dict[str
         if cell.section == section
         for name, job in cell.compile_jobs(settings).items()
     }
+
+
+def _model_settings(cell: Cell, settings: EverydaySettings) -> models.ModelSettings:
+    return models.ModelSettings(settings.device, settings.dtype, (cell.case,), seconds=4 * settings.seconds)
+
+
+def _attention_settings(cell: Cell, settings: EverydaySettings) -> attention.AttentionSettings:
+    return attention.AttentionSettings(
+        settings.device,
+        cell.dtype or settings.dtype,
+        (),
+        passes=tuple(pass_ for pass_ in attention.PASSES if pass_ in cell.bounds),
+        contestants=(*SOFTMAX_CONTESTANTS[settings.device.type], "auto"),
+        seconds=settings.seconds,
+    )
+
+
+def _compile(cell: Cell, settings: EverydaySettings) -> None:
+    if cell.section == "blocks":
+        block_cost.prepare_blocks(cell.case, settings.device, settings.dtype)
+    else:
+        with _tf32_allowed(cell.tf32):
+            attention.compile_kernels(cell.case, _attention_settings(cell, settings))
+
+
+def _measure_model(cell: Cell, report: EverydayReport, seconds: float) -> list[Row]:
+    """Compare a whole model with the faster of its rivals, in images per second."""
+    settings = replace(_model_settings(cell, report.settings), preparation_limit=seconds)
+    result = models.measure_case(cell.case, settings)
+    ours, *rivals = (result.images_per_second(item) for item in result.measurements)
+    softmax = max((speed for speed in rivals if speed is not None), default=None)
+    figures: dict[str, float | None] = {
+        "times_softmax": ratio(ours, softmax),
+        "milliseconds": result.measurements[0].milliseconds,
+        "error": result.measurements[0].error,
+    }
+    note = _notes(result.measurements)
+    return [Row(cell.name, step, ours, softmax, figures, bounds, note) for step, bounds in cell.bounds.items()]
+
+
+def _measure_attention(cell: Cell, report: EverydayReport, seconds: float) -> list[Row]:
+    """Compare attention with the fastest softmax kernel, the copy floor and the base cell, in milliseconds."""
+    settings = _attention_settings(cell, report.settings)
+    with time_limit(seconds), _tf32_allowed(cell.tf32):
+        result = attention.measure_case(cell.case, settings, report.copy_rate)
+    rows: list[Row] = []
+    for pass_ in settings.passes:
+        *others, auto = result.measurements[pass_]
+        ours, softmax = auto.milliseconds, result.best_softmax(pass_)
+        base = next((row.ours for row in report.rows.get(cell.base or "", ()) if row.step == pass_), None)
+        figures = {
+            "times_softmax": ratio(softmax, ours),
+            "over_floor": ratio(ours, result.floor) if pass_ == "forward" else None,
+            "over_base": ratio(ours, base),
+            "floor_milliseconds": result.floor,
+            "error": auto.error,
+        }
+        note = _notes([auto] if softmax is not None else [*others, auto])
+        rows.append(Row(cell.name, pass_, ours, softmax, figures, cell.bounds[pass_], note))
+    return rows
+
+
+def _measure_blocks(cell: Cell, report: EverydayReport, seconds: float) -> list[Row]:
+    """Compare host microseconds and launches of one transformer block in a training step."""
+    with time_limit(seconds):
+        costs = block_cost.measure_blocks(cell.case, report.settings.device, report.settings.dtype)
+    rows: list[Row] = []
+    for step, bounds in cell.bounds.items():
+        ours = costs[models.OURS][step]
+        softmax = min((costs[rival][step] for rival in cell.case.rivals), key=lambda cost: cost.microseconds)
+        figures: dict[str, float | None] = {
+            "launches": ours.launches,
+            "softmax_launches": softmax.launches,
+            "times_softmax": ratio(softmax.microseconds, ours.microseconds),
+        }
+        rows.append(Row(cell.name, step, ours.microseconds, softmax.microseconds, figures, bounds))
+    return rows
 
 
 def _run_job(job: Call, deadline: float) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from inline_attention.benchmark.attention import AttentionCase
-from inline_attention.benchmark.everyday import AttentionCell, BlockCell, Bound, Cell, MissingCell, ModelCell
+from inline_attention.benchmark.everyday import Bound, Cell
 from inline_attention.benchmark.models import ModelCase
 
 ELEMENTS = 25_000_000  # B·N·C
 CHANNELS = 384  # about, for head dims other than 32
 FORWARD, BOTH = "forward", "forward+backward"
 softmax, floor, base = (partial(Bound, figure) for figure in ("times_softmax", "over_floor", "over_base"))
+attention_cell, model_cell, block_cell = (partial(Cell, section) for section in ("attention", "models", "blocks"))
 # Head dim, tokens, bounds of the forward pass, bounds of forward and backward.
 MAIN_ATTENTION = (
     (32, 196, (floor(1.65, 1.4),), ()),
@@ -49,11 +50,11 @@ def smoke_cells() -> tuple[Cell, ...]:
     padded = replace(tiny, padded=True, normalization="divide", feature_map="relu")
     model = ModelCase("inline_deit_tiny", 32, 2, "training", ("softmax",), "eager")
     return (
-        AttentionCell("tiny", {FORWARD: (floor(1.65, 1.4),), BOTH: ()}, tiny),
-        AttentionCell("tiny, mask", {FORWARD: (base(1.3, 1.1),)}, padded, base="tiny"),
-        MissingCell("cu_seqlens", {FORWARD: (base(1.3, 1.1),)}, "packed sequences"),
-        ModelCell("DeiT-T", {"training": (softmax(1.0, 1.15),)}, model),
-        BlockCell("DeiT-T, eager", {FORWARD: (), "backward": ()}, model),
+        attention_cell("tiny", {FORWARD: (floor(1.65, 1.4),), BOTH: ()}, tiny),
+        attention_cell("tiny, mask", {FORWARD: (base(1.3, 1.1),)}, padded, base="tiny"),
+        attention_cell("cu_seqlens", {FORWARD: (base(1.3, 1.1),)}, missing="packed sequences"),
+        model_cell("DeiT-T", {"training": (softmax(1.0, 1.15),)}, model),
+        block_cell("DeiT-T, eager", {FORWARD: (), "backward": ()}, model),
     )
 
 
@@ -64,7 +65,7 @@ def _attention(tokens: int, head_dim: int, *, batch: int | None = None, **option
 
 def _main_attention() -> list[Cell]:
     return [
-        AttentionCell(f"D={head_dim} N={tokens}", {FORWARD: forward, BOTH: both}, _attention(tokens, head_dim))
+        attention_cell(f"D={head_dim} N={tokens}", {FORWARD: forward, BOTH: both}, _attention(tokens, head_dim))
         for head_dim, tokens, forward, both in MAIN_ATTENTION
     ]
 
@@ -76,37 +77,38 @@ def _other_attention() -> list[Cell]:
             short, wide = tokens == 196, head_dim in (96, 128)
             forward = (floor(2.4, 1.8), *((softmax(0.85 if short else 2.5),) if wide else ()))
             bounds = {FORWARD: forward, BOTH: (softmax(1.0 if short else 3.0),)}
-            cells.append(AttentionCell(f"D={head_dim} N={tokens}", bounds, _attention(tokens, head_dim)))
+            cells.append(attention_cell(f"D={head_dim} N={tokens}", bounds, _attention(tokens, head_dim)))
     with_mask = {FORWARD: (base(1.3, 1.1),), BOTH: (base(1.3, 1.1),)}
     for head_dim in (32, 64):
         name, case = f"D={head_dim} N=784", _attention(784, head_dim, padded=True)
-        cells.append(AttentionCell(f"{name}, mask", with_mask, case, base=name))
+        cells.append(attention_cell(f"{name}, mask", with_mask, case, base=name))
     for normalization, feature_map in NORMALIZATIONS:
         name, bounds = "D=32 N=784", {FORWARD: (base(1.4, 1.1),), BOTH: (base(1.4, 1.1),)}
         case = _attention(784, 32, normalization=normalization, feature_map=feature_map)
-        cells.append(AttentionCell(f"{name}, {normalization}, {feature_map}", bounds, case, base=name))
+        cells.append(attention_cell(f"{name}, {normalization}, {feature_map}", bounds, case, base=name))
     for head_dim in (32, 64):
         case = _attention(3136, head_dim, grid=(1, 3136))
-        cells.append(AttentionCell(f"D={head_dim} N=1×3136", {FORWARD: (floor(2.2, 1.8),), BOTH: ()}, case))
+        cells.append(attention_cell(f"D={head_dim} N=1×3136", {FORWARD: (floor(2.2, 1.8),), BOTH: ()}, case))
     for head_dim, tokens in ((32, 784), (64, 196)):
         for tf32 in (False, True):
             name = f"D={head_dim} N={tokens}, float32{', TF32 allowed' if tf32 else ''}"
             bounds = {FORWARD: (floor(3.5 if tf32 else 5.0),), BOTH: ()}
-            cells.append(AttentionCell(name, bounds, _attention(tokens, head_dim), torch.float32, tf32))
+            case = _attention(tokens, head_dim)
+            cells.append(attention_cell(name, bounds, case, dtype=torch.float32, tf32=tf32))
     for head_dim in (32, 64):
         case = _attention(196, head_dim, batch=1)
-        cells.append(AttentionCell(f"D={head_dim} N=196, one sample", {FORWARD: (softmax(1.0),)}, case))
+        cells.append(attention_cell(f"D={head_dim} N=196, one sample", {FORWARD: (softmax(1.0),)}, case))
     for head_dim in (32, 64):
         case = _attention(196, head_dim, local=False)
-        cells.append(AttentionCell(f"D={head_dim} N=196, no 3×3 term", {FORWARD: (), BOTH: ()}, case))
+        cells.append(attention_cell(f"D={head_dim} N=196, no 3×3 term", {FORWARD: (), BOTH: ()}, case))
     reason = "inline_attention takes no cu_seqlens; unequal lengths go through a mask"
-    cells.append(MissingCell("D=32, packed sequences (cu_seqlens)", with_mask, reason))
+    cells.append(attention_cell("D=32, packed sequences (cu_seqlens)", with_mask, missing=reason))
     return cells
 
 
 def _models() -> list[Cell]:
     def cell(name: str, case: ModelCase, accepted: float, goal: float) -> Cell:
-        return ModelCell(name, {case.mode: (softmax(accepted, goal),)}, case)
+        return model_cell(name, {case.mode: (softmax(accepted, goal),)}, case)
 
     deit = ModelCase("inline_deit_tiny", 224, 256, "training", ("timm",), autocast=True)
     swin = ModelCase("inline_swin_tiny", 224, 128, "training", ("softmax",), autocast=True)
@@ -133,8 +135,8 @@ def _large_models() -> list[Cell]:
     cswin = ModelCase("inline_cswin_tiny", 224, 128, "training", ("softmax",), autocast=True)
     vit = ModelCase("vit_base_patch16_224", 224, 128, "training", ("timm",), converted=True, autocast=True)
     return [
-        ModelCell("CSWin-T, autocast, compiled", {"training": (softmax(1.0, 1.2),)}, cswin),
-        ModelCell("ViT-B converted, autocast, compiled", {"training": (softmax(1.0, 1.15),)}, vit),
+        model_cell("CSWin-T, autocast, compiled", {"training": (softmax(1.0, 1.2),)}, cswin),
+        model_cell("ViT-B converted, autocast, compiled", {"training": (softmax(1.0, 1.15),)}, vit),
     ]
 
 
@@ -142,7 +144,7 @@ def _blocks() -> list[Cell]:
     deit = ModelCase("inline_deit_tiny", 224, 1, "training", ("timm",), "eager")
     vit = replace(deit, model="vit_small_patch16_224", converted=True)
     return [
-        BlockCell(f"{name}, {execution}", {FORWARD: (), "backward": ()}, replace(case, execution=execution))
+        block_cell(f"{name}, {execution}", {FORWARD: (), "backward": ()}, replace(case, execution=execution))
         for name, case in (("DeiT-T", deit), ("ViT-S converted", vit))
         for execution in ("eager", "compiled")
     ]

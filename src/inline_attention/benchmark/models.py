@@ -20,17 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inline_attention.benchmark import results
 from inline_attention.benchmark.compile_cache import time_limit
 from inline_attention.benchmark.environment import describe_environment
-from inline_attention.benchmark.results import (
-    Measurement,
-    check_close,
-    check_finite,
-    describe,
-    dtype_name,
-    measure_contestants,
-    ratio,
-)
+from inline_attention.benchmark.results import Measurement, check_close, check_finite, ratio
 from inline_attention.benchmark.timing import Call, Work, prepare_throughput, read_peak, release_memory, reset_peak
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
@@ -65,26 +58,16 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class ModelCase:
-    """One model at one size.
+    """One model at one size."""
 
-    Attributes:
-        model: Name of an InLine model, or of timm's if `converted`.
-        size: Side of its square images in pixels.
-        batch: Images per step.
-        mode: "inference", or a "training" step: forward, backward and AdamW.
-        rivals: Models to compare with.
-        execution: "compiled" by `torch.compile`, or "eager".
-        converted: Measure timm's model after `convert_attention` against the original.
-        autocast: Autocast over float32 weights, or weights of the settings' dtype; None for autocast in training only.
-    """
-
-    model: str
-    size: int
+    model: str  # name of an InLine model, or of timm's if `converted`
+    size: int  # side of its square images in pixels
     batch: int
-    mode: Mode = "inference"
+    mode: Mode = "inference"  # "inference", or a "training" step: forward, backward and AdamW
     rivals: tuple[Rival, ...] = ("timm",)
-    execution: Execution = "compiled"
-    converted: bool = False
+    execution: Execution = "compiled"  # "compiled" by `torch.compile`, or "eager"
+    converted: bool = False  # measure timm's model after `convert_attention` against the original
+    # Autocast over float32 weights, or weights of the settings' dtype. None: autocast in training only.
     autocast: bool | None = None
 
     def __post_init__(self) -> None:
@@ -110,25 +93,15 @@ class ModelCase:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What to measure.
-
-    Attributes:
-        device: Device.
-        dtype: Dtype of weights and images in inference, and of autocast in training (float32: no autocast).
-        cases: Models and sizes.
-        compile_mode: Mode of `torch.compile`.
-        seconds: Seconds of timing per case.
-        time_limit: Seconds after which no further case is started.
-        preparation_limit: Seconds to compile, check and warm up one contestant.
-    """
+    """What to measure."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of weights and images in inference, of autocast in training (float32: no autocast)
     cases: tuple[ModelCase, ...]
     compile_mode: str = "default"
-    seconds: float = 2.0
-    time_limit: float = math.inf
-    preparation_limit: float = math.inf
+    seconds: float = 2.0  # of timing per case
+    time_limit: float = math.inf  # seconds after which no further case is started
+    preparation_limit: float = math.inf  # seconds to compile, check and warm up one contestant
 
 
 @dataclass(frozen=True)
@@ -169,7 +142,7 @@ class ModelReport:
         return {
             "environment": self.environment,
             "device": str(self.settings.device),
-            "dtype": dtype_name(self.settings.dtype),
+            "dtype": results.dtype_name(self.settings.dtype),
             "compile_mode": self.settings.compile_mode,
             "cases": [result.as_json() for result in self.results],
         }
@@ -177,15 +150,13 @@ class ModelReport:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ModelReport:
         """Return the report that `as_json` has written."""
-        results = [
-            ModelResult(
-                build_dataclass(ModelCase, case), [build_dataclass(Measurement, item) for item in case["contestants"]]
-            )
-            for case in content["cases"]
-        ]
-        cases = tuple(result.case for result in results)
+        found: list[ModelResult] = []
+        for case in content["cases"]:
+            measurements = [build_dataclass(Measurement, item) for item in case["contestants"]]
+            found.append(ModelResult(build_dataclass(ModelCase, case), measurements))
         device, dtype = torch.device(content["device"]), getattr(torch, content["dtype"])
-        return cls(content["environment"], ModelSettings(device, dtype, cases, content["compile_mode"]), results)
+        settings = ModelSettings(device, dtype, tuple(result.case for result in found), content["compile_mode"])
+        return cls(content["environment"], settings, found)
 
 
 def default_cases(
@@ -233,7 +204,7 @@ def measure_models(
             on_step(report, f"{case}: left out, the time is up")
             continue
         report.results.append(measure_case(case, settings, lambda line: on_step(report, line)))
-        on_step(report, f"{case}: {describe(report.results[-1].measurements)}")
+        on_step(report, f"{case}: {results.describe(report.results[-1].measurements)}")
         release_memory(settings.device)
     return report
 
@@ -279,7 +250,7 @@ def measure_case(
             step, error, peak_bytes = _prepare(name, case, settings, *batch())
         return prepare_throughput(step, settings.device), error, peak_bytes
 
-    measurements = measure_contestants(
+    measurements = results.measure_contestants(
         case.contestants, prepare, settings.device, seconds=settings.seconds, at_least=LEAST_ROUNDS,
         on_ready=lambda item: on_ready(f"{case}: {item.contestant} {item.note or 'ready'}"),
     )  # fmt: skip

@@ -27,22 +27,13 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of one contestant in one case.
-
-    Attributes:
-        contestant: Name.
-        status: "timed", or the reason why not.
-        timing: Time of one call.
-        error: Largest relative error found before timing; None if there is nothing to compare with.
-        note: Why it was not timed, in a sentence.
-        peak_bytes: Peak memory of one call.
-    """
+    """The measurement of one contestant in one case."""
 
     contestant: str
     status: Status
     timing: Timing | None = None
-    error: float | None = None
-    note: str = ""
+    error: float | None = None  # largest relative error found before timing; None if there is nothing to compare with
+    note: str = ""  # why it was not timed, in a sentence
     peak_bytes: int | None = None
 
     @property
@@ -73,13 +64,8 @@ def measure_contestants(
 ) -> list[Measurement]:
     """Prepare each contestant, then time all in turns. If one fails, its note says why, and the others are timed.
 
-    Args:
-        names: Names of contestants.
-        prepare: Checks and warms up a contestant; returns its work, relative error and peak memory.
-        device: Device of the works.
-        seconds: Time to spend on timing.
-        at_least: Rounds to do even if they take longer.
-        on_ready: Called after each preparation with the measurement so far.
+    `prepare` checks and warms up a contestant and returns its work, relative error and peak memory; then `on_ready` is
+    called with the measurement so far.
     """
     works: dict[str, Work] = {}
     outcomes: list[Measurement] = []
@@ -200,15 +186,7 @@ def write_results(
 ) -> list[Path]:
     """Write `NAME.json` with all tables, and each table as CSV: the first as `NAME.csv`, others as `NAME-TABLE.csv`.
 
-    Args:
-        folder: An existing folder.
-        name: Name of the analysis.
-        tables: Rows by table.
-        subjects: Descriptions of the models.
-        settings: Options of the analysis.
-
-    Returns:
-        The files.
+    `tables` has the rows of each table, `subjects` the descriptions of the models. Return the files.
     """
     content = {
         "analysis": name,

@@ -27,26 +27,19 @@ COPY_BYTES = 1 << 30
 CPU_COPY_BYTES = 1 << 26
 
 Call = Callable[[], object]
+# GPU time of a CUDA graph; GPU time between events where none can be captured; the same on purpose, host included; wall
+# clock.
 Method = Literal["graph", "events", "throughput", "clock"]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call.
+    """Time of one call."""
 
-    Attributes:
-        milliseconds: Median.
-        low: 10th percentile.
-        high: 90th percentile.
-        runs: Number of measurements; each is the mean over the calls of one launch.
-        method: "graph" (GPU time of a CUDA graph), "events" (GPU time between events, where no graph can be captured),
-            "throughput" (between events on purpose, to include the host) or "clock" (wall clock).
-    """
-
-    milliseconds: float
-    low: float
-    high: float
-    runs: int
+    milliseconds: float  # median
+    low: float  # 10th percentile
+    high: float  # 90th percentile
+    runs: int  # number of measurements; each is the mean over the calls of one launch
     method: Method
 
     @property
@@ -57,21 +50,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Work:
-    """Warm calls, ready to be timed.
+    """Warm calls, ready to be timed."""
 
-    Attributes:
-        launch: Starts the calls; on a GPU it need not wait for them.
-        calls: Number of calls per launch.
-        device: Device of the calls.
-        method: Method of timing.
-        from_idle: Wait for the device before each launch, so that a slow host shows.
-    """
-
-    launch: Call
-    calls: int
+    launch: Call  # starts the calls; on a GPU it need not wait for them
+    calls: int  # per launch
     device: torch.device
     method: Method
-    from_idle: bool = False
+    from_idle: bool = False  # wait for the device before each launch, so that a slow host shows
 
 
 def synchronize(device: torch.device) -> None:

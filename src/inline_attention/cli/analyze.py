@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from inline_attention.cli.options import parse_numbers, parse_odd_sides, parse_size, parse_token
+from inline_attention.cli.options import (
+    BatchSize,
+    Device,
+    Output,
+    Seed,
+    parse_numbers,
+    parse_odd_sides,
+    parse_size,
+    parse_token,
+)
 
 analyze_app = typer.Typer(
     no_args_is_help=True,
@@ -24,8 +33,6 @@ Layers = Annotated[
 ]
 Heads = Annotated[list[int] | None, typer.Option("--head", help="Head, from 0; repeatable.", show_default="all")]
 Workers = Annotated[int, typer.Option("--workers", "-j", min=0, help="Processes that read images.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")]
 
 
 @dataclass(kw_only=True)
@@ -44,8 +51,8 @@ class ModelOptions:
         str | None,
         typer.Option(help="Image size in pixels: 224, or height and width, 192x320.", show_default="the model's"),
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    device: Device = "auto"
+    seed: Seed = 0
     output: Output = Path("out/analyze")
     image_size: tuple[int, int] | None = field(init=False)
 

@@ -49,11 +49,7 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Survey:
-    """An analysis of models on a sample of pictures.
-
-    Attributes:
-        note: Whether the weights are trained, for the small print of figures.
-    """
+    """An analysis of models on a sample of pictures; `note` says in small print whether weights are trained."""
 
     def __init__(
         self,

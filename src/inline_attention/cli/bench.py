@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from inline_attention.cli.options import parse_numbers, split_names
+from inline_attention.cli.options import Output, parse_numbers, split_names
 from inline_attention.cli.printing import draw_if_possible, fail, make_console, make_table, progress_bar, writing_to
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
@@ -26,7 +26,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LOG_WIDTH = 180
 Report = TypeVar("Report", "AttentionReport", "ModelReport", "EverydayReport")
 Name = TypeVar("Name", bound=str)
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for results; created if missing.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bf16, fp16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")

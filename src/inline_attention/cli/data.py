@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from inline_attention.cli.options import Output, OutsideFiles, Seed
 from inline_attention.cli.printing import fail, make_console, progress_bar, say
 
 data_app = typer.Typer(no_args_is_help=True, help="Generate and check datasets.")
@@ -24,13 +25,13 @@ class Task(StrEnum):
 
 @data_app.command("scenes")
 def scenes(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")],
+    output: Output,
     images: Annotated[int, typer.Option(min=1, help="Number of training pictures.")] = 2000,
     validation_images: Annotated[
         int | None, typer.Option(min=1, help="Number of validation pictures.", show_default="a tenth of --images")
     ] = None,
     size: Annotated[int, typer.Option(min=64, max=4096, help="Longer side in pixels.")] = 320,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Seed = 0,
     workers: Annotated[
         int | None, typer.Option("--workers", "-j", min=1, help="Number of processes.", show_default="one per core")
     ] = None,
@@ -49,13 +50,8 @@ def scenes(
     try:
         with progress_bar(console) as progress:
             task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
-            write_scenes(
-                output,
-                plan,
-                overwrite=overwrite,
-                workers=workers or min(os.cpu_count() or 1, MOST_WORKERS),
-                on_progress=lambda: progress.advance(task),
-            )
+            workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+            write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
     except OSError as error:
         fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output, or free some space")
     say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
@@ -75,16 +71,12 @@ def check(
         typer.Option(help="Images below FOLDER, such as img/{split} (segmentation).", show_default="by usual names"),
     ] = None,
     map_folder: Annotated[
-        str | None,
-        typer.Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names"),
+        str | None, typer.Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names")
     ] = None,
     reduce_zero_label: Annotated[
-        bool,
-        typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K)."),
+        bool, typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K).")
     ] = False,
-    allow_outside_files: Annotated[
-        bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")
-    ] = False,
+    allow_outside_files: OutsideFiles = False,
 ) -> None:
     """Check a dataset before training: count the faults, name the first, suggest what to do."""
     from inline_attention.data.coco import open_and_check_coco
@@ -100,19 +92,13 @@ def check(
             opened = open_and_check_coco(folder, masks=masks, allow_outside=allow_outside_files, on_progress=advance)
         else:
             opened = open_and_check_pairs(
-                folder,
-                class_file=class_file,
-                image_folder=image_folder,
-                map_folder=map_folder,
-                reduce_zero_label=reduce_zero_label,
-                allow_outside=allow_outside_files,
-                on_progress=advance,
-            )
+                folder, class_file=class_file, image_folder=image_folder, map_folder=map_folder,
+                reduce_zero_label=reduce_zero_label, allow_outside=allow_outside_files, on_progress=advance,
+            )  # fmt: skip
     for report in opened.reports:
         say(report)
-    reported = {problem for report in opened.reports for problem in report.problems}
     for problem in opened.problems:
-        if problem not in reported:
+        if not any(problem in report.problems for report in opened.reports):
             say(problem)
     if opened.problems:
         fail(f"{folder} cannot be used for training as it is")

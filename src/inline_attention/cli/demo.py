@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
-from inline_attention.analysis.collision_cases import (
-    COLLISION_TOLERANCE,
-    InjectivityResult,
-    draw_collision_cases,
-    measure_injectivity,
-)
+from inline_attention.analysis import collision_cases
 from inline_attention.analysis.predictions import draw_predictions, predict_dataset
 from inline_attention.analysis.subjects import trained_subject
 from inline_attention.analysis.training_curves import draw_training_curves, read_training_curves
 from inline_attention.benchmark.cost import ATTENTIONS, DEFAULT_SIZES, CostPoint, draw_cost, measure_attention_cost
 from inline_attention.benchmark.environment import describe_machine
 from inline_attention.benchmark.results import write_csv
-from inline_attention.cli.demo_training import RUNS, accuracy_table, explain_lead, train_all
 from inline_attention.cli.printing import fail, make_console, make_table, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST
+from inline_attention.engine.config import TrainConfig
 from inline_attention.engine.interruption import InterruptedBySignalError
+from inline_attention.engine.train import train
 from inline_attention.engine.trainer import CHECKPOINTS
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.registry import TWINS
+from inline_attention.recipes.small import DIGITS as RECIPE
+from inline_attention.tasks.classification.task import ClassificationMetrics
 
 SHOWN_PREDICTIONS = 40
+RUNS = "digits_runs"
+WITHOUT_LOCAL_TERM = "model.arguments.attention_options={local_residual: false}"
+ATTENTION_LABELS = {"inline": "InLine", "softmax": "softmax", "linear": "linear"}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One run of the comparison."""
+
+    attention: str  # "inline", "softmax" or "linear"
+    folder: Path
+    parameters: int
+    top1: float  # percent of the test pictures, after the last epoch
+    test_images: int
+    epochs: int
+    seconds: float  # time of the whole run, with evaluation and checkpoints
+    images_per_second: float  # training pictures over `seconds`
 
 
 def run_demo(
@@ -66,7 +90,7 @@ def _show_injectivity_and_cost(
     output: Path, console: Console, sizes: Sequence[int]
 ) -> tuple[list[str], list[CostPoint]]:
     """Return the names of the files, and the cost of attention."""
-    results = measure_injectivity()
+    results = collision_cases.measure_injectivity()
     with progress_bar(console) as progress:
         task = progress.add_task("measuring time and memory", total=len(sizes) * len(ATTENTIONS))
         points = measure_attention_cost(sizes=sizes, on_progress=lambda _: progress.advance(task))
@@ -85,7 +109,7 @@ def _show_injectivity_and_cost(
         for result in results
     ]
     with writing_to(output):
-        draw_collision_cases(results, output / "injectivity.png")
+        collision_cases.draw_collision_cases(results, output / "injectivity.png")
         draw_cost(points, machine, output)
         write_csv(output / "injectivity.csv", rows)
         write_csv(output / "cost.csv", [{**point._asdict(), "machine": machine} for point in points])
@@ -102,7 +126,7 @@ def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[
             raise typer.Exit(error.exit_code) from error
         console.print(accuracy_table(trained))
         say(explain_lead(trained), nl=False)
-        write_csv(output / "accuracy.csv", [dataclasses.asdict(model) for model in trained])
+        write_csv(output / "accuracy.csv", [asdict(model) for model in trained])
         draw_training_curves(read_training_curves([model.folder for model in trained]), output)
         # The last weights, as in the table: the best on the test pictures would be chosen by what they are tested on.
         subject = trained_subject(trained[0].folder / CHECKPOINTS / LAST, device="cpu")
@@ -111,7 +135,7 @@ def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[
     return ["accuracy.csv", "curves.png", "predictions.png", f"{RUNS}/"], [model.folder for model in trained]
 
 
-def _injectivity_table(results: Sequence[InjectivityResult]) -> Table:
+def _injectivity_table(results: Sequence[collision_cases.InjectivityResult]) -> Table:
     rows = [
         [
             result.case.name,
@@ -129,7 +153,8 @@ def _injectivity_table(results: Sequence[InjectivityResult]) -> Table:
         texts=3,
         group_by=lambda row: row[0],
         title="Do different queries get different weights?",
-        caption=f"|Δw|: largest difference between the weights of two queries. collide: ≤ {COLLISION_TOLERANCE:g}",
+        caption="|Δw|: largest difference between the weights of two queries. "
+        f"collide: ≤ {collision_cases.COLLISION_TOLERANCE:g}",
     )
 
 
@@ -167,3 +192,111 @@ def _number(value: float | None) -> str:
 
 def _ratio(value: float | None, reference: float | None) -> str:
     return "n/a" if value is None or not reference else f"{_number(value / reference)}×"
+
+
+def train_all(output: Path, console: Console, *, epochs: int | None = None) -> list[TrainedModel]:
+    """Train InLine, softmax and linear attention with the recipe `digits`, one after the other.
+
+    The runs in `digits_runs/MODEL` replace those of an earlier demo.
+
+    Raises:
+        InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
+        OSError: If an earlier run cannot be removed, or nothing can be written.
+    """
+    configs = {attention: _config(attention, output / RUNS, epochs) for attention in ("inline", *TWINS)}
+    trained: list[TrainedModel] = []
+    with progress_bar(console) as progress, _one_thread():
+        for attention, config in configs.items():
+            name, planned = config.model.name, config.training.epochs
+            task = progress.add_task(name, total=planned)
+            if not console.is_terminal:
+                console.print(f"training {name} for {planned} epochs")
+
+            def show(row: Mapping[str, Any], task: TaskID = task, name: str = name) -> None:
+                top1 = row.get("top1")
+                accuracy = "" if top1 is None else f": {top1:.1f} %"
+                progress.update(task, advance=1, description=f"{name}{accuracy}")
+
+            result = _train(attention, config, show)
+            trained.append(result)
+            progress.remove_task(task)
+            console.print(f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s")
+    return trained
+
+
+def accuracy_table(trained: Sequence[TrainedModel]) -> Table:
+    """Return accuracy, size and speed of the three models, with the uncertainty."""
+    rows = [
+        [
+            ATTENTION_LABELS[model.attention],
+            f"{model.parameters:,}",
+            f"{model.top1:.1f}",
+            f"{model.images_per_second:,.0f}",
+            f"{model.seconds:.0f}",
+        ]
+        for model in trained
+    ]
+    best = max(trained, key=lambda model: model.top1)
+    share = best.top1 / 100
+    error = 100 * math.sqrt(share * (1 - share) / best.test_images)
+    caption = (
+        f"One recipe, {best.epochs} epochs and one seed for all. With {best.test_images} test pictures, differences "
+        f"of ± {error:.1f} points are chance, and another seed changes accuracy about as much. "
+        "The recipe was chosen by accuracy on these same pictures. "
+        "Times are of one thread, with evaluation and checkpoints."
+    )
+    header = ("attention", "parameters", "top-1 %", "training images/s", "time s")
+    return make_table(header, rows, texts=1, title="Trained on handwritten digits", caption=caption)
+
+
+def explain_lead(trained: Sequence[TrainedModel]) -> str:
+    """Return where InLine's lead comes from, and how to check that; "" if it does not lead."""
+    if max(trained, key=lambda model: model.top1).attention != "inline":
+        return ""
+    return (
+        "InLine's lead comes with its 3×3 term, which knows the neighbors of a token; the others must learn them.\n"
+        f"To train without it: inline train {RECIPE.name} --set '{WITHOUT_LOCAL_TERM}'\n"
+    )
+
+
+def _config(attention: str, runs: Path, epochs: int | None) -> TrainConfig:
+    recipe = RECIPE.config
+    name = recipe.model.name.replace("inline", attention)
+    return replace(
+        recipe,
+        run=replace(recipe.run, output=str(runs), experiment=name, device="cpu"),
+        model=replace(recipe.model, name=name),
+        training=replace(recipe.training, epochs=epochs or recipe.training.epochs),
+    )
+
+
+def _train(attention: str, config: TrainConfig, on_epoch: Callable[[Mapping[str, Any]], None]) -> TrainedModel:
+    earlier = Path(config.run.output, str(config.run.experiment))
+    if earlier.exists():
+        shutil.rmtree(earlier)
+    start = time.perf_counter()
+    folder, metrics = train(config, on_epoch=on_epoch)
+    seconds = time.perf_counter() - start
+    assert isinstance(metrics, ClassificationMetrics), "the last epoch is always evaluated"
+    batch, epochs = config.training.batch_size, config.training.epochs
+    images = epochs * (len(open_dataset(config.data.dataset)) // batch * batch)  # full batches only
+    weights = open_checkpoint(folder / CHECKPOINTS / LAST / "model.safetensors").weights
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    return TrainedModel(
+        attention, folder, parameters, metrics.top1, metrics.count, epochs, seconds, images_per_second=images / seconds
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread.
+
+    Models this small gain a fifth from a second core, and become ten times as slow when another program uses it,
+    because threads wait for each other in every operation. Results then do not depend on the number of cores either.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from inline_attention.cli.options import Device, OutsideFiles
 from inline_attention.cli.printing import fail, say
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="Split or subfolder.")] = "validation",
     repair: Annotated[bool, typer.Option("--repair", help="Repair faults of dense annotations.")] = False,
-    allow_outside_files: Annotated[
-        bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")
-    ] = False,
+    allow_outside_files: OutsideFiles = False,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Image size in pixels.", show_default="the model's")] = None,
     use_ema: Annotated[bool, typer.Option("--use-ema", help="Require the averaged weights.")] = False,
@@ -51,7 +50,7 @@ def evaluate(
         int, typer.Option("--workers", "-j", min=0, help="Processes that read images, at most one per core.")
     ] = 4,
     amp: Annotated[str, typer.Option(help="bf16, fp16 or off.")] = "off",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     results_file: Annotated[Path | None, typer.Option(help="Write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a checkpoint: top-1 and top-5 of a classifier, AP of a detector, mIoU of a segmenter."""
@@ -79,9 +78,8 @@ def evaluate(
     for table in metrics.tables:
         say("\n" + "\n".join(_lines(table)))
     if results_file is not None:
-        assert dataclasses.is_dataclass(metrics)
-        assert not isinstance(metrics, type)
-        content = {"checkpoint": str(checkpoint), **_with_nulls(dataclasses.asdict(metrics)), "repaired": notes}
+        figures = _with_nulls(dataclasses.asdict(cast(Any, metrics)))
+        content = {"checkpoint": str(checkpoint), **figures, "repaired": notes}
         try:
             results_file.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:

@@ -15,7 +15,7 @@ from inline_attention.cli.data import data_app
 from inline_attention.cli.errors import Commands
 from inline_attention.cli.evaluate import evaluate
 from inline_attention.cli.models import models
-from inline_attention.cli.options import parse_numbers
+from inline_attention.cli.options import Device, Output, parse_numbers
 from inline_attention.cli.predict import predict
 from inline_attention.cli.printing import say
 from inline_attention.cli.recipes import recipes_app
@@ -51,9 +51,7 @@ def inline(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")] = Path(
-        "out/demo"
-    ),
+    output: Output = Path("out/demo"),
     sizes: Annotated[
         str | None,
         typer.Option(help="Numbers of tokens to measure, such as 64,256.", show_default="196,784,3136,12544"),
@@ -79,11 +77,7 @@ def ablate(
     recipe: Recipe,
     axes: Annotated[
         list[str],
-        typer.Option(
-            "--axis",
-            help="What to vary, such as feature_map or heads=2,4; repeatable.",
-            show_default=False,
-        ),
+        typer.Option("--axis", help="What to vary, such as feature_map or heads=2,4; repeatable.", show_default=False),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per combination.")] = 3,
     output: Annotated[
@@ -109,7 +103,7 @@ def report(
     ablation: Annotated[
         list[Path] | None, typer.Option(help="Folder or JSON file of `inline ablate`; repeatable.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Write a page that checks the argument for InLine on your own runs: `inline report out/demo/digits_runs`.
 

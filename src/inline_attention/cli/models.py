@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from inline_attention.cli.options import AsJson
 from inline_attention.cli.printing import fail, make_console, make_table, progress_bar, say_json
 from inline_attention.support.text import did_you_mean
 
@@ -14,7 +15,7 @@ from inline_attention.support.text import did_you_mean
 def models(
     pattern: Annotated[str | None, typer.Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
     all_models: Annotated[bool, typer.Option("--all", help="List the softmax and linear twins too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the models: parameters and multiply-adds counted here, accuracy from the paper."""
     from inline_attention.benchmark.model_size import measure_model_size

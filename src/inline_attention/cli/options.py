@@ -1,8 +1,18 @@
-"""Parsing of option values, without heavy imports, so that usage errors are quick."""
+"""Options of several commands, and parsing of their values, without heavy imports, so that usage errors are quick."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OutsideFiles = Annotated[bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")]
 
 
 def split_names(text: str) -> list[str]:

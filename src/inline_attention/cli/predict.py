@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inline_attention.cli.options import parse_size
+from inline_attention.cli.options import AsJson, BatchSize, Device, parse_size
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, say_json, warn
 from inline_attention.support.text import printable
 
@@ -36,9 +36,9 @@ def predict(
     save: Annotated[
         Path | None, typer.Option(help="Write annotated pictures to this file or folder.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")] = 8,
+    as_json: AsJson = False,
+    device: Device = "auto",
+    batch_size: BatchSize = 8,
 ) -> None:
     """Predict classes (classifier), objects (detector) or classes of pixels (segmenter) in pictures.
 

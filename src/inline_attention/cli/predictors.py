@@ -18,19 +18,12 @@ from inline_attention.tasks.drawing import annotate, annotate_objects, annotate_
 
 
 class Predictor(NamedTuple):
-    """A model for picture files. A result has a `path` and an `error`, which is "" if the picture could be used.
+    """A model for picture files. A result has a `path` and an `error`, which is "" if the picture could be used."""
 
-    Attributes:
-        results: Yields the result of each file, in order.
-        lines: Returns what was found as lines of text.
-        content: Returns what was found as JSON content.
-        annotated: Returns a copy of the picture with what was found drawn on it.
-    """
-
-    results: Callable[[Sequence[Path]], Iterator[Any]]
-    lines: Callable[[Any], list[str]]
-    content: Callable[[Any], dict[str, Any]]
-    annotated: Callable[[Image.Image, Any], Image.Image]
+    results: Callable[[Sequence[Path]], Iterator[Any]]  # in the order of the files
+    lines: Callable[[Any], list[str]]  # a result as lines of text
+    content: Callable[[Any], dict[str, Any]]  # a result as JSON content
+    annotated: Callable[[Image.Image, Any], Image.Image]  # a copy of the picture with the result drawn on it
 
 
 def build_predictor(
@@ -44,15 +37,6 @@ def build_predictor(
     batch_size: int,
 ) -> Predictor:
     """Build the predictor of a weights file, a run or a training checkpoint.
-
-    Args:
-        checkpoint: File or folder.
-        model_name: Model name, for a classifier.
-        top: Number of classes or objects to print.
-        size: Shorter side in pixels, or (height, width).
-        least_score: Smallest score of an object.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        batch_size: Images per batch.
 
     Raises:
         CheckpointError: If the file cannot be used.
