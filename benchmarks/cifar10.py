@@ -3,14 +3,14 @@
     python benchmarks/cifar10.py --data-dir DIR [--runs out/cifar10] [--time-limit 560] [--only softmax:1] [--long]
         [--at-once 3]
 
-The recipe `cifar10` (32×32 pictures as 256 tokens of 2×2 pixels), the same epochs for all. Runs are the engine's, under
---runs: stopped at the time limit or killed, the same command goes on, and finished ones are not repeated. Results:
-benchmarks/results/cifar10.{json,md}, rewritten after every run from all that are finished.
+All models use the recipe `cifar10` (32×32 pictures as 256 tokens of 2×2 pixels) for the same number of epochs. Runs are
+in the folder --runs. After the time limit or a kill, the same command resumes; finished runs are not repeated. Results:
+benchmarks/results/cifar10.{json,md}, rewritten after every run.
 
-`--long` trains InLine alone, with one seed, for longer, by Muon and with more augmentation, against the goal of 92 % in
-ten minutes. Results: benchmarks/results/cifar10_long.{json,md}.
+`--long` trains InLine with one seed for longer, with Muon and more augmentation. Its goal is 92 % in ten minutes.
+Results: benchmarks/results/cifar10_long.{json,md}.
 
-DIR holds CIFAR-10 as its authors distribute it, or a folder of pictures per class under train/ and test/.
+DIR contains CIFAR-10 as its authors distribute it, or a folder of pictures per class under train/ and test/.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ LONG = (
     "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
 )
 GOAL_TOP1, GOAL_SECONDS = 92.0, 600.0
-# Evaluations and checkpoints are for few epochs: the time from one epoch's end to the next is then that of training.
+# Few evaluations and checkpoints: the time between the ends of two epochs is then training time.
 SPARSE = ("training.validation_interval=5", "checkpoints.interval_epochs=5", "checkpoints.keep_last=1")
 
 
 def cifar10_settings(data_dir: Path, compile_model: bool, overrides: Sequence[str], at_once: int = 1) -> TrainConfig:
-    """The recipe on this data, for so many runs at a time."""
+    """Return the recipe's settings for this data and so many runs at a time."""
     data = [f"data.dir={data_dir}", f"data.workers={max(1, min(8, (os.cpu_count() or 1) // at_once - 1))}"]
     if (data_dir / "train").is_dir():
         data += ["data.dataset=folder", "data.val_split=test"]
@@ -68,12 +68,12 @@ def describe(config: TrainConfig) -> str:
     how = f"compiled ({training.compile_mode})" if training.compile else "eager"
     return (
         f"{training.epochs} epochs, batch {training.batch_size}, {how}, {training.amp}; top-1 of the test pictures "
-        "after the last epoch; images/s without evaluation, of runs that had the machine to themselves."
+        "after the last epoch; images/s without evaluation, from runs alone on the machine."
     )
 
 
 def leads(results: Sequence[CellResult]) -> str:
-    """InLine's lead over its twins, with the standard error of the difference, and the ratio of speeds."""
+    """Return InLine's lead over its twins, with the standard error of the difference, and the ratio of speeds."""
     inline, *twins = results
     lines = []
     for twin in twins:
@@ -90,7 +90,7 @@ def leads(results: Sequence[CellResult]) -> str:
 
 
 def verdict(result: CellResult) -> str:
-    """Whether the longer run has met its goal."""
+    """Return whether the longer run has met its goal."""
     lines = []
     for outcome in result.outcomes.values():
         if outcome.top1 is None:
@@ -98,15 +98,15 @@ def verdict(result: CellResult) -> str:
             continue
         met = outcome.top1 >= GOAL_TOP1 and outcome.seconds <= GOAL_SECONDS
         lines.append(
-            f"- {outcome.top1:.2f} % after {outcome.epochs} epochs and {outcome.seconds:.0f} s, reading the pictures, "
-            f"compiling and evaluating included; the goal, {GOAL_TOP1:g} % within {GOAL_SECONDS:g} s, is "
+            f"- {outcome.top1:.2f} % after {outcome.epochs} epochs and {outcome.seconds:.0f} s, including reading, "
+            f"compiling and evaluating; the goal of {GOAL_TOP1:g} % within {GOAL_SECONDS:g} s is "
             f"{'met' if met else 'missed'}"
         )
     return "\n".join(lines)
 
 
 def write_results(output: Path, name: str, title: str, results: list[CellResult], overrides: Sequence[str]) -> None:
-    """Everything that is finished so far."""
+    """Write the results of all finished runs."""
     config = results[0].cell.config
     conclusion = leads(results) if len(results) > 1 else verdict(results[0])
     command = shlex.join(["inline", "train", "cifar10", *(word for text in overrides for word in ("--set", text))])
@@ -118,7 +118,7 @@ def write_results(output: Path, name: str, title: str, results: list[CellResult]
 
 
 def chosen_runs(only: Sequence[str], seeds: Sequence[int]) -> dict[int, list[str]]:
-    """Attentions by seed, from `MODEL:SEED` each; all of them if nothing is chosen."""
+    """Return the attentions to train by seed, from texts `MODEL:SEED`; all if there are none."""
     if not only:
         return {seed: list(ATTENTIONS) for seed in seeds}
     chosen: dict[int, list[str]] = {}
@@ -140,7 +140,7 @@ def show(cell: Cell, seed: int, row: Mapping[str, Any]) -> None:
 def train(
     cells: Sequence[Cell], chosen: Mapping[int, Sequence[str]], runs: Path, stop_at: float, at_once: int
 ) -> Iterator[FinishedRun]:
-    """What is chosen, seed by seed; several runs at a time over all of them."""
+    """Train the chosen runs seed by seed, or several at a time."""
     if at_once == 1:
         for seed, attentions in chosen.items():
             todo = [item for item in cells if item.values["attention"] in attentions]
@@ -156,15 +156,15 @@ def train(
 
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder of CIFAR-10.", exists=True, file_okay=False)],
-    runs: Annotated[Path, typer.Option(help="Folder of the runs; the same one goes on.")] = Path("out/cifar10"),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs. Existing ones are resumed.")] = Path("out/cifar10"),
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model.")] = 3,
-    only: Annotated[list[str] | None, typer.Option(help="MODEL:SEED, such as softmax:1; repeat for more.")] = None,
-    long: Annotated[bool, typer.Option("--long", help="The longer run of InLine instead.")] = False,
-    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = True,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per model.")] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="MODEL:SEED, such as softmax:1; repeatable.")] = None,
+    long: Annotated[bool, typer.Option("--long", help="Do the longer run of InLine instead.")] = False,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
     time_limit: Annotated[float, typer.Option(help="Seconds after which runs are saved and stopped.")] = math.inf,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time; with several, speeds mean nothing.")] = 1,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting key=value, for these runs.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs in parallel. With several, speeds mean nothing.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting as key=value; repeatable.")] = None,
 ) -> None:
     stop_at = time.monotonic() + time_limit
     overrides = [*(LONG if long else ()), *(set_ or ())]
@@ -183,7 +183,7 @@ def main(
     except (ConfigError, UnusableRunError) as error:
         raise typer.BadParameter(str(error)) from error
     except InterruptedBySignalError as error:
-        print(f"{error}; saved. The same command goes on")
+        print(f"{error}; saved. The same command resumes")
     print(output / f"{name}.md")
 
 

@@ -1,13 +1,12 @@
-"""What makes InLine work, on CIFAR-10: feature map, normalisation and local residual, all else equal.
+"""What makes InLine work on CIFAR-10: feature map, normalization and local residual, all else equal.
 
     python benchmarks/cifar10_ablation.py --data-dir DIR [--runs out/cifar10_ablation] [--epochs 20] [--at-once 3]
         [--time-limit 560]
 
-{identity, relu, leaky_relu, exp} × {divide, subtract} × {with, without} the local residual, by the recipe `cifar10`,
-two seeds each. All cells with the residual come first, with all seeds, and the method without it, so that a budget that
-ends early has them. Runs are the engine's, under --runs: stopped or killed, the same command goes on. Results:
-benchmarks/results/cifar10_ablation.{json,csv,md,png,svg}, rewritten after every run. Several runs at a time, each in
-its own process, leave the GPU no time to wait for any one of them.
+{identity, relu, leaky_relu, exp} × {divide, subtract} × {with, without} the local residual, with the recipe `cifar10`
+and two seeds. Cells with the residual and the method without it come first, so that a short budget covers them. Runs
+are in the folder --runs; after a stop or a kill, the same command resumes. Several runs in parallel keep the GPU busy.
+Results: benchmarks/results/cifar10_ablation.{json,csv,md,png,svg}, rewritten after every run.
 
 `inline ablate cifar10 --axis feature_map --axis normalization --axis local_residual` trains the same grid.
 """
@@ -34,7 +33,7 @@ AXIS_NAMES = ("local_residual", "feature_map", "normalization")
 
 
 def comes_first(cell: Cell) -> bool:
-    """Whether a cell has the local residual, or is the method without it."""
+    """Return True if a cell has the local residual, or is the method without it."""
     is_method = cell.values["feature_map"] == "identity" and cell.values["normalization"] == "subtract"
     return bool(cell.values["local_residual"]) or is_method
 
@@ -42,10 +41,10 @@ def comes_first(cell: Cell) -> bool:
 def train(
     groups: Sequence[Sequence[Cell]], seeds: int, runs: Path, at_once: int, time_limit: float | None
 ) -> Iterator[FinishedRun]:
-    """What is not finished of one group of cells, with all seeds, then of the next, within the time for all."""
-    begin = time.monotonic()
+    """Train the unfinished runs of each group of cells in turn, with all seeds, within the time limit."""
+    start = time.monotonic()
     for cells in groups:
-        left = None if time_limit is None else time_limit - (time.monotonic() - begin)
+        left = None if time_limit is None else time_limit - (time.monotonic() - start)
         if left is not None and left <= 0:
             return
         finished_before = {
@@ -57,7 +56,7 @@ def train(
 
 
 def write_results(output: Path, collected: Sequence[CellResult], seeds: int, overrides: Sequence[str]) -> None:
-    """Of the cells that have a finished run."""
+    """Write the results of the cells that have a finished run."""
     results = [result for result in collected if result.outcomes]
     if not results:
         return
@@ -79,14 +78,14 @@ def write_results(output: Path, collected: Sequence[CellResult], seeds: int, ove
 
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder of CIFAR-10.", exists=True, file_okay=False)],
-    runs: Annotated[Path, typer.Option(help="Folder of the runs; the same one goes on.")] = Path(f"out/{NAME}"),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs. Existing ones are resumed.")] = Path(f"out/{NAME}"),
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, help="Of every run.")] = 20,
-    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = True,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per cell.")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs per run.")] = 20,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
     time_limit: Annotated[float | None, typer.Option(help="Seconds after which runs are saved and stopped.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process.")] = 1,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting key=value, for all runs.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs in parallel.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting as key=value; repeatable.")] = None,
 ) -> None:
     overrides = [f"training.epochs={epochs}", *(set_ or ())]
     try:

@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What one case gave: median milliseconds by contestant, and the error found before timing."""
+    """Median milliseconds of one case by contestant, and the error found before timing."""
 
     tokens: int
     batch: int
@@ -73,7 +73,7 @@ def softmax(qkv: torch.Tensor, local_weight: torch.Tensor, side: int) -> torch.T
 
 
 def plain(qkv: torch.Tensor, local_weight: torch.Tensor, side: int) -> torch.Tensor:
-    """InLine as one writes it first: out = phi(q) S + (1 - z) vbar, and a convolution with B·C groups."""
+    """InLine by the literal formula: out = phi(q) S + (1 - z) vbar, and a convolution with B·C groups."""
     B, N, _, H, D = qkv.shape
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     scale = D**-0.5
@@ -94,7 +94,7 @@ CONTESTANTS: dict[str, Attention] = {"softmax": softmax, "plain": plain, "inline
 
 
 def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Leaves qkv and local_weight, and an output gradient."""
+    """Return leaves qkv and local_weight, and an output gradient."""
     generator = torch.Generator().manual_seed(case.side)
     qkv = torch.randn(case.batch, case.tokens, 3, HEADS, HEAD_DIM, generator=generator)
     local_weight = torch.randn(case.batch, HEADS, HEAD_DIM, 3, 3, generator=generator)
@@ -103,10 +103,10 @@ def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def check(case: Case) -> float:
-    """Largest relative error of outputs and gradients of `plain` and `inline` on one image; exits if one is wrong.
+    """Return the largest relative error of outputs and gradients of `plain` and `inline` on one image; exit if wrong.
 
-    The judge is the explicit float64 reference up to N = 1000; beyond, where N×N matrices no longer fit, the literal
-    formula in float64, which the smaller cases have just held against the reference.
+    Below N = 1000 they are compared with the explicit float64 reference. Above, where N×N matrices do not fit, they are
+    compared with the literal formula in float64, which the smaller cases have checked against the reference.
     """
     qkv, local_weight, grad = (tensor[:1].detach() for tensor in draw(case))
 
@@ -128,7 +128,7 @@ def check(case: Case) -> float:
 
 
 def time_case(case: Case) -> dict[str, dict[str, float]]:
-    """Median milliseconds by mode and contestant."""
+    """Return median milliseconds by mode and contestant."""
     qkv, local_weight, grad = draw(case)
 
     def forward(attention: Attention) -> Callable[[], object]:
@@ -185,7 +185,7 @@ def draw_plot(rows: Sequence[Row], memory: Sequence[CostPoint]) -> None:
 
 
 def report(rows: list[Row], memory: list[CostPoint]) -> str:
-    """The tables, as Markdown."""
+    """Return the tables as Markdown."""
     modes = ("forward", "forward_backward")
     header = ["N", "B", *(f"{mode.replace('_', '+')} {name} (ms)" for mode in modes for name in CONTESTANTS)]
     header += ["forward: softmax / InLine", "forward+backward: softmax / InLine"]

@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_memory.py
 
-Each case runs in a process of its own. The figures are peaks of its resident memory: after the imports, what building
-the model added, and in all. Results: benchmarks/results/cpu_memory.{json,md}.
+Each case runs in its own process. The figures are peaks of resident memory: after the imports, added by building the
+model, and of the whole process. Results: benchmarks/results/cpu_memory.{json,md}.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What `convert_attention` does to accuracy, on handwritten digits and a CPU: before, after, and after fine-tuning.
+"""Accuracy before and after `convert_attention`, and after fine-tuning, on handwritten digits and a CPU.
 
     python benchmarks/digits_conversion.py [--seeds 3]
 
-A small softmax ViT of timm is trained, its attention replaced with the weights kept, and the result fine-tuned. The
-control fine-tunes the softmax ViT for as long. Results: benchmarks/results/digits_conversion.{json,md}. Two minutes.
+A small softmax ViT of timm is trained, converted with its weights, and fine-tuned. The control fine-tunes the softmax
+ViT for as many epochs. It takes two minutes. Results: benchmarks/results/digits_conversion.{json,md}.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STAGES = ("softmax", "converted", "converted + 5 epochs", "softmax + 5 epochs")
 
 
 def load(split: str) -> tuple[Tensor, Tensor]:
-    """Images `[N, 3, 8, 8]` from -1 to 1, and labels."""
+    """Return images `[N, 3, 8, 8]` from -1 to 1, and labels."""
     source = digits(split)
     images = torch.stack([torch.tensor(list(source.load(i).tobytes())).view(8, 8, 3) for i in range(len(source))])
     return images.permute(0, 3, 1, 2) / 127.5 - 1, torch.from_numpy(source.targets)
 
 
 def fit(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, lr: float) -> None:
-    """Train by AdamW with a cosine schedule."""
+    """Train with AdamW and a cosine schedule."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     steps = epochs * (len(images) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
@@ -52,12 +52,12 @@ def fit(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, lr: float
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Top-1 in percent."""
+    """Return top-1 in percent."""
     return (model.eval()(images).argmax(-1) == labels).float().mean().item() * 100
 
 
 def run(seed: int) -> dict[str, float]:
-    """Accuracy at each stage."""
+    """Return the accuracy at each stage."""
     torch.manual_seed(seed)
     train, test = load("train"), load("validation")
     softmax = timm.create_model(

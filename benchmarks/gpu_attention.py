@@ -3,10 +3,10 @@
     python benchmarks/gpu_attention.py [--output DIR] [--seconds 0.3] [--latency]
 
 The cases of `inline bench attention` on a GPU: bf16, B·N·C ≈ 25 million, N = 196 … 65536, C = 192 and 768, head dim 32
-and 64, one 1024² image, and the host's overhead. Results: benchmarks/results/gpu_attention.{json,md,png}; the JSON
-grows as cases finish. About five minutes, of which one is compiling plain PyTorch for C = 192, head dim 32.
+and 64, one 1024² image, and the host's overhead. It takes five minutes, one of them to compile plain PyTorch for
+C = 192, head dim 32. Results: benchmarks/results/gpu_attention.{json,md,png}, rewritten after every case.
 
-`--latency` measures the one image and the host's overhead alone, in seconds. Results: gpu_latency.{json,md}.
+`--latency` measures only the one image and the host's overhead, which takes seconds. Results: gpu_latency.{json,md}.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
-    seconds: Annotated[float, typer.Option(help="Spent on timing each pass of each case.")] = 1.0,
-    latency: Annotated[bool, typer.Option("--latency", help="One image and the host's overhead only.")] = False,
+    seconds: Annotated[float, typer.Option(help="Seconds of timing per pass and case.")] = 1.0,
+    latency: Annotated[bool, typer.Option("--latency", help="Only one image and the host's overhead.")] = False,
 ) -> None:
     device = resolve_device("cuda")
     if not latency:

@@ -1,19 +1,19 @@
 """Backbones and whole detectors at the resolution of detection: images per second and peak memory, on a GPU.
 
     python benchmarks/gpu_detection.py [--output DIR] [--compiled] [--time-limit 300]
-    python benchmarks/gpu_detection.py --smoke --output DIR        # small images on a CPU: does it run?
+    python benchmarks/gpu_detection.py --smoke --output DIR        # small images on a CPU, as a test
 
-Backbones of InLine, of their softmax twins and of torchvision's Mask R-CNN (ResNet-50) on images of 800 × 1333 and
-1600 × 2666 pixels; inference with bf16 weights, training (forward and backward) with bf16 autocast. Then whole Mask
-R-CNNs on images of 800 × 1333 and on batches of unequal ones, bf16 autocast (at inference with backbones of bf16
-weights, as `inline eval --amp bf16` has them), from normalised images to boxes and masks of 28 × 28 cells, which none
-of them pastes into pictures. All learn from the same ten objects an image, and all sort through the same boxes, but
-that torchvision rounds its anchors to the features' dtype and has some in the padding, also of what it adds to make
-sides multiples of 32: what the layers for scores and boxes give is computed, then replaced by random numbers that are
-the same for all, since the time that non-maximum suppression takes depends on what random weights happen to find. No
-InLine backbone is timed before its features agree with those of the same weights on plain PyTorch in float32.
+Backbones: InLine, their softmax twins and ResNet-50 of torchvision's Mask R-CNN, on images of 800 × 1333 and
+1600 × 2666 pixels. Inference uses bf16 weights, training (forward and backward) bf16 autocast. The features of an
+InLine backbone are checked against the same weights on plain PyTorch in float32 before it is timed.
 
-Results: benchmarks/results/gpu_detection.{json,md}; both grow as cases finish.
+Detectors: whole Mask R-CNNs on images of 800 × 1333 and on batches of unequal images, with bf16 autocast (at inference
+with backbones of bf16 weights, like `inline eval --amp bf16`), from normalized images to boxes and masks of 28 × 28
+cells, which are not pasted into pictures. All learn from the same ten objects per image. Scores and boxes are computed,
+then replaced by the same random numbers for all, because the time of non-maximum suppression depends on them. Two
+differences remain: torchvision rounds its anchors to the features' dtype, and has anchors in the padding.
+
+Results: benchmarks/results/gpu_detection.{json,md}, rewritten after every case.
 """
 
 from __future__ import annotations
@@ -33,23 +33,19 @@ from torchvision.models.detection import maskrcnn_resnet50_fpn
 from torchvision.models.detection.image_list import ImageList
 
 from inline_attention.benchmark.environment import describe_environment
-from inline_attention.benchmark.models import read_peak, reset_peak, set_backend
+from inline_attention.benchmark.models import set_backend
 from inline_attention.benchmark.results import (
     Measurement,
-    WrongResultError,
+    check_close,
+    describe,
     markdown_table,
+    measure_contestants,
     notes_of,
     ratio,
-    relative_error,
     write_json,
     write_markdown,
 )
-from inline_attention.benchmark.timing import (
-    Work,
-    interleaved_timings,
-    prepare_throughput,
-    release_memory,
-)
+from inline_attention.benchmark.timing import Work, prepare_throughput, read_peak, release_memory, reset_peak
 from inline_attention.cli.bench import resolve_device
 from inline_attention.models import create_model
 from inline_attention.tasks.detection.models import DetectionOptions, build_detector
@@ -58,7 +54,7 @@ RESULTS = Path(__file__).parent / "results"
 NAME = "gpu_detection"
 RESNET = "torchvision ResNet-50"
 NUM_CLASSES = 8
-OBJECTS = 10  # of an image, in training
+OBJECTS = 10  # per image, in training
 LARGEST_ERROR = 2e-2  # relative, of the coarsest features in bf16
 LEAST_ROUNDS = 5
 GRID_MULTIPLE = 8
@@ -73,9 +69,9 @@ class Case:
     Attributes:
         kind: A "backbone" alone, or a whole "detector".
         mode: "inference", or "training": forward and backward.
-        height: Of images, in pixels.
-        width: Of images, in pixels.
-        batch: Images of a step.
+        height: Height of images in pixels.
+        width: Width of images in pixels.
+        batch: Images per step.
         contestants: Names of backbones.
         narrowest: Width of the first image of a batch; the others' grow from it to `width`. None for all of one size.
     """
@@ -90,12 +86,12 @@ class Case:
 
     @property
     def size(self) -> str:
-        """Height and width of the images, in words."""
+        """Height and width of the images as text."""
         return f"{self.height} × {'' if self.narrowest is None else f'{self.narrowest}–'}{self.width}"
 
     @property
     def widths(self) -> list[int]:
-        """Of each image."""
+        """Width of each image."""
         return torch.linspace(self.narrowest or self.width, self.width, self.batch).int().tolist()  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -121,34 +117,25 @@ SMOKE_CASES = (
 
 
 def measure(case: Case, device: torch.device, *, compiled: bool, seconds: float) -> list[Measurement]:
-    """All contestants of a case, which take turns; one that fails is left out with the reason."""
-    works: dict[str, Work] = {}
-    peaks: dict[str, int | None] = {}
-    errors: dict[str, float | None] = {}
-    failures: dict[str, Measurement] = {}
-    for name in case.contestants:
+    """Time all contestants of a case in turns. If one fails, its note says why, and the others are timed."""
+
+    def ready(name: str) -> tuple[Work, float | None, int | None]:
         release_memory(device)
         occupied = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        try:
-            step, errors[name] = prepare(name, case, device, compiled=compiled)
-            step()
-            reset_peak(device)
-            step()
-            peaks[name] = read_peak(device, occupied)
-            works[name] = prepare_throughput(step, device)
-        except Exception as error:
-            failures[name] = Measurement.failure(name, error)
-    timings = interleaved_timings(works, seconds=seconds, at_least=LEAST_ROUNDS)
-    return [
-        failures.get(name) or Measurement(name, "timed", timings[name], error=errors[name], peak_bytes=peaks[name])
-        for name in case.contestants
-    ]
+        step, error = prepare(name, case, device, compiled=compiled)
+        step()
+        reset_peak(device)
+        step()
+        peak_bytes = read_peak(device, occupied)
+        return prepare_throughput(step, device), error, peak_bytes
+
+    return measure_contestants(case.contestants, ready, device, seconds=seconds, at_least=LEAST_ROUNDS)
 
 
 def prepare(
     name: str, case: Case, device: torch.device, *, compiled: bool
 ) -> tuple[Callable[[], object], float | None]:
-    """A step of a contestant, checked, and its error against float32."""
+    """Return a checked step of a contestant, and its error against float32."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     images = torch.randn(case.batch, 3, case.height, case.width, device=device)
@@ -157,7 +144,7 @@ def prepare(
     if case.kind == "detector":
         return _detector_step(model, images, case, dtype), None
     error = _check(model, images[:1], dtype) if name.startswith("inline_") else None
-    release_memory(device)  # the copies that were compared are no part of its peak
+    release_memory(device)  # the copies for the check must not count in its peak
     if case.mode == "inference":
         model, images = model.to(dtype).eval(), images.to(dtype)
         runnable = torch.compile(model, dynamic=False) if compiled else model
@@ -208,7 +195,7 @@ def _detector_step(model: nn.Module, images: Tensor, case: Case, dtype: torch.dt
 
 
 def _objects(height: int, width: int, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """Boxes of random places and sizes, each with a mask that fills it."""
+    """Return boxes of random places and sizes, each with a mask that fills it."""
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.tensor([width, height])
     corners = torch.rand(OBJECTS, 2, generator=generator) * 0.7 * bounds
@@ -222,10 +209,10 @@ def _objects(height: int, width: int, seed: int, device: torch.device) -> dict[s
 
 
 class _SameAnswers:
-    """A hook on the layers of a detector that score and shift boxes: random numbers, the same for every detector.
+    """A hook on the layers that score and shift boxes. It replaces their output by the same random numbers for all.
 
-    They are drawn once, for grids somewhat larger than those of the images, so that one a little wider gets the same at
-    the same places. Of all boxes and classes a thousand or so pass for an object.
+    The numbers are drawn for grids slightly larger than those of the images, so that a slightly wider grid gets the
+    same numbers at the same places. About a thousand boxes and classes count as objects.
     """
 
     def __init__(self, spread: float, background: float = 0.0):
@@ -245,9 +232,9 @@ class _SameAnswers:
 
 
 class _ResNetDetector(nn.Module):
-    """torchvision's parts of a Mask R-CNN between normalised images and what our detectors return.
+    """torchvision's Mask R-CNN from normalized images to the results of our detectors.
 
-    Its own `forward` also resizes images that have their size already, and pastes every mask into a picture.
+    Its own `forward` also resizes the images, and pastes every mask into a picture.
     """
 
     def __init__(self, parts: Any):
@@ -264,7 +251,7 @@ class _ResNetDetector(nn.Module):
 
 
 class _Levels(nn.Module):
-    """torchvision's body of a backbone, which gives its features by name, as a list."""
+    """torchvision's backbone without its pyramid, with a list of features instead of a dict."""
 
     def __init__(self, body: nn.Module):
         super().__init__()
@@ -277,7 +264,7 @@ class _Levels(nn.Module):
 def _backbone(name: str) -> nn.Module:
     if name == RESNET:
         return _Levels(_resnet_parts().backbone.body)
-    # Stochastic depth is a training recipe's choice.
+    # Stochastic depth belongs to training recipes.
     return create_model(name, features_only=True, drop_path_rate=0.0)
 
 
@@ -301,17 +288,14 @@ def _resnet_parts() -> Any:
 
 @torch.no_grad()
 def _check(model: nn.Module, image: Tensor, dtype: torch.dtype) -> float:
-    """Relative error of the coarsest features, in the dtype that is timed, against plain PyTorch in float32."""
+    """Return the relative error of the coarsest features, in the timed dtype, against plain PyTorch in float32."""
     exact = set_backend(copy.deepcopy(model), "eager").eval()(image)[-1]
     found = copy.deepcopy(model).eval().to(dtype)(image.to(dtype))[-1]
-    error = relative_error(found, exact)
-    if not error <= LARGEST_ERROR:
-        raise WrongResultError(f"relative error {error:.1e} of the features exceeds {LARGEST_ERROR:.0e}")
-    return error
+    return check_close("features", found, exact, LARGEST_ERROR)
 
 
 def _make_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take the memory that it keeps, for both directions; it would be counted as the first contestant's."""
+    """Let cuBLAS allocate its workspaces now; otherwise they would count as the first contestant's memory."""
     for dtype in (torch.float32, torch.bfloat16):
         layer = nn.Linear(64, 64, device=device, dtype=dtype)
         layer(torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)).sum().backward()
@@ -320,7 +304,7 @@ def _make_workspaces(device: torch.device) -> None:
 def write(
     path: Path, results: Sequence[tuple[Case, list[Measurement]]], environment: dict[str, str], note: str
 ) -> None:
-    """Both files, as far as there are results."""
+    """Write both files with the results so far."""
     rows: list[list[str]] = []
     for case, measurements in results:
         first = measurements[0].milliseconds
@@ -359,9 +343,9 @@ def write(
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     compiled: Annotated[bool, typer.Option(help="Compile backbones; whole detectors run eagerly.")] = False,
-    seconds: Annotated[float, typer.Option(help="Of measuring, for each case.")] = 2.0,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which no further case is begun.")] = math.inf,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Small images, on a CPU: does it run?")] = False,
+    seconds: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 2.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which no further case is started.")] = math.inf,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Small images on a CPU, as a test.")] = False,
 ) -> None:
     start, environment = time.monotonic(), describe_environment()
     device = resolve_device("cpu" if smoke else "cuda")
@@ -372,11 +356,7 @@ def main(
             print("the time is up: the remaining cases are left out", flush=True)
             break
         results.append((case, measure(case, device, compiled=compiled, seconds=seconds)))
-        parts = [
-            f"{item.contestant} {item.status if item.milliseconds is None else f'{item.milliseconds:.2f} ms'}"
-            for item in results[-1][1]
-        ]
-        print(f"{case.kind}, {case.mode}, {case.size}, B={case.batch}: {', '.join(parts)}", flush=True)
+        print(f"{case.kind}, {case.mode}, {case.size}, B={case.batch}: {describe(results[-1][1])}", flush=True)
         execution = "Backbones compiled." if compiled else "Eager execution."
         write(output / NAME, results, environment, f"{execution} Whole detectors are always eager.")
 

@@ -1,11 +1,11 @@
-"""Speed on the road that users take, on a GPU: ordinary training, converted ViTs, every head dim, masks, host time.
+"""What most users do, on a GPU: ordinary training, converted ViTs, every head dim, masks, host time.
 
     python benchmarks/gpu_everyday.py [--output DIR] [--only PATTERN] [--budget 420] [--add] [--smoke]
 
-bf16; every cell against softmax in the same run, with the bounds that it has to keep. What has to be compiled is
-compiled in several processes first. Cells are ordered by importance: what the budget does not reach is said in the
-tables, and a second run with `--add` measures it. Results: benchmarks/results/gpu_everyday.{json,md}; both grow as
-cells finish. `--smoke` runs tiny cells on a CPU.
+Every cell is measured in bf16 against softmax in the same run, and compared with its bounds. Several processes compile
+ahead. The most important cells come first; the tables name those that the budget did not reach, and a second run with
+`--add` measures them. `--smoke` runs tiny cells on a CPU. Results: benchmarks/results/gpu_everyday.{json,md}, rewritten
+after every cell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     only: Annotated[str, typer.Option(help="Measure cells whose section or name contains this.")] = "",
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further cell is begun.")] = math.inf,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further cell is started.")] = math.inf,
     processes: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
     add: Annotated[bool, typer.Option("--add", help="Keep cells already measured in the output folder.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,

@@ -1,9 +1,9 @@
-"""Where the time of the CUDA backend goes: GPU microseconds of each of its kernels, by the profiler.
+"""GPU microseconds of each kernel of the CUDA backend, from the profiler.
 
     python benchmarks/gpu_kernels.py [--head-dim 32] [--channels 192]
 
-For tuning, not for claims: a profiler sees kernels one by one and not the gaps between them. What was tried on the way,
-and what each step gave, is kept in benchmarks/results/kernel_history.md.
+For tuning, not for claims: a profiler sees kernels one by one, without the gaps between them. The history of changes
+and their effects is in benchmarks/results/kernel_history.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEATS = 20
 
 
 def kernel_times(batch: int, tokens: int, heads: int, head_dim: int) -> dict[str, float]:
-    """Median microseconds per kernel of one forward and backward pass with the local term, bfloat16."""
+    """Return median microseconds per kernel of one forward and backward pass with the local term, bfloat16."""
     side = math.isqrt(tokens)
     qkv = torch.randn(batch, tokens, 3, heads, head_dim, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(batch, heads, head_dim, 3, 3, device="cuda").bfloat16().requires_grad_()

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_models.py [--output DIR] [--processes 8] [--time-limit 200]
 
-bf16 weights for inference, bf16 autocast for training, the pixels of 256 images of 224² per batch. Results:
-benchmarks/results/gpu_models.{json,md,png}; the JSON grows as cases finish. About four minutes, most of it compiling,
-which is done in several processes first.
+bf16 weights for inference, bf16 autocast for training, as many pixels per batch as 256 images of 224². It takes four
+minutes, most of which is compiling, in several processes. Results: benchmarks/results/gpu_models.{json,md,png},
+rewritten after every case.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def cases_on(device: torch.device) -> tuple[ModelCase, ...]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
-    processes: Annotated[int, typer.Option(min=0, help="That compile at once; 0 to compile in turn.")] = 8,
-    compile_mode: Annotated[str, typer.Option(help="Of torch.compile, for all contestants.")] = "reduce-overhead",
-    time_limit: Annotated[float, typer.Option(help="Seconds after which no further case is begun.")] = math.inf,
+    processes: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 8,
+    compile_mode: Annotated[str, typer.Option(help="Mode of torch.compile.")] = "reduce-overhead",
+    time_limit: Annotated[float, typer.Option(help="Seconds after which no further case is started.")] = math.inf,
 ) -> None:
     start = time.monotonic()
     device = resolve_device("cuda")

@@ -1,13 +1,13 @@
 """InLine against its softmax twin, trained on generated scenes: box AP50, mask AP50 and mIoU, two seeds, on a GPU.
 
     python benchmarks/gpu_scenes.py --work DIR [--tasks detection] [--seeds 0,1] [--at-once 4] [--time-limit 480]
-    python benchmarks/gpu_scenes.py --smoke --work DIR --output DIR       # a few updates on a CPU: does it run?
+    python benchmarks/gpu_scenes.py --smoke --work DIR --output DIR       # a few updates on a CPU, as a test
 
-Mask R-CNN and Semantic FPN on a pyramid whose attention is InLine or softmax over the whole map, from random weights,
-by one recipe, on the same scenes in the same order. Each run is an `inline train` of its own, several at the same time:
-one alone leaves a GPU waiting for its host. What they write is in DIR/*.log. A run that is in the results is not made
-again, so that several calls, each on a machine lent for a while, make up one table; other settings begin a new one.
-Needs faster-coco-eval and torchmetrics. Results: benchmarks/results/gpu_scenes.{json,md}.
+Mask R-CNN and Semantic FPN on a pyramid with InLine or softmax attention over the whole map, from random weights, with
+one recipe, on the same scenes in the same order. Each run is its own `inline train`; several run in parallel, because
+one alone does not keep a GPU busy. Their output is in DIR/*.log. Runs in the results are not repeated, so that several
+calls complete one table; other settings start a new one. Needs faster-coco-eval and torchmetrics. Results:
+benchmarks/results/gpu_scenes.{json,md}.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ LABELS = {"box_ap50": "box AP50", "mask_ap50": "mask AP50", "box_ap": "box AP", 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that results depend on, besides what differs between jobs.
+    """Settings that all jobs share.
 
     Attributes:
         backbone: Name of the InLine model.
         images: Scenes to train on.
         validation_images: Scenes to measure on.
-        pixels: Of the longer side of a scene.
-        batch_size: Images of an update.
-        lr: Learning rate at its highest.
+        pixels: Longer side of a scene.
+        batch_size: Images per update.
+        lr: Highest learning rate.
     """
 
     backbone: str = "inline_pvt_tiny"
@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to make, of so many updates of the weights."""
+    """A run to do."""
 
     task: str
     updates: int
@@ -78,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was made, where, and what came of it; figures in percent."""
+    """A finished run; figures in percent."""
 
     task: str
     updates: int
@@ -90,17 +90,17 @@ class Run:
 
     @property
     def job(self) -> Job:
-        """What it was."""
+        """The job of this run."""
         return Job(self.task, self.updates, self.attention, self.seed)
 
 
 def scenes_folder(plan: Plan, work: Path) -> Path:
-    """Where the scenes of a plan are."""
+    """Return the folder of the scenes of a plan."""
     return work / f"scenes-{plan.images}-{plan.validation_images}-{plan.pixels}"
 
 
 def config_of(plan: Plan, job: Job, work: Path, device: str, workers: int) -> TrainConfig:
-    """The settings of a run, with so many processes for its data."""
+    """Return the settings of a run."""
     side, updates = plan.pixels * 4 // 5 // 32 * 32, job.updates
     of_task = {
         "detection": [
@@ -129,8 +129,8 @@ def config_of(plan: Plan, job: Job, work: Path, device: str, workers: int) -> Tr
 
 
 def command_of(config: TrainConfig, job: Job, work: Path) -> Command:
-    """Trains and evaluates once."""
-    shutil.rmtree(work / str(job), ignore_errors=True)  # of a call that was cut short
+    """Return the command that trains and evaluates once."""
+    shutil.rmtree(work / str(job), ignore_errors=True)  # left by a call that was cut short
     settings = work / f"{job}.yaml"
     settings.write_text(to_yaml(config), encoding="utf-8")
     arguments = (sys.executable, "-m", "inline_attention", "train", str(settings))
@@ -138,14 +138,14 @@ def command_of(config: TrainConfig, job: Job, work: Path) -> Command:
 
 
 def figures_of(job: Job, work: Path) -> dict[str, float]:
-    """Of the last evaluation of a run that has ended."""
+    """Return the figures of the last evaluation of a run."""
     with (work / str(job) / SUMMARY).open(newline="", encoding="utf-8") as file:
         *_, last = csv.DictReader(file)
     return {name: float(last[name]) for name in FIGURES[job.task]}
 
 
 def earlier_runs(path: Path, plan: Plan) -> list[Run]:
-    """Runs of the same plan that are in the results."""
+    """Return the runs of the same plan in the results."""
     if not path.is_file():
         return []
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def earlier_runs(path: Path, plan: Plan) -> list[Run]:
 
 
 def write(path: Path, plan: Plan, runs: Sequence[Run]) -> None:
-    """Both files, as far as there are runs."""
+    """Write both files with the runs so far."""
     environment = combined_environment(run.environment for run in runs)
     write_json(
         path.with_suffix(".json"),
@@ -177,7 +177,7 @@ def write(path: Path, plan: Plan, runs: Sequence[Run]) -> None:
                 rows.append([attention, "mean", *(f"{mean:.2f}" for mean in means)])
         header = ["attention", "seed", *(f"{LABELS[name]} %" for name in names)]
         parts += [f"## {task.capitalize()}, {updates:,} updates", markdown_table(header, rows)]
-    parts.append("Runs share the machine, several at a time: how long each took says nothing of its attention.")
+    parts.append("Several runs share the machine: their times say nothing about attention.")
     write_markdown(path.with_suffix(".md"), "InLine and softmax trained on scenes", environment, "\n\n".join(parts))
 
 
@@ -185,14 +185,12 @@ def main(
     work: Annotated[Path, typer.Option(help="Folder for scenes and runs.")],
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     tasks: Annotated[str, typer.Option(help="detection, segmentation or both.")] = "detection,segmentation",
-    seeds: Annotated[str, typer.Option(help="Of weights and order, such as 0,1.")] = "0,1",
-    detection_updates: Annotated[int, typer.Option(min=1, help="Of a detector.")] = 1200,
-    segmentation_updates: Annotated[int, typer.Option(min=1, help="Of a segmenter.")] = 1200,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 4,
-    time_limit: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which runs are stopped; what has ended stays.")
-    ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A few updates on a CPU: does it run?")] = False,
+    seeds: Annotated[str, typer.Option(help="Random seeds, such as 0,1.")] = "0,1",
+    detection_updates: Annotated[int, typer.Option(min=1, help="Updates of a detector.")] = 1200,
+    segmentation_updates: Annotated[int, typer.Option(min=1, help="Updates of a segmenter.")] = 1200,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs in parallel.")] = 4,
+    time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which runs are stopped.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A few updates on a CPU, as a test.")] = False,
 ) -> None:
     plan, device = Plan(), "cuda"
     updates = {"detection": detection_updates, "segmentation": segmentation_updates}
@@ -211,7 +209,7 @@ def main(
         print(f"scenes: {time.monotonic() - start:.0f} s", flush=True)
     environment = describe_environment()
     runs = earlier_runs(output / f"{NAME}.json", plan)
-    # Twins one after the other: a call that is cut short leaves pairs.
+    # Twins one after the other, so that a call that is cut short leaves pairs.
     jobs = [
         job
         for task in tasks.split(",")
@@ -219,14 +217,14 @@ def main(
         for attention in ATTENTIONS
         if (job := Job(task, updates[task], attention, seed)) not in {run.job for run in runs}
     ]
-    workers = max(1, cores // at_once - 1)  # a core of each run's share is for the run itself
+    workers = max(1, cores // at_once - 1)  # one core of each share is for the run itself
     commands = {command_of(config_of(plan, job, work, device, workers), job, work): job for job in jobs}
     complete = True
     for ended in run_side_by_side(
         list(commands),
         at_once=at_once,
         time_limit=None if time_limit is None else max(1.0, start + time_limit - time.monotonic()),
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},  # more would fight for the cores of the others
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},  # more would compete for the cores of the others
     ):
         job, seconds = commands[ended.command], ended.seconds
         if ended.outcome == "done":

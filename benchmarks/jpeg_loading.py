@@ -2,10 +2,9 @@
 
     python benchmarks/jpeg_loading.py [--output DIR] [--images 640] [--rounds 7]
 
-Both decode the same files with one worker process, take a random crop of 224² and a flip (the defaults of both:
-RandomResizedCrop, bilinear here), normalise, and hand over batches of 64. Rounds take turns. Ours also checks every
-file as it decodes it, honours EXIF orientation, and draws its randomness from (seed, epoch, index). Results:
-benchmarks/results/jpeg_loading.{json,md}.
+Both decode the same files with one worker process, take a random crop of 224² and a flip (RandomResizedCrop with its
+defaults, bilinear), normalize, and return batches of 64. Rounds take turns. Ours also checks every file, applies EXIF
+orientation, and draws random numbers from (seed, epoch, index). Results: benchmarks/results/jpeg_loading.{json,md}.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BATCH, CLASSES = 64, 8
 
 
 def write_pictures(folder: Path, count: int) -> int:
-    """JPEG files in class folders; returns their bytes."""
+    """Write JPEG files in class folders; return their bytes."""
     total = 0
     for index in range(count):
         path = folder / f"class_{index % CLASSES}" / f"{index}.jpg"
@@ -49,7 +48,7 @@ def write_pictures(folder: Path, count: int) -> int:
 
 
 def our_epochs(folder: Path) -> Iterator[int]:
-    """Images of each epoch, as it ends."""
+    """Yield the number of images of each epoch when it ends."""
     source = FolderSource(folder)
     loader = ImageLoader(
         source,
@@ -67,7 +66,7 @@ def our_epochs(folder: Path) -> Iterator[int]:
 
 
 def torchvision_epochs(folder: Path) -> Iterator[int]:
-    """Images of each epoch, as it ends."""
+    """Yield the number of images of each epoch when it ends."""
     transform = transforms.Compose(
         [
             transforms.RandomResizedCrop(SIZE),
@@ -86,7 +85,7 @@ def torchvision_epochs(folder: Path) -> Iterator[int]:
 def measure(
     contestants: dict[str, Callable[[Path], Iterator[int]]], folder: Path, rounds: int
 ) -> dict[str, list[float]]:
-    """Images per second of each round; a first one, which starts workers and reads the disk, is thrown away."""
+    """Return images per second of each round. The first round, which starts workers and reads the disk, is dropped."""
     epochs = {name: start(folder) for name, start in contestants.items()}
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
@@ -104,8 +103,8 @@ def measure(
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
-    images: Annotated[int, typer.Option(min=BATCH, help="JPEG files to make and read.")] = 640,
-    rounds: Annotated[int, typer.Option(min=1, help="Epochs that each loader is timed for.")] = 7,
+    images: Annotated[int, typer.Option(min=BATCH, help="Number of JPEG files.")] = 640,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed epochs per loader.")] = 7,
 ) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +121,7 @@ def main(
         {"environment": environment, "about": about, "images_per_second": rates, "times_faster": advantage},
     )
     rows = [[name, f"{median:.0f}"] for name, median in medians.items()]
-    body = f"{about}. Ratio of neighbouring rounds in the median: **{advantage:.2f}×**.\n\n"
+    body = f"{about}. Median ratio of neighboring rounds: **{advantage:.2f}×**.\n\n"
     write_markdown(
         output / "jpeg_loading.md",
         "JPEG files to batches",

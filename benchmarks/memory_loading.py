@@ -1,11 +1,10 @@
-"""What the input pipeline, and attention, cost a training step at the size of CIFAR-10, with the data in memory.
+"""Cost of the input pipeline and of attention in a training step on CIFAR-10, with the data in memory.
 
     python benchmarks/memory_loading.py [--output DIR] [--compile]
 
 Steps of InLine-DeiT-T and its softmax and linear twins (32² pixels as 256 tokens, batches of 512, bfloat16, AdamW) are
-timed with one batch that never changes and with batches from `MemoryLoader`, with the augmentation of the recipe
-`cifar10` and with a stronger one. They take turns. 100 % means that a step never waits. Results:
-benchmarks/results/memory_loading.{json,md}.
+timed in turns: with one fixed batch, and with batches from `MemoryLoader` with the augmentation of the recipe `cifar10`
+and with a stronger one. 100 % means that a step never waits. Results: benchmarks/results/memory_loading.{json,md}.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ PIPELINES: dict[str, dict[str, Any]] = {
         "re_prob": 0.25,
     },
 }
-
-
 STILL = "the same batch"
 PIPELINES_OF = {
     "inline": (STILL, *PIPELINES),
@@ -50,7 +47,7 @@ PIPELINES_OF = {
 
 
 def endless(loader: MemoryLoader) -> Iterator[Batch]:
-    """Epoch after epoch."""
+    """Yield the batches of all epochs, without end."""
     epoch = 0
     while True:
         yield from loader.epoch(epoch)
@@ -58,7 +55,7 @@ def endless(loader: MemoryLoader) -> Iterator[Batch]:
 
 
 def training_step(attention: str, device: torch.device, compiled: bool) -> Callable[[Batch], None]:
-    """Forward, backward and update of one model."""
+    """Return the training step of one model: forward, backward and update."""
     model = create_model(f"{attention}_deit_tiny", img_size=SIDE, patch_size=2, num_classes=CLASSES).to(device)
     runnable = torch.compile(model, mode="reduce-overhead") if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
@@ -77,10 +74,10 @@ def training_step(attention: str, device: torch.device, compiled: bool) -> Calla
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     device_name: Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")] = "auto",
-    images: Annotated[int, typer.Option(help="In memory.")] = 50_000,
+    images: Annotated[int, typer.Option(help="Number of images in memory.")] = 50_000,
     batch_size: Annotated[int, typer.Option(help="Images per step.")] = 512,
-    steps: Annotated[int, typer.Option(help="In a round.")] = 40,
-    rounds: Annotated[int, typer.Option(help="For each model and pipeline, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps per round.")] = 40,
+    rounds: Annotated[int, typer.Option(help="Rounds per model and pipeline, in turns.")] = 5,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the models, with CUDA graphs.")] = False,
 ) -> None:
     device = resolve_device(device_name)
