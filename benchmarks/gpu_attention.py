@@ -20,7 +20,7 @@ import typer
 from inline_attention.benchmark.attention import AttentionSettings, default_cases, measure_attention
 from inline_attention.benchmark.results import write_json, write_markdown
 from inline_attention.benchmark.tables import as_markdown, attention_tables
-from inline_attention.cli.bench import report_attention, resolve_device
+from inline_attention.cli.bench import report, resolve_device
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,13 +33,13 @@ def main(
     device = resolve_device("cuda")
     if not latency:
         settings = AttentionSettings(device, torch.bfloat16, default_cases(device), seconds=seconds)
-        report_attention(settings, output, "gpu_attention")
+        report(settings, output, "gpu_attention")
         return
     settings = AttentionSettings(device, torch.bfloat16, (), seconds=seconds)
-    report = measure_attention(settings, lambda _, line: print(line))
-    tables = as_markdown(attention_tables(report))
-    write_json(output / "gpu_latency.json", report.as_json())
-    write_markdown(output / "gpu_latency.md", "Latency of attention, bfloat16", report.environment, tables)
+    measured = measure_attention(settings, lambda _, line: print(line))
+    tables = as_markdown(attention_tables(measured))
+    write_json(output / "gpu_latency.json", measured.as_json())
+    write_markdown(output / "gpu_latency.md", "Latency of attention, bfloat16", measured.environment, tables)
     print(tables)
 
 

@@ -20,7 +20,7 @@ import typer
 
 from inline_attention.benchmark.compile_cache import run_compile_jobs
 from inline_attention.benchmark.models import ModelCase, ModelSettings, compile_jobs, constant_pixel_batch
-from inline_attention.cli.bench import report_models, resolve_device
+from inline_attention.cli.bench import report, resolve_device
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,7 +53,7 @@ def main(
     if processes:
         run_compile_jobs(compile_jobs(settings), processes, on_progress=lambda line: print(line, flush=True))
     left = time_limit - (time.monotonic() - start)
-    report_models(dataclasses.replace(settings, time_limit=left), output, "gpu_models")
+    report(dataclasses.replace(settings, time_limit=left), output, "gpu_models")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from inline_attention.benchmark import attention, block_cost, models
+from inline_attention.benchmark import attention, models
 from inline_attention.benchmark.compile_cache import run_compile_jobs, time_limit
 from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.results import Measurement, dtype_name, ratio
@@ -229,7 +229,7 @@ def _attention_settings(cell: Cell, settings: EverydaySettings) -> attention.Att
 
 def _compile(cell: Cell, settings: EverydaySettings) -> None:
     if cell.section == "blocks":
-        block_cost.prepare_blocks(cell.case, settings.device, settings.dtype)
+        models.prepare_blocks(cell.case, settings.device, settings.dtype)
     else:
         with _tf32_allowed(cell.tf32):
             attention.compile_kernels(cell.case, _attention_settings(cell, settings))
@@ -275,7 +275,7 @@ def _measure_attention(cell: Cell, report: EverydayReport, seconds: float) -> li
 def _measure_blocks(cell: Cell, report: EverydayReport, seconds: float) -> list[Row]:
     """Compare host microseconds and launches of one transformer block in a training step."""
     with time_limit(seconds):
-        costs = block_cost.measure_blocks(cell.case, report.settings.device, report.settings.dtype)
+        costs = models.measure_blocks(cell.case, report.settings.device, report.settings.dtype)
     rows: list[Row] = []
     for step, bounds in cell.bounds.items():
         ours = costs[models.OURS][step]

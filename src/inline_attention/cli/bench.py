@@ -72,7 +72,7 @@ def bench_attention(
         latency_case=attention.LATENCY_CASE if place.type == "cuda" and not quick else None,
         seconds=0.3 if quick else 1.0,
     )
-    report_attention(settings, output, "attention")
+    report(settings, output, "attention")
 
 
 @bench_app.command("models")
@@ -116,7 +116,7 @@ def bench_models(
     settings = models.ModelSettings(
         place, resolve_dtype(dtype, place), cases, compile_mode=compile_mode, seconds=0.5 if quick else 2.0
     )
-    report_models(settings, output, "models")
+    report(settings, output, "models")
 
 
 @bench_app.command("everyday")
@@ -166,26 +166,18 @@ def _read_earlier(path: Path) -> dict[str, Any] | None:
         fail(f"{path} is not a result file: {error}; run without --add to replace it")
 
 
-def report_attention(settings: AttentionSettings, output: Path, name: str) -> None:
-    """Measure attention, write NAME.json and NAME.md as results come in, then NAME.png, and print the tables."""
-    from inline_attention.benchmark import attention
+def report(settings: AttentionSettings | ModelSettings, output: Path, name: str) -> None:
+    """Measure, write NAME.json and NAME.md as results come in, then NAME.png, and print the tables."""
+    from inline_attention.benchmark import attention, models, tables
     from inline_attention.benchmark.results import dtype_name
-    from inline_attention.benchmark.tables import attention_tables
 
-    measure = partial(attention.measure_attention, settings)
-    title = f"Attention from packed qkv, {dtype_name(settings.dtype)}"
-    _run(measure, attention_tables, attention.count_steps(settings), output / name, title)
-
-
-def report_models(settings: ModelSettings, output: Path, name: str) -> None:
-    """Measure models, write NAME.json and NAME.md as results come in, then NAME.png, and print the table."""
-    from inline_attention.benchmark import models
-    from inline_attention.benchmark.results import dtype_name
-    from inline_attention.benchmark.tables import model_tables
-
-    measure = partial(models.measure_models, settings)
-    title = f"Models, {dtype_name(settings.dtype)}"
-    _run(measure, model_tables, models.count_steps(settings), output / name, title)
+    dtype = dtype_name(settings.dtype)
+    if isinstance(settings, attention.AttentionSettings):
+        measure, steps = partial(attention.measure_attention, settings), attention.count_steps(settings)
+        _run(measure, tables.attention_tables, steps, output / name, f"Attention from packed qkv, {dtype}")
+    else:
+        measure, steps = partial(models.measure_models, settings), models.count_steps(settings)
+        _run(measure, tables.model_tables, steps, output / name, f"Models, {dtype}")
 
 
 def resolve_device(name: str) -> torch.device:
