@@ -270,9 +270,7 @@ def measure_attention(
 ) -> AttentionReport:
     """Measure every case and, on a GPU, the latency of one image and the host's overhead.
 
-    Args:
-        settings: What to measure.
-        on_step: Called after each of `count_steps` steps with the report so far and a line about the step.
+    `on_step` is called after each of `count_steps` steps with the report so far and a line about the step.
     """
     report = AttentionReport(describe_environment(), settings, measure_copy_rate(settings.device))
     on_step(report, f"copy rate {report.copy_rate / 1e12:.3g} TB/s")

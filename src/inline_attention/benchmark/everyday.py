@@ -154,10 +154,8 @@ def measure_everyday(
 ) -> EverydayReport:
     """Compile ahead, then measure every cell that the budget allows.
 
-    Args:
-        settings: What to measure.
-        on_step: Called with the report so far and a line after every compile job and every cell.
-        earlier: Result of `EverydayReport.as_json`: cells measured there are kept and not measured again.
+    `on_step` is called with the report so far and a line after every compile job and every cell. `earlier` is a result
+    of `EverydayReport.as_json`: cells measured there are kept and not measured again.
     """
     start = time.monotonic()
     report = EverydayReport(describe_environment(), settings, measure_copy_rate(settings.device))

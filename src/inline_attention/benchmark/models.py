@@ -197,10 +197,7 @@ def measure_models(
 ) -> ModelReport:
     """Measure every case.
 
-    Args:
-        settings: What to measure.
-        on_step: Called with the report so far and a line: for each contestant of a case that is ready, then for the
-            case. `count_steps` says how often.
+    `on_step` is called with the report so far and a line: for each contestant that is ready, then for the case.
     """
     report = ModelReport(describe_environment(), settings)
     deadline = time.monotonic() + settings.time_limit
@@ -239,8 +236,7 @@ def compile_jobs(settings: ModelSettings) -> dict[str, Call]:
 
 def _compile_once(case: ModelCase, contestant: str, settings: ModelSettings) -> None:
     torch._dynamo.reset()  # as before each case of the benchmark: cache keys depend on it
-    with time_limit(settings.preparation_limit):
-        _prepare(contestant, case, settings, *_random_batch(case, settings))
+    _prepare(contestant, case, settings, *_random_batch(case, settings))
 
 
 def measure_case(
@@ -309,11 +305,7 @@ def _prepare(
 
 
 def build_contestant(contestant: str, case: ModelCase, device: torch.device) -> nn.Module:
-    """Return the model of a contestant, with random weights.
-
-    Raises:
-        ValueError: If there is no such rival of this model.
-    """
+    """Return the model of a contestant, with random weights; `ValueError` if there is no such rival."""
     # Stochastic depth belongs to training recipes, and timm has other defaults.
     arguments: dict[str, Any] = {"img_size": case.size, "num_classes": CLASSES, "drop_path_rate": 0.0}
     torch.manual_seed(0)

@@ -27,8 +27,7 @@ COPY_BYTES = 1 << 30
 CPU_COPY_BYTES = 1 << 26
 
 Call = Callable[[], object]
-# GPU time of a CUDA graph; GPU time between events where none can be captured; the same on purpose, host included; wall
-# clock.
+# GPU time of a CUDA graph; between events if none can be captured; between events to include the host; wall clock.
 Method = Literal["graph", "events", "throughput", "clock"]
 
 
@@ -90,10 +89,8 @@ def read_peak(device: torch.device, occupied: int) -> int | None:
 def prepare_work(calls: Sequence[Call], device: torch.device, pool: Any = None) -> Work:
     """Warm up, and on a GPU capture the calls in a CUDA graph, repeated until it is long enough to time.
 
-    Args:
-        calls: One call, or the same on several inputs. A graph does not keep the inputs alive; the caller does.
-        device: Device of the calls.
-        pool: Result of `torch.cuda.graph_pool_handle()`: memory shared by graphs that never run at the same time.
+    The calls are one, or the same on several inputs, which the caller keeps alive. `pool` is a result of
+    `torch.cuda.graph_pool_handle()`: memory shared by graphs that never run at the same time.
     """
     if device.type != "cuda":
         _run(calls)
@@ -130,11 +127,7 @@ def interleaved_timings(
 ) -> dict[str, Timing]:
     """Time works on one device for so many seconds, in turns, so that a disturbance affects all.
 
-    Args:
-        works: Works by name.
-        seconds: Time to spend.
-        at_least: Rounds to do even if they take longer.
-        at_most: Rounds after which to stop even if there is time left.
+    `at_least` and `at_most` bound the number of rounds, however long they take.
     """
     if not works:
         return {}

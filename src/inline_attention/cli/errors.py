@@ -29,17 +29,10 @@ EXTRAS = {
 
 
 class Commands(TyperGroup):
-    """A group whose commands end with one sentence, never with a traceback.
-
-    The environment variable INLINE_TRACEBACK=1 shows the traceback instead.
-    """
+    """A group whose commands end with one sentence, not a traceback, unless INLINE_TRACEBACK=1 is set."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command.
-
-        Raises:
-            typer.Exit: With code 1 after an error, 130 or 143 after SIGINT or SIGTERM.
-        """
+        """Run a command; exit with code 1 after an error, 130 or 143 after SIGINT or SIGTERM."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -47,7 +40,7 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            if os.environ.get(TRACEBACK) or _is_of_usage(error):
+            if os.environ.get(TRACEBACK) or hasattr(error, "format_message"):  # typer prints errors of usage
                 raise
             if stop_on_signal.exit_code is not None:  # such as a data worker that the signal ended first
                 raise typer.Exit(stop_on_signal.exit_code) from None
@@ -83,8 +76,3 @@ def _missing_module(error: ModuleNotFoundError) -> str:
 def _path(error: OSError) -> str:
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     return f"{' and '.join(names)}: " if names else ""
-
-
-def _is_of_usage(error: Exception) -> bool:
-    """True for the command line's own errors, which typer prints with the usage."""
-    return hasattr(error, "format_message")

@@ -24,11 +24,7 @@ def read_settings(recipe: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
-    """Return timm's flags as overrides `key=value`.
-
-    Raises:
-        typer.Exit: For an unknown flag, naming the nearest.
-    """
+    """Return timm's flags as overrides `key=value`; exit with the nearest flag if one is unknown."""
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for number, flag in enumerate(FLAGS):
         if flag.num_values == 0:

@@ -21,11 +21,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parse_numbers(text: str | None, option: str, example: str = "64,256") -> list[int] | None:
-    """Return distinct positive whole numbers in ascending order; None if the option is not given.
-
-    Raises:
-        typer.BadParameter: If the text is anything else.
-    """
+    """Return distinct positive whole numbers in ascending order; None if the option is not given."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]

@@ -58,12 +58,7 @@ def say_json(content: object) -> None:
 
 
 def make_console(*, stderr: bool = False, log_width: int | None = LOG_WIDTH) -> Console:
-    """Return a console that prints text as it is, whatever it contains.
-
-    Args:
-        stderr: Print there instead of stdout.
-        log_width: Columns where it is no terminal; None for rich's default.
-    """
+    """Return a console that prints text as it is; `log_width` are its columns if it is no terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -98,14 +93,10 @@ def make_table(
     group_by: Callable[[Sequence[Any]], object] | None = None,
     **options: Any,
 ) -> Table:
-    """Return a table.
+    """Return a table with the options of rich's: title and caption.
 
-    Args:
-        header: Names of the columns.
-        rows: Cells.
-        texts: Number of leading columns that hold text. Others are right-aligned if a cell starts with a digit.
-        group_by: Key of a row: a line separates rows with different keys, and repeated first cells are left out.
-        **options: Options of rich's table: title and caption.
+    The first `texts` columns hold text. Others are right-aligned if a cell starts with a digit. `group_by` returns the
+    key of a row: a line separates rows with different keys, and repeated first cells are left out.
     """
     from rich import box
     from rich.table import Table
