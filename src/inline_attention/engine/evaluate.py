@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +52,9 @@ def evaluate(
     model.eval()
     batches = loader.epoch()
     for _ in range(max(processes.gather(len(loader)))):  # one process may have a batch more than another
-        for batch in sync.fetch(batches):
+        fetched = sync.read(batches)
+        sync.agree()
+        for batch in fetched:
             with precision.autocast():
                 evaluator.add(model, batch)
     model.train(was_training)
@@ -81,26 +84,11 @@ def evaluate_checkpoint(
     device: str = "auto",
     on_note: Callable[[str], None] | None = None,
 ) -> Metrics | None:
-    """Evaluate the model of a file. Returns None on all ranks but 0.
+    """Evaluate the model of a file of weights, a run or a training checkpoint. Returns None on all ranks but 0.
 
-    Args:
-        path: File of weights, run, or training checkpoint.
-        dataset: Dataset of a classifier, see `open_dataset`; None for "folder".
-        data_dir: Data folder.
-        split: Split or subfolder.
-        repair: Repair faults of detection and segmentation data in memory.
-        allow_outside_files: Read files that annotations or `image_folder` name outside of `data_dir`.
-        model_name: Model of a classifier; None for the file's.
-        model_arguments: Further arguments of a classifier.
-        size: Image side, or shorter side for detectors and segmenters; None for the model's own.
-        use_ema: Require averaged weights.
-        image_folder: Image folder of a segmenter's data, see `find_pair_folders`.
-        map_folder: Label map folder of a segmenter's data, see `find_pair_folders`.
-        batch_size: Images per forward pass; None for 64 (classifiers) or 4.
-        workers: Worker processes.
-        amp: "bf16", "fp16", "auto" or "off".
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        on_note: Called on rank 0 with each note on repairs.
+    `dataset` (see `open_dataset`), `model_name` and `model_arguments` are for classifiers, `image_folder` and
+    `map_folder` (see `find_pair_folders`) for segmenters. `size` is the image side, of dense tasks the shorter one;
+    None is the model's own. `use_ema` requires averaged weights. Rank 0 calls `on_note` with each note on repairs.
 
     Raises:
         CheckpointError: If the file cannot be read or does not fit.
@@ -111,39 +99,34 @@ def evaluate_checkpoint(
         path = find_weights(path, averaged=use_ema)
         use_ema = False  # the file has no others
     file = open_checkpoint(path, use_ema=use_ema or None)
-    folder = None if data_dir is None else str(data_dir)
+    kind = file.metadata.get(TASK)  # None for classifiers
     data = DataSection(
         dataset or "folder",
-        folder,
+        None if data_dir is None else str(data_dir),
         val_split=split,
         repair=repair,
         image_folder=image_folder,
         map_folder=map_folder,
         allow_outside_files=allow_outside_files,
     )
-    notes: tuple[str, ...] = ()
+    if kind is None:
+        if dataset is None and data_dir is None:
+            raise ValueError(f"{path} is of a classifier: name the data with --data-dir, or with --dataset digits")
+    elif dataset or model_name or model_arguments:
+        raise ValueError(f"{path} is of a model for {kind}, which knows its model and kind of data; give --data-dir")
+    elif data_dir is None:
+        raise ValueError(f"{path} is of a model for {kind}: name the data with --data-dir")
+    elif (image_folder or map_folder) and kind != SegmentationTask.name:
+        message = f"{path} is of a model for {kind}, whose data says where its images are"
+        raise ValueError(f"{message}; leave out --image-folder and --map-folder")
     with joined_processes(device) as processes:
-        if file.metadata.get(TASK) is None:
-            if dataset is None and folder is None:
-                raise ValueError(f"{path} is of a classifier: name the data with --data-dir, or with --dataset digits")
+        if kind is None:
             task, source, class_names = _classification(file, data, model_name, model_arguments or {}, size)
-        elif dataset or model_name or model_arguments:
-            kind = file.metadata[TASK]
-            raise ValueError(
-                f"{path} is of a model for {kind}, which knows its model and kind of data; give --data-dir"
-            )
-        elif folder is None:
-            raise ValueError(f"{path} is of a model for {file.metadata[TASK]}: name the data with --data-dir")
-        elif (image_folder or map_folder) and file.metadata[TASK] != SegmentationTask.name:
-            raise ValueError(
-                f"{path} is of a model for {file.metadata[TASK]}, whose data says where its images are; leave out "
-                "--image-folder and --map-folder"
-            )
         else:
             task, source, class_names, notes = _dense(file, data, size)
-        if on_note is not None and processes.is_main:
-            for note in notes:
-                on_note(note)
+            if on_note is not None and processes.is_main:
+                for note in notes:
+                    on_note(note)
         model = task.build_model(class_names)
         load_checkpoint(model, file)
         model, precision = model.to(processes.device), Precision(amp, processes.device)
@@ -152,19 +135,16 @@ def evaluate_checkpoint(
             model.backbone.to(torch.bfloat16)
         broken = BrokenImages(len(source), BrokenImageLimit())
         reading = Reading(
-            batch_size or (CLASSIFIERS_BATCH if file.metadata.get(TASK) is None else OTHERS_BATCH),
+            batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH),
             processes.device,
             workers=workers,
             rank=processes.rank,
             world_size=processes.world_size,
         )
-        loader = task.validation_loader(source, model, reading, broken)
-        sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
-        try:
+        with closing(task.validation_loader(source, model, reading, broken)) as loader:
+            sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
             evaluator = task.evaluator(source, processes.device)
             metrics = evaluate(model, loader, evaluator, precision, sync)
-        finally:
-            loader.close()
         return metrics if processes.is_main else None
 
 

@@ -31,16 +31,13 @@ class InterruptedBySignalError(RuntimeError):
 
 
 class Interruption:
-    """Keeps the first signal. Later ones do not change it."""
+    """The number of the first signal, or None."""
 
-    def __init__(self) -> None:
-        self.number: int | None = None
+    number: int | None = None
 
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
-        del frame
-        if self.number is None:
-            self.number = number
+    def note(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal. Later ones do not change the number."""
+        self.number = self.number or number
 
 
 @contextmanager
@@ -48,10 +45,8 @@ def noted_interruptions() -> Iterator[Interruption]:
     """Note signals instead of ending the process; restore the previous handlers at the end.
 
     After a first signal, a SIGINT ends the process at once with exit code 130, whatever it waits for: a picture on a
-    dead network disk, a data worker, another rank. Python runs handlers between two instructions of the main thread,
-    and so not while that waits, so a second thread watches.
-
-    Python handles signals in the main thread alone: in another, as in a notebook's, there are none to note.
+    dead network disk, a data worker, another rank. Python runs no handler while the main thread waits in C code, so a
+    second thread watches. In another thread than the main one Python handles no signals, and there are none to note.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

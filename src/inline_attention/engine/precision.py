@@ -7,41 +7,22 @@ from typing import Any
 
 import torch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
 
 
 class Precision:
-    """Autocast to bfloat16 or float16, or none; gradients scaled for float16 on GPUs.
-
-    Attributes:
-        dtype: Autocast dtype; None without autocast.
-        scaler: Gradient scaler, enabled for float16 on GPUs.
-    """
+    """Autocast to bfloat16 or float16, or none (`dtype` is None); `scaler` scales losses for float16 on GPUs."""
 
     def __init__(self, amp: str, device: torch.device):
-        """Choose the precision.
-
-        Args:
-            amp: "bf16", "fp16", "auto" (bf16 if the device has it, else fp16) or "off".
-            device: Device of the model.
-
-        Raises:
-            ValueError: If `amp` is anything else.
-        """
+        """Choose by "bf16", "fp16", "auto" (bf16 if the device has it, else fp16) or "off"."""
         if amp == "auto":
-            amp = "bf16" if _has_bfloat16(device) else "fp16"
-        if amp not in _DTYPES:
+            has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+            amp = "bf16" if has_bfloat16 else "fp16"
+        if amp not in DTYPES:
             raise ValueError(f"amp must be bf16, fp16, auto or off, got {amp!r}")
-        self.dtype = _DTYPES[amp]
-        self._device = device
+        self.dtype, self._device = DTYPES[amp], device
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16" and device.type == "cuda")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward passes."""
-        if self.dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, self.dtype)
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return nullcontext() if self.dtype is None else torch.autocast(self._device.type, self.dtype)

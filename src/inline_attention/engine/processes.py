@@ -24,13 +24,7 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True)
 class Processes:
-    """This rank, and collectives over all ranks.
-
-    Attributes:
-        rank: Number of this rank, from 0.
-        world_size: Number of ranks.
-        device: Device of this rank.
-    """
+    """This rank, its device, and collectives over all ranks, which all of them must call."""
 
     rank: int
     world_size: int
@@ -48,7 +42,7 @@ class Processes:
         return values
 
     def any(self, *conditions: bool) -> tuple[bool, ...]:
-        """Return for each condition if it holds on any rank. All ranks must call it."""
+        """Return for each condition if it holds on any rank."""
         if self.world_size == 1:
             return conditions
         flags = torch.tensor(conditions, dtype=torch.float32, device=self.device)
@@ -56,13 +50,13 @@ class Processes:
         return tuple(flag > 0 for flag in flags.tolist())
 
     def adopt_main(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors from rank 0 to all ranks. All ranks must call it."""
+        """Copy tensors from rank 0 to all ranks."""
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order. All ranks must call it."""
+        """Return the values of all ranks, in order."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -74,9 +68,7 @@ class Processes:
 def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Iterator[Processes]:
     """Join the ranks that torchrun started, if any, and leave them at the end.
 
-    Args:
-        device: "auto" (one GPU per rank, if there are any), "cpu", "cuda" or "cuda:N".
-        timeout_minutes: Minutes to wait for other ranks.
+    The device is "auto" (one GPU per rank, if there are any), "cpu", "cuda" or "cuda:N".
 
     Raises:
         DeviceError: If there is no such device.
@@ -101,14 +93,11 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
 
 
 def _choose_device(name: str, local_rank: int) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    has_gpu = torch.cuda.is_available()
     try:
-        device = torch.device(name)
+        device = torch.device(name if name != "auto" else "cuda" if has_gpu else "cpu")
     except RuntimeError as error:
         raise DeviceError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not has_gpu:
         raise DeviceError(f"PyTorch finds no GPU here, got device {name!r}; use auto or cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", local_rank)
-    return device
+    return torch.device("cuda", local_rank) if device == torch.device("cuda") else device

@@ -15,20 +15,14 @@ from inline_attention.engine.interruption import InterruptedBySignalError, Inter
 from inline_attention.engine.processes import Processes
 from inline_attention.support.text import printable
 
+AnyBatch = TypeVar("AnyBatch")
 logger = logging.getLogger(__name__)
 
 
 class BrokenReport:
-    """Shares the lists of broken images between ranks, and writes them to the run's folder."""
+    """Shares the lists of broken images, one per dataset, between ranks, and writes them to the run's folder."""
 
     def __init__(self, lists: Sequence[BrokenImages], processes: Processes, folder: Path | None = None):
-        """Set up.
-
-        Args:
-            lists: Broken images of this rank's loaders, one list per dataset.
-            processes: Ranks of the run.
-            folder: Folder for the list; None for no list.
-        """
         self._lists, self._processes, self._folder = lists, processes, folder
         self._known = 0
 
@@ -52,16 +46,11 @@ class BrokenReport:
                 images.add(image for lists in gathered for image in lists[number])
         finally:
             if self._processes.is_main:
-                self._publish()
+                found = [image for images in self._lists for image in images]
+                where = "" if self._folder is None else f", all in {write_report(self._folder, found)}"
+                new, last = len(found) - self._known, printable(found[-1])
+                logger.warning("left out %d broken images%s; the last: %s", new, where, last)
             self._known = len(self)
-
-    def _publish(self) -> None:
-        everything = [image for images in self._lists for image in images]
-        where = ""
-        if self._folder is not None:
-            where = f", all in {write_report(self._folder, everything)}"
-        new = len(everything) - self._known
-        logger.warning("left out %d broken images%s; the last: %s", new, where, printable(everything[-1]))
 
     def state(self) -> list[list[tuple[str, str]]]:
         """Return name and reason of each image, by dataset, for a checkpoint."""
@@ -73,41 +62,25 @@ class BrokenReport:
             images.add(BrokenImage(name, reason) for name, reason in entries)
 
 
-AnyBatch = TypeVar("AnyBatch")
-
-
 class RankSync:
     """Fetches batches. Signals and broken images of one rank stop all of them."""
 
     def __init__(self, processes: Processes, interruption: Interruption, broken: BrokenReport):
-        """Set up.
-
-        Args:
-            processes: Ranks of the run.
-            interruption: Signals to this rank.
-            broken: Broken images of all ranks.
-        """
         self.processes, self._interruption, self._broken = processes, interruption, broken
 
-    def fetch(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
-        """Return the next batches of this rank, fewer at the end. All ranks must call it equally often.
-
-        Raises:
-            InterruptedBySignalError: On all ranks, if one got a signal.
-            BrokenImagesError: On all ranks, if there are more broken images than allowed.
-        """
-        fetched = self.read(batches, count)
-        self.agree()
-        return fetched
-
     def read(self, batches: Iterator[AnyBatch], count: int = 1) -> list[AnyBatch]:
-        """Read batches ahead, without synchronizing; call `agree` before using them."""
+        """Return the next batches of this rank, fewer at the end. Call `agree` before using them."""
         with suppress(BrokenImagesError):  # raised on all ranks by `agree`
             return list(islice(batches, count))
         return []
 
     def agree(self) -> None:
-        """Synchronize ranks: raise on all if one got a signal or too many images are broken."""
+        """Synchronize ranks. All must call it.
+
+        Raises:
+            InterruptedBySignalError: On all ranks, if one got a signal.
+            BrokenImagesError: On all ranks, if there are more broken images than allowed.
+        """
         is_stopped, has_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
         if has_news:
             self._broken.share()

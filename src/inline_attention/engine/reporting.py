@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import isnan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -27,6 +27,13 @@ from inline_attention.support.text import printable
 SUMMARY = "summary.csv"
 
 
+class Curves(NamedTuple):
+    """A destination of curves: `add` takes values by name and the number of updates."""
+
+    add: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
+
+
 class RunReport:
     """Writes to the run's folder and the console, on rank 0 only."""
 
@@ -39,10 +46,10 @@ class RunReport:
         total_updates: int,
         on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
     ):
-        """Write settings and environment.
+        """Create the folder; write settings and environment.
 
         Args:
-            folder: Folder of the run; created here.
+            folder: Folder of the run.
             config: Settings of the run.
             is_main: True on rank 0, which reports.
             total_updates: Number of updates, for the remaining time.
@@ -52,7 +59,7 @@ class RunReport:
         self._on_epoch = on_epoch
         speaks = is_main and on_epoch is None
         self._console = Console(quiet=not speaks)
-        self._curves: list[_Curves] = []
+        self._curves: list[Curves] = []
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -70,9 +77,9 @@ class RunReport:
         write_atomically(folder / "args.yaml", to_yaml(config))
         write_atomically(folder / "environment.json", json.dumps(_environment(), indent=2) + "\n")
         if config.logging.tensorboard:
-            self._curves += _tensorboard(folder / CURVES, self.say)
+            self._curves += self._tensorboard()
         if config.logging.wandb:
-            self._curves.append(_WeightsAndBiases(folder, config))
+            self._curves.append(_weights_and_biases(folder, config))
 
     def __enter__(self) -> RunReport:
         """Start the progress display."""
@@ -91,15 +98,7 @@ class RunReport:
         self._console.print(text, highlight=False, markup=False)
 
     def update_done(self, update: int, epoch: int, images: int, loss: float, lr: float) -> None:
-        """Report an update; some become a line of the log and a point of the curves.
-
-        Args:
-            update: Number of updates so far.
-            epoch: Epoch, from 0.
-            images: Images of this update, over all ranks.
-            loss: Loss of this update.
-            lr: Learning rate of this update.
-        """
+        """Report an update of some images, over all ranks. Some become a line of the log and a point of the curves."""
         self._images_since += images
         self._update = update
         if update % self._interval:
@@ -113,88 +112,73 @@ class RunReport:
         self._progress.update(self._task, completed=update, status=status)
         if not self._console.is_terminal:
             self.say(f"update {update}: {status}")
-        values = {"train/loss": loss, "train/lr": lr, "train/images_per_second": speed}
-        for curves in self._curves:
-            curves.add(values, update)
+        self._draw({"train/loss": loss, "train/lr": lr, "train/images_per_second": speed})
 
     def epoch_done(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write summary.csv and print its last row."""
         row = rows[-1]
         # Zeros and NaN are in the file, but not on the console.
-        news = {
-            key: value for key, value in row.items() if (not isnan(value) if isinstance(value, float) else value != 0)
-        }
-        parts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in news.items()]
-        self.say(", ".join(parts))
+        self.say(
+            ", ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
+                if (not math.isnan(value) if isinstance(value, float) else value != 0)
+            )
+        )
         if not self._is_main:
             return
-        columns = list(dict.fromkeys(key for row in rows for key in row))
         text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         write_atomically(self._folder / SUMMARY, text.getvalue())
-        values = {f"epoch/{key}": value for key, value in row.items() if isinstance(value, float)}
-        for curves in self._curves:
-            curves.add(values, self._update)
+        self._draw({f"epoch/{key}": value for key, value in row.items() if isinstance(value, float)})
         if self._on_epoch is not None:
             self._on_epoch(row)
 
+    def _draw(self, values: Mapping[str, float]) -> None:
+        for curves in self._curves:
+            curves.add(values, self._update)
 
-class _Curves(Protocol):
-    """A destination of curves: values by name, over updates."""
-
-    def add(self, values: Mapping[str, float], update: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    def __init__(self, writer: Any):
-        self._writer = writer
-
-    def add(self, values: Mapping[str, float], update: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, update)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _tensorboard(folder: Path, say: Callable[[str], None]) -> list[_Curves]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        say("no curves for TensorBoard: it is not installed (pip install 'inline-attention[train]')")
-        return []
-    try:
-        return [_TensorBoard(SummaryWriter(str(folder)))]
-    except UnicodeError:
-        say("no curves for TensorBoard: it needs a folder whose name is UTF-8")
-        return []
-
-
-class _WeightsAndBiases:
-    def __init__(self, folder: Path, config: TrainConfig):
+    def _tensorboard(self) -> list[Curves]:
         try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            message = "expected Weights & Biases to be installed (pip install 'inline-attention[wandb]'), or false"
-            raise ConfigError([Problem("logging.wandb", message)]) from error
-        # One curve per run folder: a resumed run continues its own.
-        self._run: Any = wandb.init(
-            project=config.logging.wandb_project, name=folder.name, id=folder.name, resume="allow", dir=str(folder),
-            config=to_mapping(config),
-        )  # fmt: skip
+            from torch.utils.tensorboard import SummaryWriter
 
-    def add(self, values: Mapping[str, float], update: int) -> None:
-        self._run.log(dict(values), step=update)
+            writer = SummaryWriter(str(self._folder / CURVES))
+        except ImportError:
+            self.say("no curves for TensorBoard: it is not installed (pip install 'inline-attention[train]')")
+            return []
+        except UnicodeError:
+            self.say("no curves for TensorBoard: it needs a folder whose name is UTF-8")
+            return []
 
-    def close(self) -> None:
-        self._run.finish()
+        def add(values: Mapping[str, float], update: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, update)
+
+        return [Curves(add, writer.close)]
+
+
+def _weights_and_biases(folder: Path, config: TrainConfig) -> Curves:
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        message = "expected Weights & Biases to be installed (pip install 'inline-attention[wandb]'), or false"
+        raise ConfigError([Problem("logging.wandb", message)]) from error
+    # One curve per run folder: a resumed run continues its own.
+    run: Any = wandb.init(
+        project=config.logging.wandb_project, name=folder.name, id=folder.name, resume="allow", dir=str(folder),
+        config=to_mapping(config),
+    )  # fmt: skip
+    return Curves(lambda values, update: run.log(dict(values), step=update), run.finish)
 
 
 def _environment() -> dict[str, Any]:
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -202,14 +186,6 @@ def _environment() -> dict[str, Any]:
         "timm": timm.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "machine": platform.platform(),
-        "commit": _git_commit(),
+        "commit": commit,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
-
-
-def _git_commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,39 +23,6 @@ from inline_attention.engine.processes import Processes
 StateDict = dict[str, Any]
 
 
-class Strategy(Protocol):
-    """The interface of both strategies."""
-
-    def prepare(self, model: nn.Module) -> None:
-        """Change the model in place, before its optimizer is created."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module for forward passes."""
-        ...
-
-    def without_exchange(self, runnable: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for backward passes without gradient exchange."""
-        ...
-
-    def gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which ranks run the model without waiting for each other. All must enter it."""
-        ...
-
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return whole weights on rank 0. All ranks must call it."""
-        ...
-
-    def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Load whole weights."""
-
-    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-        """Return the whole state, by parameter names, on rank 0. All ranks must call it."""
-        ...
-
-    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Load the state."""
-
-
 class Replicated:
     """Every device has the whole model; with several ranks, PyTorch's DDP."""
 
@@ -63,34 +30,34 @@ class Replicated:
         self._processes = processes
 
     def prepare(self, model: nn.Module) -> None:
-        """Nothing to do."""
+        """Change the model in place, before its optimizer is created."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model, or DDP around it."""
+        """Return the module for forward passes."""
         if self._processes.world_size == 1:
             return model
         device = self._processes.device
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     def without_exchange(self, runnable: nn.Module) -> AbstractContextManager[Any]:
-        """DDP's `no_sync`."""
+        """Return a context for backward passes without gradient exchange."""
         return runnable.no_sync() if isinstance(runnable, DistributedDataParallel) else nullcontext()
 
     def gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The model is whole everywhere."""
+        """Return a context in which ranks run the model without waiting for each other. All must enter it."""
         del model
         return nullcontext()
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state dict."""
+        """Return whole weights on rank 0. All ranks must call it."""
         return model.state_dict()
 
     def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Load them."""
+        """Load whole weights."""
         model.load_state_dict(weights)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-        """Return the state dict with parameter names instead of numbers, as the sharded one has."""
+        """Return the whole state, by parameter names, on rank 0. All ranks must call it."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         numbered = optimizer.state_dict()
@@ -102,13 +69,16 @@ class Replicated:
         }
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Load the state by the order of parameters."""
+        """Load the whole state."""
         del model
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(state)  # by the order of parameters
 
 
-class Sharded:
+class Sharded(Replicated):
     """Parameters, gradients and optimizer states are sharded: PyTorch's FSDP2, block by block."""
+
+    _gathering = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    _loading = StateDictOptions(full_state_dict=True)
 
     def prepare(self, model: nn.Module) -> None:
         """Shard every block, then the rest."""
@@ -118,12 +88,18 @@ class Sharded:
         fully_shard(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself, which gathers one block at a time."""
+        """Return the model itself, which gathers one block at a time."""
         return model
 
-    def without_exchange(self, runnable: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def without_exchange(self, runnable: nn.Module) -> Iterator[None]:
         """Keep whole gradients until they are exchanged."""
-        return _WithoutSync(runnable) if isinstance(runnable, FSDPModule) else nullcontext()
+        module = cast(FSDPModule, runnable)
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
@@ -144,30 +120,17 @@ class Sharded:
                 part.reshard()
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Gathered from all devices."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+        """Gather whole weights on rank 0."""
+        return cast(dict[str, Tensor], get_model_state_dict(model, options=self._gathering))
 
     def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         """Load the shard of each device."""
-        set_model_state_dict(model, cast(Any, weights), options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(model, cast(Any, weights), options=self._loading)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-        """Gathered from all devices."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(StateDict, get_optimizer_state_dict(model, optimizer, options=options))
+        """Gather the whole state on rank 0."""
+        return cast(StateDict, get_optimizer_state_dict(model, optimizer, options=self._gathering))
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load the shard of each device."""
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-
-
-class _WithoutSync:
-    def __init__(self, module: FSDPModule):
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._module.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._module.set_requires_gradient_sync(True)
+        set_optimizer_state_dict(model, optimizer, state, options=self._loading)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from inline_attention.data.loading import named_worker_error
 from inline_attention.engine.checkpoint_format import STATE, find_weights
@@ -24,13 +21,12 @@ from inline_attention.engine.checkpoints import (
 from inline_attention.engine.config import (
     ConfigError,
     Problem,
-    ResolvedValues,
     TrainConfig,
     check,
     model_arguments,
     resolve,
 )
-from inline_attention.engine.interruption import InterruptedBySignalError, noted_interruptions
+from inline_attention.engine.interruption import InterruptedBySignalError, Interruption, noted_interruptions
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed
@@ -61,35 +57,33 @@ def _open(task: Task) -> TaskData:
 
 def build_task(config: TrainConfig) -> Task:
     """Build the task that the settings describe."""
-    start, flip = config.model.initial_checkpoint, config.augmentation.hflip
-    arguments = model_arguments(config)
-    described = describable(config.model.name, arguments)
+    name, start, flip = config.model.name, config.model.initial_checkpoint, config.augmentation.hflip
+    size, arguments = config.model.img_size, model_arguments(config)
+    if config.task.name == "classification":
+        described = describable(name, arguments)
+    else:  # the head around a backbone has the classes
+        described = arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
     model = ModelChoice(
-        config.model.name,
+        name,
         described,
         None if start is None else str(find_weights(Path(start))),
         config.training.grad_checkpointing,
-        {name: value for name, value in arguments.items() if name not in described},
+        {key: value for key, value in arguments.items() if key not in described},
         config.model.num_classes,
     )
-    if config.task.name == "classification":
-        size = config.model.img_size
-        return ClassificationTask(
-            config.data,
-            model,
-            config.augmentation,
-            image_size=(size, size) if isinstance(size, int) else size,
-            channels=config.model.in_chans,
-            smoothing=config.loss.smoothing,
-            seed=config.training.seed,
-        )
-    # The head around a backbone has the classes.
-    backbone = replace(
-        model, arguments={name: value for name, value in arguments.items() if name != "num_classes"}, own_arguments={}
-    )
     if config.task.name == "detection":
-        return DetectionTask(config.data, backbone, config.detection, flip=flip)
-    return SegmentationTask(config.data, backbone, config.segmentation, flip=flip)
+        return DetectionTask(config.data, model, config.detection, flip=flip)
+    if config.task.name == "segmentation":
+        return SegmentationTask(config.data, model, config.segmentation, flip=flip)
+    return ClassificationTask(
+        config.data,
+        model,
+        config.augmentation,
+        image_size=(size, size) if isinstance(size, int) else size,
+        channels=config.model.in_chans,
+        smoothing=config.loss.smoothing,
+        seed=config.training.seed,
+    )
 
 
 def train(
@@ -115,54 +109,39 @@ def train(
         data = _open(task)
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
-            raise ConfigError(
-                [Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")]
-            )
+            _refuse([Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")])
         folder = _run_folder(config, processes)
         _refuse(check_output(folder))
         with claimed(folder, processes):
-            return folder, _train_in(folder, resolved, task, data, processes, on_epoch)
+            checkpoint = _checkpoint_to_resume(config, folder)
+            trainer = Trainer(resolved, task, data, folder, processes)
+            _refuse(check_output(folder, trainer.bytes_still_to_write()))
+            _check_alike(processes, trainer, checkpoint)
+            notes = _resume(trainer, checkpoint)
+            if config.run.start_anew and checkpoint is None and processes.is_main:
+                _set_aside(folder)
+            report = RunReport(
+                folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
+            )
+            sizes = f"{len(data.train)} images to train on, {len(data.validation)} to evaluate on"
+            sizes = f"data: {sizes}, {len(trainer.class_names)} classes"
+            with report, noted_interruptions() as interruption, closing(trainer):
+                for line in (*data.notes, f"run: {folder}", sizes, *resolved.describe(), *notes):
+                    report.say(line)
+                return folder, _run(trainer, report, interruption)
 
 
-def _train_in(
-    folder: Path,
-    resolved: ResolvedValues,
-    task: Task,
-    data: TaskData,
-    processes: Processes,
-    on_epoch: Callable[[Mapping[str, Any]], None] | None,
-) -> Metrics | None:
-    """Train in a folder that no other run uses."""
-    config = resolved.config
-    checkpoint = _checkpoint_to_resume(config, folder)
-    trainer = Trainer(resolved, task, data, folder, processes)
-    _refuse(check_output(folder, trainer.bytes_still_to_write()))
-    _check_alike(processes, trainer, checkpoint)
-    notes = _resume(trainer, checkpoint, config, folder)
-    if config.run.start_anew and checkpoint is None and processes.is_main:
-        _set_aside(folder)
-    report = RunReport(
-        folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
-    )
-    with report, noted_interruptions() as interruption:
-        for line in (*data.notes, f"run: {folder}", f"data: {len(data.train)} images to train on, "
-                     f"{len(data.validation)} to evaluate on, {len(trainer.class_names)} classes",
-                     *resolved.describe()):  # fmt: skip
-            report.say(line)
-        for note in notes:
-            report.say(note)
-        try:
-            return trainer.run(report, interruption)
-        except InterruptedBySignalError as error:
-            error.folder = folder
-            raise
-        except RuntimeError as error:
-            # Torch reports a dead worker wherever the program happens to be, not only in the loader.
-            if (named := named_worker_error(error)) is not None:
-                raise named from error
-            raise
-        finally:
-            trainer.close()
+def _run(trainer: Trainer, report: RunReport, interruption: Interruption) -> Metrics | None:
+    try:
+        return trainer.run(report, interruption)
+    except InterruptedBySignalError as error:
+        error.folder = trainer.folder
+        raise
+    except RuntimeError as error:
+        # Torch reports a dead worker wherever the program happens to be, not only in the loader.
+        if (named := named_worker_error(error)) is not None:
+            raise named from error
+        raise
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -171,56 +150,47 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _check_alike(processes: Processes, trainer: Trainer, checkpoint: TrainingCheckpoint | None) -> None:
-    """Refuse ranks that differ: folders that they do not share, images that not all can read.
-
-    Raises:
-        ConfigError: On all ranks.
-    """
+    """Refuse ranks, all of them, that differ: folders that they do not share, images that not all can read."""
     found = processes.gather(None if checkpoint is None else (checkpoint.step, checkpoint.files[STATE].sha256))
+    updates = processes.gather(trainer.updates_per_epoch)
     if len(set(found)) > 1:
         steps = ", ".join("none" if item is None else f"update {item[0]}" for item in found)
         message = f"processes find different checkpoints in {trainer.folder} ({steps})"
-        raise ConfigError([Problem("run.output", f"{message}; use a folder that all machines share")])
-    updates = processes.gather(trainer.updates_per_epoch)
+        _refuse([Problem("run.output", f"{message}; use a folder that all machines share")])
     if min(updates) == 0:
         message = f"expected enough readable images for an update, got {len(trainer.data.train)}"
-        raise ConfigError([Problem("training.total_batch_size", f"{message}; set it to less")])
+        _refuse([Problem("training.total_batch_size", f"{message}; set it to less")])
     if len(set(updates)) > 1:
         message = f"processes find different numbers of images: an epoch has {', '.join(map(str, updates))} updates"
-        raise ConfigError([Problem("data.dir", f"{message}; use a folder that all machines can read")])
+        _refuse([Problem("data.dir", f"{message}; use a folder that all machines can read")])
 
 
-def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None, config: TrainConfig, folder: Path) -> list[str]:
+def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None) -> list[str]:
     """Resume, if there is a checkpoint, before anything is overwritten. Returns notes for the user."""
+    config, folder = trainer.config, trainer.folder
     if checkpoint is None:
         notes = [f"nothing to resume in {folder}: the run starts"] if config.run.resume == "auto" else []
         return notes if trainer.task.start is None else [*notes, f"weights: {trainer.task.start}"]
     notes = trainer.resume(checkpoint)
     position = trainer.position
-    unit, done, wanted = ("epochs", position.epoch, trainer.total_epochs)
+    unit, done, wanted = "epochs", position.epoch, trainer.total_epochs
     if config.training.updates is not None:
-        unit, done, wanted = ("updates", position.updates, trainer.total_updates)
+        unit, done, wanted = "updates", position.updates, trainer.total_updates
     if done > wanted:
         message = f"expected at least the {done} {unit} that {folder} has done, got {wanted}"
-        raise ConfigError([Problem(f"training.{unit}", f"{message}; nothing is left to do; raise it to continue")])
-    where = (
-        f"all {done} {unit} are done" if done == wanted else f"epoch {position.epoch + 1}, update {position.updates}"
-    )
-    return [f"resumed from {checkpoint.path}: {where}", *notes]
+        _refuse([Problem(f"training.{unit}", f"{message}; nothing is left to do; raise it to continue")])
+    is_done, place = done == wanted, f"epoch {position.epoch + 1}, update {position.updates}"
+    return [f"resumed from {checkpoint.path}: {f'all {done} {unit} are done' if is_done else place}", *notes]
 
 
 def _run_folder(config: TrainConfig, processes: Processes) -> Path:
     settings = config.run
-    resumed = settings.resume
+    resumed, name = settings.resume, settings.experiment
     if resumed not in (None, "auto"):
         return _folder_of(Path(resumed))
-    name = settings.experiment
     if name is None:
         name = config.model.name if resumed == "auto" else time.strftime(f"%Y%m%d-%H%M%S-{config.model.name}")
-    chosen = [str(Path(settings.output) / name)]
-    if processes.world_size > 1:
-        dist.broadcast_object_list(chosen)  # clocks differ
-    return Path(chosen[0])
+    return processes.gather(Path(settings.output) / name)[0]  # clocks differ
 
 
 def _folder_of(path: Path) -> Path:
@@ -239,7 +209,8 @@ def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoi
         ConfigError: If a start from zero would overwrite what is there.
     """
     resumed, path = config.run.resume, Path(config.run.resume or "")
-    if resumed not in (None, "auto") and path.absolute() != folder.absolute() and path.name != CHECKPOINTS:
+    is_named = resumed not in (None, "auto")
+    if is_named and path.absolute() != folder.absolute() and path.name != CHECKPOINTS:
         return open_training_checkpoint(path)
     store = CheckpointStore(folder / CHECKPOINTS)
     try:
@@ -248,7 +219,7 @@ def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoi
         reason = f"none of the {len(names)} checkpoints in {folder} is intact" if names else ""
     except CheckpointError as error:
         checkpoint, reason = None, str(error)
-    if checkpoint is None and resumed not in (None, "auto"):
+    if checkpoint is None and is_named:
         raise ConfigError([Problem("run.resume", reason or f"there is no checkpoint in {folder}")])
     if checkpoint is not None or not reason or config.run.start_anew:
         return checkpoint

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ from inline_attention.engine.processes import Processes
 from inline_attention.engine.rank_sync import BrokenReport, RankSync
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS
-from inline_attention.engine.strategies import Replicated, Sharded, Strategy
+from inline_attention.engine.strategies import Replicated, Sharded
 from inline_attention.models.checkpoints import model_metadata
 from inline_attention.models.reading import show_difference
 from inline_attention.support.text import printable
@@ -84,7 +84,7 @@ class Position:
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0
     losses: int = 0
-    rows: list[dict[str, Any]] | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def from_state(cls, content: Mapping[str, Any]) -> Position:
@@ -106,18 +106,9 @@ class Position:
                 raise ValueError(f"the position's {name} is impossible")
         return position
 
-    def start_next_epoch(self) -> None:
-        """Go to the next epoch."""
-        self.epoch += 1
-        self._forget_updates()
-
-    def start_epoch_again(self, updates: int) -> None:
-        """Restart the epoch, whose samples are in another order now: repeat some rather than miss some."""
-        self.updates = updates
-        self._forget_updates()
-
-    def _forget_updates(self) -> None:
-        self.updates_in_epoch, self.loss_sum, self.losses = 0, 0.0, 0
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.epoch, self.updates_in_epoch, self.loss_sum, self.losses = epoch, 0, 0.0, 0
 
 
 def _is_row(row: object) -> bool:
@@ -128,21 +119,17 @@ class Trainer:
     """A run, on one of its ranks."""
 
     def __init__(self, resolved: ResolvedValues, task: Task, data: TaskData, folder: Path, processes: Processes):
-        """Build model, loaders, optimizer and schedule.
-
-        Args:
-            resolved: Settings, and values that follow from them.
-            task: The task.
-            data: The task's data.
-            folder: Folder of the run.
-            processes: Ranks of the run.
-        """
+        """Build model, loaders, optimizer and schedule."""
         config = resolved.config
         self.resolved, self.config, self.folder, self.processes = resolved, config, folder, processes
         self.task, self.data, self.class_names = task, data, data.class_names
         torch.use_deterministic_algorithms(config.training.deterministic)
         torch.manual_seed(config.training.seed)
-        self.model = self._with_shared_statistics(task.build_model(self.class_names)).to(processes.device)
+        model = task.build_model(self.class_names)
+        if processes.world_size > 1 and processes.device.type == "cuda":
+            # One device has few images in dense tasks: batch norms use those of all.
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self.model = model.to(processes.device)
         reading = Reading(
             resolved.batch_size,
             processes.device,
@@ -160,7 +147,7 @@ class Trainer:
             raise ConfigError([Problem("training.batch_size", str(error))]) from error
         self.broken = BrokenReport((self.loaders.broken, self.loaders.broken_validation), processes, folder)
         sharded = config.distributed.strategy == "fsdp2" and processes.world_size > 1
-        self.strategy: Strategy = Sharded() if sharded else Replicated(processes)
+        self.strategy = Sharded(processes) if sharded else Replicated(processes)
         self.ema = None
         if resolved.ema_decay is not None:  # copied while the model is whole
             # Faster, but not possible with whole buffers beside sharded parameters.
@@ -191,7 +178,7 @@ class Trainer:
             keep_best=config.checkpoints.keep_best,
             higher_is_better=task.metrics[self.best_metric],
         )
-        self.position = Position(rows=[])
+        self.position = Position()
         self._saved_at: tuple[int, int] | None = None
         self._statistics = [
             buffer
@@ -230,11 +217,11 @@ class Trainer:
         self.loaders.validation.close()
 
     def bytes_still_to_write(self) -> int:
-        """Estimate the bytes of the run's checkpoints, besides existing ones.
+        """Estimate the bytes of the run's checkpoints, besides existing ones, with two moments per weight as in Adam.
 
-        Assumes two moments per weight, as Adam has. While the newest is written, all others exist.
+        While the newest is written, all others exist.
         """
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
         copies = 3 if self.ema is None else 4
         settings = self.config.checkpoints
         there = len(list(self.store.folder.glob("step-*")))
@@ -263,12 +250,11 @@ class Trainer:
         """Restore everything from a checkpoint. Returns notes on what has changed."""
         state, notes = loaded.state, []
         self.strategy.load_weights(self.model, loaded.weights)
-        own_settings = [
-            {name: group[name] for name in OPTIMIZER_SETTINGS if name in group} for group in self.optimizer.param_groups
-        ]
+        groups = self.optimizer.param_groups
+        current = [{name: group[name] for name in OPTIMIZER_SETTINGS if name in group} for group in groups]
         self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
-        for group, own in zip(self.optimizer.param_groups, own_settings, strict=True):
-            group.update(own)  # the current settings, not those of the checkpoint
+        for group, settings in zip(self.optimizer.param_groups, current, strict=True):
+            group.update(settings)  # not those of the checkpoint
         if self.ema is not None:
             self.strategy.load_weights(self.ema.module, loaded.ema_weights or loaded.weights)
             if loaded.ema_weights is None:
@@ -280,14 +266,14 @@ class Trainer:
         self._saved_at = self.position.epoch, self.position.updates
         generators = state["generators"]
         if len(generators) == self.processes.world_size:
-            self._restore_generators(generators[self.processes.rank])
+            own = generators[self.processes.rank]
+            torch.set_rng_state(own["cpu"])
+            if "cuda" in own and self.processes.device.type == "cuda":
+                torch.cuda.set_rng_state(own["cuda"], self.processes.device)
         else:
-            notes.append(
-                f"the run had {len(generators)} processes, now {self.processes.world_size}: it goes on, but not in the "
-                "same bits"
-            )
-        notes += self._restart_changed_epoch(state["deal"])
-        return notes
+            counts = f"the run had {len(generators)} processes, now {self.processes.world_size}"
+            notes.append(f"{counts}: it goes on, but not in the same bits")
+        return notes + self._restart_changed_epoch(state["deal"])
 
     def _sampling(self) -> dict[str, int]:
         """What decides which samples an update gets; saved as "deal"."""
@@ -308,7 +294,8 @@ class Trainer:
             return []
         by_epochs = self.config.training.updates is None
         done = position.epoch * self.updates_per_epoch if by_epochs else position.updates - position.updates_in_epoch
-        position.start_epoch_again(done)
+        position.updates = done
+        position.start_epoch(position.epoch)  # its samples are in another order now: repeat some rather than miss some
         self._saved_at = None
         return [f"{'; '.join(changed)}: epoch {position.epoch + 1} begins again"]
 
@@ -334,10 +321,7 @@ class Trainer:
         theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         if ours != theirs:
             name = next(name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name))
-            shapes = " and ".join(
-                f"{shapes.get(name, 'nothing')} {where}"
-                for shapes, where in ((theirs, "there"), (ours, "in the model that is asked for"))
-            )
+            shapes = f"{theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} in the model that is asked for"
             message = f"{checkpoint.path} is of another model ({name}: {shapes})"
             advice = "resume with the settings of the run, or start another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
@@ -375,12 +359,6 @@ class Trainer:
             raise trouble or CheckpointWriteError("rank 0 could not write a checkpoint; see its message")
         self._saved_at = self.position.epoch, self.position.updates
 
-    def _with_shared_statistics(self, model: nn.Module) -> nn.Module:
-        """Synchronize batch norms, if any, over all devices: one device has few images in dense tasks."""
-        if self.processes.world_size == 1 or self.processes.device.type != "cuda":
-            return model
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-
     def _train_epoch(self, report: RunReport, sync: RankSync) -> None:
         position, accumulated = self.position, self.resolved.grad_accum_steps
         self.runnable.train()
@@ -388,7 +366,9 @@ class Trainer:
         fetched = sync.read(batches, accumulated) if self._updates_left_in_epoch() > 0 else []
         while (left := self._updates_left_in_epoch()) > 0:
             sync.agree()
-            lr = self._set_learning_rate()
+            assert self.scheduler is not None
+            self.scheduler.step_update(position.updates)  # the learning rate depends on the number of updates only
+            lr = self.optimizer.param_groups[0]["lr"]
             statistics = [buffer.clone() for buffer in self._statistics]
             total = self._accumulate_gradients(fetched)
             # Read ahead while the device computes.
@@ -427,9 +407,8 @@ class Trainer:
                 chosen = self._evaluate(self.ema.module, sync)
                 row |= {f"ema_{name}": value for name, value in chosen.figures.items()}
         row |= {"skipped_updates": position.skipped, "broken_images": len(self.broken)}
-        assert position.rows is not None
         position.rows.append(row)
-        position.start_next_epoch()
+        position.start_epoch(position.epoch + 1)
         report.epoch_done(position.rows)
         if is_last or position.epoch % settings.checkpoints.interval_epochs == 0:
             self.save(None if chosen is None else chosen.figures[self.best_metric])
@@ -463,7 +442,8 @@ class Trainer:
         scaler = self.precision.scaler
         mean = self.processes.sum(loss) / self.processes.world_size
         scaler.unscale_(self.optimizer)
-        norm = self._gradient_norm()
+        norm = nn.utils.get_total_norm([weight.grad for weight in self.model.parameters() if weight.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         found = torch.stack([mean, norm.to(mean)]).tolist()  # one synchronization with the device
         is_made = all(map(math.isfinite, found))
         if is_made:
@@ -475,12 +455,6 @@ class Trainer:
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
         return found[0], is_made
-
-    def _gradient_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _update_weights(self, norm: torch.Tensor) -> None:
         scaler, clip = self.precision.scaler, self.config.training.clip_grad
@@ -502,20 +476,9 @@ class Trainer:
                 f"The last checkpoint in {self.folder / CHECKPOINTS} is from before"
             )
 
-    def _set_learning_rate(self) -> float:
-        """Set and return the learning rate of the next update, which depends only on the number of updates."""
-        assert self.scheduler is not None
-        self.scheduler.step_update(self.position.updates)
-        return self.optimizer.param_groups[0]["lr"]
-
     def _generators(self) -> dict[str, torch.Tensor]:
         """Return the random states of this rank."""
         states = {"cpu": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.processes.device)
         return states
-
-    def _restore_generators(self, states: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and self.processes.device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], self.processes.device)
