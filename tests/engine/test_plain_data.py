@@ -11,7 +11,7 @@ import torch
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-from inline_attention.engine.plain_data import plain_copy, tensor_bytes
+from inline_attention.engine.checkpoint_format import plain_copy, tensor_bytes
 
 Pair = namedtuple("Pair", "first second")
 

@@ -23,8 +23,7 @@ from inline_attention.engine.config import (
 )
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import PUBLISHED_TOP1
-from inline_attention.recipes import get_recipe, imagenet, list_recipes, small
-from inline_attention.recipes.catalog import UnknownRecipeError
+from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, list_recipes, small
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}
 PAPER = [name.removeprefix("inline_") for name in list_models("inline_*")]

@@ -18,7 +18,7 @@ from inline_attention.models.described import (
     describable,
     read_description,
 )
-from inline_attention.recipes.catalog import get_recipe, list_recipes
+from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.tasks.classification.prediction import ImageClassifier
 
 SOURCE = Path(inline_attention.__file__).parent

@@ -17,18 +17,18 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inline_attention.engine.durable_files import follow_pointer, write_durably
-from inline_attention.engine.plain_data import tensors_in
 from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
-from inline_attention.models.reading import check_pickle_file
+from inline_attention.models.reading import Checkpoint, check_pickle_file
 from inline_attention.support.files import open_regular, read_bounded, sync_folder
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json
@@ -39,15 +39,19 @@ USE_ANOTHER = "use another checkpoint"
 LARGEST_MANIFEST = 1 << 20  # bytes
 LARGEST_NUMBER = 2**53  # of steps, epochs, bytes
 LONGEST_MODEL_NAME = 200
+# Plain data can be read back without running code.
+SCALARS = (type(None), bool, int, float, str, bytes)
+MAPPINGS = (dict, OrderedDict, Counter)  # Counter: torch's MultiStepLR keeps its milestones in one
+SEQUENCES = (list, tuple, set)
+DEEPEST = 100
 
 
-class LoadedCheckpoint(NamedTuple):
-    """The content of a checkpoint, on the CPU; `metadata` is that of the file of weights."""
+@dataclass(frozen=True)
+class LoadedCheckpoint(Checkpoint):
+    """The file of weights, the averaged weights if there are any, and the state, on the CPU."""
 
-    weights: dict[str, Tensor]
-    ema_weights: dict[str, Tensor] | None
-    state: dict[str, Any]
-    metadata: dict[str, str]
+    ema_weights: dict[str, Tensor] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class StoredFile(NamedTuple):
@@ -61,14 +65,8 @@ class StoredFile(NamedTuple):
 class TrainingCheckpoint:
     """What a checkpoint's manifest says. `verify` compares the files with it.
 
-    Attributes:
-        path: Folder.
-        sequence: Number of the save; the newest checkpoint has the highest, whatever its step.
-        step: Number of updates.
-        epoch: Epoch.
-        metric: Metric, perhaps NaN; None if it was not evaluated.
-        model: Registered name of the model; empty if it has none.
-        files: Files by name.
+    `step` is the number of updates. The newest checkpoint has the highest `sequence`, whatever its step. `metric` may
+    be NaN, and is None if it was not evaluated. `model` is the registered name, empty if there is none.
     """
 
     path: Path
@@ -80,11 +78,7 @@ class TrainingCheckpoint:
     files: Mapping[str, StoredFile]
 
     def verify(self, *, contents: bool = True) -> None:
-        """Check that all files exist with the right sizes and, unless told otherwise, contents.
-
-        Raises:
-            CheckpointError: With the first file that differs.
-        """
+        """Raise `CheckpointError` with the first file whose size or, unless told otherwise, contents differ."""
         for name, stored in self.files.items():
             path = self.path / name
             try:
@@ -100,25 +94,17 @@ class TrainingCheckpoint:
                 raise CheckpointError(f"{path} is damaged: its contents do not match its checksum; {USE_ANOTHER}")
 
     def load(self) -> LoadedCheckpoint:
-        """Verify and read all files. Nothing in them is run.
-
-        Raises:
-            UnsafeCheckpointError: If the state contains code.
-            CheckpointError: If a file is damaged.
-        """
+        """Verify and read all files. Nothing in them is run: code is an `UnsafeCheckpointError`."""
         self.verify()
         file = open_checkpoint(self.path / WEIGHTS)
         ema_weights = open_checkpoint(self.path / EMA_WEIGHTS).weights if EMA_WEIGHTS in self.files else None
-        return LoadedCheckpoint(file.weights, ema_weights, _read_state(self.path / STATE), file.metadata)
+        return LoadedCheckpoint(**vars(file), ema_weights=ema_weights, state=_read_state(self.path / STATE))
 
 
 def find_weights(path: Path, *, averaged: bool = False) -> Path:
     """Return the file of weights of a path: a file, a checkpoint, or a run, of which the best checkpoint counts.
 
     A run that was never evaluated has no best checkpoint; then the last one counts.
-
-    Raises:
-        CheckpointError: If it is a folder without any.
     """
     if not path.is_dir():
         return path
@@ -150,11 +136,7 @@ def write_training_checkpoint(
     state: Mapping[str, Any],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint to a new, empty folder and flush it to disk. `state` is plain data.
-
-    Raises:
-        OSError, RuntimeError: If the disk does not take it.
-    """
+    """Write a checkpoint to a new, empty folder and flush it to disk. `state` is plain data."""
     save_weights(weights, folder / WEIGHTS, metadata=metadata)
     if ema_weights is not None:
         save_weights(ema_weights, folder / EMA_WEIGHTS, metadata=metadata)
@@ -179,11 +161,7 @@ def write_training_checkpoint(
 
 
 def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint:
-    """Read the manifest of a checkpoint, a folder or a pointer such as `checkpoints/last`, and none of its other files.
-
-    Raises:
-        CheckpointError: If there is none, it was altered, or a later version of this library wrote it.
-    """
+    """Read and check the manifest of a checkpoint, a folder or a pointer such as `checkpoints/last`."""
     folder = follow_pointer(Path(path), links=True)
     try:
         if folder.is_symlink():
@@ -269,3 +247,46 @@ def _read_state(path: Path) -> dict[str, Any]:
         if tensor.layout is not torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{path} holds a tensor that is larger than its data; {USE_ANOTHER}")
     return state
+
+
+def plain_copy(value: Any, name: str, depth: int = 0) -> Any:
+    """Copy containers and scalars, with tensors detached and on the CPU. CPU tensors share their memory.
+
+    Anything else is a TypeError that says where it is, as in `name['optimizer']['lr']`. Types must match exactly: a
+    NumPy number that is a `float` could not be read back.
+    """
+    kind = type(value)
+    if depth > DEEPEST:
+        raise TypeError(f"{name[:200]}… is nested more than {DEEPEST} deep; does it contain itself?")
+    if kind in SCALARS:
+        return value
+    if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        return value.detach().cpu()
+    if kind in MAPPINGS:
+        keys = [plain_copy(key, f"the key {key!r} of {name}", depth + 1) for key in value]
+        items = [plain_copy(item, f"{name}[{key!r}]", depth + 1) for key, item in value.items()]
+        return kind(dict(zip(keys, items, strict=True)))
+    if kind in SEQUENCES:
+        return kind([plain_copy(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)])
+    described = f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a ")
+    if isinstance(value, Tensor):
+        described += f" ({value.layout}, {value.device})"
+    raise TypeError(
+        f"{name} is {described}, expected None, a number, a string, a dense torch.Tensor, or a dict, list, tuple or "
+        "set of these; convert it, as with .item(), .tolist(), torch.from_numpy() or .full_tensor(), or leave it out"
+    )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in plain data. Shared memory counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(value)}
+    return sum(storages.values())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in plain data."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (*MAPPINGS, *SEQUENCES)):
+        for item in value.values() if isinstance(value, MAPPINGS) else value:
+            yield from tensors_in(item)

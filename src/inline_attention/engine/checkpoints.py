@@ -19,25 +19,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from inline_attention.engine.checkpoint_format import (
-    LoadedCheckpoint,
     TrainingCheckpoint,
     open_training_checkpoint,
+    plain_copy,
+    tensor_bytes,
     write_training_checkpoint,
 )
 from inline_attention.engine.durable_files import exclusive, free_bytes, point_to, remove_folder, remove_unfinished
-from inline_attention.engine.plain_data import plain_copy, tensor_bytes
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.support.files import sync_folder, unfinished
 from inline_attention.support.text import printable
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointStore",
-    "CheckpointWriteError",
-    "LoadedCheckpoint",
-    "TrainingCheckpoint",
-    "open_training_checkpoint",
-]
 
 LAST, BEST = "last", "best"
 HEADROOM = 1 << 20  # bytes beside those of the tensors: names, numbers, the manifest
@@ -45,12 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written. Earlier ones are unchanged.
-
-    Attributes:
-        needed: Approximate size in bytes.
-        free: Free bytes; None if unknown.
-    """
+    """A checkpoint of about `needed` bytes could not be written. Earlier ones are unchanged."""
 
     def __init__(self, message: str, needed: int = 0, free: int | None = None):
         super().__init__(message)
@@ -91,20 +77,13 @@ class CheckpointStore:
     ) -> TrainingCheckpoint:
         """Write a checkpoint, then remove those that need not be kept.
 
-        A checkpoint of the same step is replaced. Other processes that save to this folder wait.
-
-        Args:
-            step: Number of updates.
-            epoch: Epoch.
-            weights: State dict. Name prefixes of DDP and `torch.compile` are removed.
-            state: Other state, as `plain_copy` accepts it.
-            ema_weights: State dict of averaged weights.
-            metric: Metric. A non-finite one never counts as best.
-            metadata: Metadata of the weights, such as `model` and `class_names` (a JSON list).
+        A checkpoint of the same step is replaced. Other processes that save to this folder wait. Weights are state
+        dicts, and lose the name prefixes of DDP and `torch.compile`. `state` is plain data. A metric that is not finite
+        never counts as best.
 
         Raises:
             CheckpointWriteError: If the disk is full, read-only or broken.
-            TypeError: If the state contains anything else. The message says where.
+            TypeError: If the state contains anything but plain data. The message says where.
         """
         contents = {
             "step": operator.index(step),  # these three may come as NumPy numbers or tensors
@@ -144,11 +123,7 @@ class CheckpointStore:
         return saved
 
     def latest_valid(self) -> TrainingCheckpoint | None:
-        """Return the newest intact checkpoint, or None. Damaged ones are named in the log.
-
-        Raises:
-            CheckpointError: If the folder cannot be read.
-        """
+        """Return the newest intact checkpoint, or None. Damaged ones are named in the log."""
         return _first_valid(_newest_first(self._readable(report=True)))
 
     def best(self) -> TrainingCheckpoint | None:
@@ -221,12 +196,9 @@ class CheckpointStore:
     def _best_first(self, checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:
         """Return those with a finite metric; of equals, the earlier first."""
         sign = -1 if self.higher_is_better else 1
-        ranked = [
-            (sign * checkpoint.metric, checkpoint.sequence, checkpoint)
-            for checkpoint in checkpoints
-            if checkpoint.metric is not None and math.isfinite(checkpoint.metric)
-        ]
-        return [checkpoint for _, _, checkpoint in sorted(ranked, key=lambda entry: entry[:2])]
+        measured = [(checkpoint.metric, checkpoint) for checkpoint in _newest_first(checkpoints)[::-1]]
+        finite = [(sign * metric, each) for metric, each in measured if metric is not None and math.isfinite(metric)]
+        return [checkpoint for _, checkpoint in sorted(finite, key=operator.itemgetter(0))]
 
 
 def _newest_first(checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingCheckpoint]:

@@ -92,10 +92,7 @@ def free_bytes(path: Path) -> int | None:
 def exclusive(folder: Path) -> Iterator[bool]:
     """Lock a folder against other threads and processes; wait for them first. Yields False where there are no locks.
 
-    The lock is the operating system's, so it ends with the process.
-
-    Raises:
-        TimeoutError: If another process holds the lock for `LOCK_TIMEOUT` seconds.
+    The lock is the operating system's, so it ends with the process. Waiting ends with a TimeoutError.
     """
     with (folder / LOCK_FILE).open("ab") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT

@@ -17,8 +17,7 @@ from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.interruption import Interruption
 from inline_attention.engine.precision import Precision
-from inline_attention.engine.processes import joined_processes
-from inline_attention.engine.rank_sync import BrokenReport, RankSync
+from inline_attention.engine.processes import BrokenReport, RankSync, joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
@@ -40,13 +39,7 @@ def evaluate(
     precision: Precision,
     sync: RankSync,
 ) -> AnyMetrics:
-    """Evaluate in eval mode, then restore the mode.
-
-    Raises:
-        InterruptedBySignalError: After a signal.
-        BrokenImagesError: If too many images are broken.
-        ValueError: If there is nothing to evaluate on.
-    """
+    """Evaluate in eval mode, then restore the mode. Signals and too many broken images end it."""
     processes = sync.processes
     was_training = model.training
     model.eval()

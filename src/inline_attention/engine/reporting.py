@@ -46,15 +46,7 @@ class RunReport:
         total_updates: int,
         on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
     ):
-        """Create the folder; write settings and environment.
-
-        Args:
-            folder: Folder of the run.
-            config: Settings of the run.
-            is_main: True on rank 0, which reports.
-            total_updates: Number of updates, for the remaining time.
-            on_epoch: Called with each row of summary.csv, instead of console output.
-        """
+        """Create the folder; write settings and environment. `on_epoch` gets rows instead of console output."""
         self._folder, self._interval, self._is_main = folder, config.logging.interval, is_main
         self._on_epoch = on_epoch
         speaks = is_main and on_epoch is None

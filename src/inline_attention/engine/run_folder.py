@@ -44,21 +44,13 @@ class FolderInUseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock.
-
-    Attributes:
-        host: Name of its machine.
-        pid: Process id there.
-        started: Local time at which it took the lock.
-        process: Boot and start time of the process, which tell it from a later one with the same id.
-        token: Random text, different for every lock.
-    """
+    """The process that holds a lock, and the local time at which it took it."""
 
     host: str
     pid: int
     started: str
-    process: str = ""
-    token: str = ""
+    process: str = ""  # boot and start time, which tell it from a later process with the same id
+    token: str = ""  # random text, different for every lock
 
     def __str__(self) -> str:
         return printable(f"process {self.pid} on {self.host}, started {self.started}")
@@ -66,12 +58,7 @@ class Holder:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, which must exist.
-
-    Raises:
-        FolderInUseError: If another run holds it. The message names its host and process id.
-        OSError: If the lock file cannot be written.
-    """
+    """Hold the lock of a run's folder, which must exist. `FolderInUseError` names the host and process that have it."""
     path = folder / LOCK_FILE
     descriptor = _acquire(path)
     _held.add(descriptor)
@@ -115,11 +102,7 @@ def _acquire(path: Path) -> int:
 
 
 def _is_acquired(descriptor: int, path: Path, own: Holder, *, is_last: bool) -> bool:
-    """True if the lock is ours now; False to try again.
-
-    Raises:
-        FolderInUseError: If it is another's.
-    """
+    """True if the lock is ours now; False to try again. Raises `FolderInUseError` if it is another's."""
     is_locked, holder = try_lock(descriptor), _read(descriptor)
     if is_locked is False:
         # A run that has just started has written no note yet. Processes that a killed run has forked may keep its lock
@@ -226,10 +209,7 @@ if hasattr(os, "register_at_fork"):
 def claimed(folder: Path, processes: Processes) -> Iterator[None]:
     """Create a run's folder and lock it. What is still empty at the end is removed again.
 
-    Rank 0 does it for all ranks of a run; an error is raised in each.
-
-    Raises:
-        ConfigError: If another run uses the folder, or it cannot be written.
+    Rank 0 does it for all ranks. Each raises `ConfigError` if another run uses the folder, or it cannot be written.
     """
     with ExitStack() as stack:
         trouble = ""

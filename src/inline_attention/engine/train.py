@@ -39,11 +39,7 @@ from inline_attention.tasks.task import Metrics, ModelChoice, Task, TaskData, Un
 
 
 def open_sources(config: TrainConfig) -> TaskData:
-    """Open and check the data of a run.
-
-    Raises:
-        ConfigError: With everything that is wrong with it.
-    """
+    """Open and check the data of a run. `ConfigError` has everything that is wrong with it."""
     return _open(build_task(config))
 
 
@@ -203,11 +199,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoint | None:
-    """Return the checkpoint that the run continues; None if it starts from zero.
-
-    Raises:
-        ConfigError: If a start from zero would overwrite what is there.
-    """
+    """Return the checkpoint that the run continues; None to start from zero, unless that would overwrite something."""
     resumed, path = config.run.resume, Path(config.run.resume or "")
     is_named = resumed not in (None, "auto")
     if is_named and path.absolute() != folder.absolute() and path.name != CHECKPOINTS:

@@ -42,18 +42,16 @@ from inline_attention.engine.config import (
 from inline_attention.engine.evaluate import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.engine.precision import Precision
-from inline_attention.engine.processes import Processes
-from inline_attention.engine.rank_sync import BrokenReport, RankSync
+from inline_attention.engine.processes import BrokenReport, Processes, RankSync
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.strategies import Replicated, Sharded
 from inline_attention.models.checkpoints import model_metadata
+from inline_attention.models.described import parse_class_names
 from inline_attention.models.reading import show_difference
 from inline_attention.support.text import printable
-from inline_attention.support.untrusted import UntrustedDataError, parse_json
 from inline_attention.tasks.task import Loaders, Metrics, Reading, Task, TaskData
 
-LARGEST_NOTE = 1 << 24  # bytes of class names in a file of weights
 # Entries of an optimizer's groups that settings decide, beside the learning rate; other entries may be its state.
 OPTIMIZER_SETTINGS = ("weight_decay", "betas", "eps", "momentum", "lr_scale")
 
@@ -64,36 +62,20 @@ class DivergedError(RuntimeError):
 
 @dataclass
 class Position:
-    """Position and counters of a run.
-
-    Attributes:
-        epoch: Current epoch, from 0.
-        updates_in_epoch: Updates in it; all of them, if only its evaluation is missing.
-        updates: Updates since the start.
-        skipped: Updates skipped because loss or gradients were not finite.
-        skipped_in_a_row: Consecutive skipped updates at the end.
-        loss_sum: Sum of the epoch's losses, without skipped updates.
-        losses: Number of these losses.
-        rows: Rows of summary.csv.
-    """
+    """Position and counters of a run."""
 
     epoch: int = 0
-    updates_in_epoch: int = 0
+    updates_in_epoch: int = 0  # all of them, if only its evaluation is missing
     updates: int = 0
-    skipped: int = 0
+    skipped: int = 0  # because loss or gradients were not finite
     skipped_in_a_row: int = 0
-    loss_sum: float = 0.0
+    loss_sum: float = 0.0  # of the epoch, without skipped updates
     losses: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of summary.csv
 
     @classmethod
     def from_state(cls, content: Mapping[str, Any]) -> Position:
-        """Read what a checkpoint says, which a stranger may have written.
-
-        Raises:
-            ValueError: If a value is impossible.
-            TypeError: If one is missing or unknown.
-        """
+        """Read what a checkpoint says, which a stranger may have written."""
         position = cls(**content)
         for name, value in vars(position).items():
             if name == "loss_sum":
@@ -189,14 +171,7 @@ class Trainer:
         torch.manual_seed(derived_seed("model", config.training.seed, processes.rank))
 
     def run(self, report: RunReport, interruption: Interruption) -> Metrics | None:
-        """Train to the end. Returns the last evaluation, or None if there was nothing to do.
-
-        Raises:
-            InterruptedBySignalError: After a signal and a checkpoint.
-            DivergedError: If the loss stays NaN or infinite.
-            BrokenImagesError: If too many images are broken.
-            CheckpointWriteError: If a checkpoint cannot be written.
-        """
+        """Train to the end, or to a signal. Returns the last evaluation, or None if there was nothing to do."""
         metrics = None
         sync = RankSync(self.processes, interruption, self.broken)
         try:
@@ -233,8 +208,7 @@ class Trainer:
         if not loaded.state.keys() >= {"deal", "optimizer_name"}:
             message = f"{checkpoint.path} is of an earlier version of inline-attention"
             raise ConfigError([Problem("run.resume", f"{message}; start another run with --initial-checkpoint")])
-        self._check_classes(checkpoint, loaded.metadata)
-        self._check_fits(checkpoint, loaded.weights, loaded.state["optimizer_name"])
+        self._check_fits(checkpoint.path, loaded)
         try:
             position = Position.from_state(loaded.state["position"])
             if (position.epoch, position.updates) != (checkpoint.epoch, checkpoint.step):
@@ -299,30 +273,24 @@ class Trainer:
         self._saved_at = None
         return [f"{'; '.join(changed)}: epoch {position.epoch + 1} begins again"]
 
-    def _check_classes(self, checkpoint: TrainingCheckpoint, metadata: Mapping[str, str]) -> None:
-        """Refuse data with other classes than those of the checkpoint."""
-        try:
-            theirs = parse_json(metadata.get("class_names", "null"), max_bytes=LARGEST_NOTE)
-        except UntrustedDataError as error:
-            raise CheckpointError(f"{checkpoint.path} has class names that cannot be read: {error}") from error
-        if theirs is not None and theirs != self.class_names:
-            theirs = theirs if isinstance(theirs, list) else [theirs]
-            before, now = show_difference([printable(name) for name in theirs], self.class_names)
-            message = f"{checkpoint.path} was trained on the classes {before}, the data has {now}"
+    def _check_fits(self, path: Path, loaded: LoadedCheckpoint) -> None:
+        """Refuse a checkpoint of another model, other classes or another optimizer."""
+        class_names, optimizer = parse_class_names(loaded), loaded.state["optimizer_name"]
+        if class_names not in (None, self.class_names):
+            before, now = show_difference([printable(name) for name in class_names], self.class_names)
+            message = f"{path} was trained on the classes {before}, the data has {now}"
             advice = "resume with the data of the run, or start another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
-
-    def _check_fits(self, checkpoint: TrainingCheckpoint, weights: Mapping[str, torch.Tensor], optimizer: str) -> None:
         if optimizer != self.config.optimizer.name:
-            message = f"expected {optimizer}, as in {checkpoint.path}, got {self.config.optimizer.name}"
+            message = f"expected {optimizer}, as in {path}, got {self.config.optimizer.name}"
             advice = "an optimizer cannot load another's state; start another run with --initial-checkpoint"
             raise ConfigError([Problem("optimizer.name", f"{message}; {advice}")])
         ours = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in loaded.weights.items()}
         if ours != theirs:
             name = next(name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name))
             shapes = f"{theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} in the model that is asked for"
-            message = f"{checkpoint.path} is of another model ({name}: {shapes})"
+            message = f"{path} is of another model ({name}: {shapes})"
             advice = "resume with the settings of the run, or start another with --initial-checkpoint"
             raise ConfigError([Problem("run.resume", f"{message}; {advice}")])
 

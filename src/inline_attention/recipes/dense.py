@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inline_attention.recipes.recipe import Recipe, recipe
+from inline_attention.recipes.recipe import Recipe
 
 SIZES = {"pvt": ("tiny", "small", "medium", "large"), "swin": ("tiny", "small", "base")}
 IMAGES_PER_UPDATE, GPUS = 16, 8
@@ -37,7 +37,7 @@ EPOCHS_BETWEEN_EVALUATIONS = 6  # of 1263 updates each
 
 def _detection(head: str, length: str, family: str, size: str) -> Recipe:
     backbone, (epochs, milestones, multi_scale_from) = f"inline_{family}_{size}", LENGTHS[length]
-    return recipe(
+    return Recipe(
         f"{head}_{backbone}_{length}",
         f"{DETECTORS[head]} on {backbone}, COCO, {epochs} epochs",
         {
@@ -57,7 +57,7 @@ def _detection(head: str, length: str, family: str, size: str) -> Recipe:
 def _segmentation(family: str, size: str) -> Recipe:
     head, title, updates, lr, weight_decay, schedule = SEGMENTERS[family]
     backbone = f"inline_{family}_{size}"
-    return recipe(
+    return Recipe(
         f"{head}_{backbone}_{updates // 1000}k",
         f"{title} on {backbone}, ADE20K, {updates:,} updates",
         {

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from inline_attention.models.registry import PUBLISHED_TOP1
-from inline_attention.recipes.recipe import Recipe, recipe
+from inline_attention.recipes.recipe import Recipe
 
 GPUS = 8
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def _recipe(name: str) -> Recipe:
     family, letter = name.split("_")[0], name.split("_")[1][0].upper()
     epochs, lr, changes = FINE_TUNING.get(name, (300, 5e-4, {}))
     how = "fine-tuned at" if name in FINE_TUNING else "at"
-    return recipe(
+    return Recipe(
         name,
         f"InLine-{TITLES[family]}-{letter} {how} {size}² on ImageNet-1K",
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from inline_attention.engine.config import TrainConfig, from_mapping, to_yaml
@@ -17,16 +18,21 @@ class Recipe:
     Attributes:
         name: Name for `inline train`.
         summary: What it trains, in a line.
-        config: The settings.
+        settings: What differs from the defaults, by section and name.
         expected: Top-1 in percent that the paper reports; None if nothing is published.
         measured: Top-1 in percent that we measured, from benchmarks/results; None if we did not.
     """
 
     name: str
     summary: str
-    config: TrainConfig
+    settings: Mapping[str, Mapping[str, Any]]
     expected: float | None = None
     measured: float | None = None
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """All settings."""
+        return from_mapping(self.settings, source=f"the recipe {self.name}")
 
     @property
     def command(self) -> str:
@@ -46,15 +52,3 @@ class Recipe:
         if self.measured is not None:
             header.append(f"We measured {self.measured:.1f} % top-1.")
         return to_yaml(self.config, header="\n".join(header))
-
-
-def recipe(
-    name: str,
-    summary: str,
-    settings: Mapping[str, Mapping[str, Any]],
-    *,
-    expected: float | None = None,
-    measured: float | None = None,
-) -> Recipe:
-    """Return a recipe whose settings differ from the defaults by section and name. Other arguments: see `Recipe`."""
-    return Recipe(name, summary, from_mapping(settings, source=f"the recipe {name}"), expected, measured)

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from inline_attention.recipes.recipe import recipe
+from inline_attention.recipes.recipe import Recipe
 
-DIGITS = recipe(
+DIGITS = Recipe(
     "digits",
     "a tiny InLine-DeiT on handwritten digits, within a minute on a CPU",
     {
@@ -53,7 +53,7 @@ DIGITS = recipe(
         "logging": {"interval": 5},
     },
 )  # fmt: skip
-CIFAR10 = recipe(
+CIFAR10 = Recipe(
     "cifar10",
     "a model of InLine-DeiT-T's size on CIFAR-10",
     {
@@ -76,7 +76,7 @@ CIFAR10 = recipe(
     },
     measured=82.6,
 )  # fmt: skip
-FINETUNE = recipe(
+FINETUNE = Recipe(
     "finetune",
     "any checkpoint on a folder of your own pictures",
     {
@@ -100,7 +100,7 @@ _SCENES: dict[str, dict[str, Any]] = {
     "checkpoints": {"keep_last": 1},
     "logging": {"interval": 20},
 }  # fmt: skip
-SCENES_DETECTION = recipe(
+SCENES_DETECTION = Recipe(
     "scenes_detection",
     "a small Mask R-CNN on generated scenes, within minutes on a CPU",
     {
@@ -113,7 +113,7 @@ SCENES_DETECTION = recipe(
         "training": {"epochs": 4, "batch_size": 8, "amp": "off", "clip_grad": 5.0, "validation_interval": 4},
     },
 )  # fmt: skip
-SCENES_SEGMENTATION = recipe(
+SCENES_SEGMENTATION = Recipe(
     "scenes_segmentation",
     "a small Semantic FPN on generated scenes, within minutes on a CPU",
     {
@@ -124,3 +124,5 @@ SCENES_SEGMENTATION = recipe(
         "training": {"epochs": 8, "batch_size": 8, "amp": "off", "clip_grad": 5.0, "validation_interval": 8},
     },
 )
+CLASSIFICATION = (DIGITS, CIFAR10, FINETUNE)
+SCENES = (SCENES_DETECTION, SCENES_SEGMENTATION)

@@ -158,10 +158,7 @@ class Setting:
 def settings_of(section: type[Any], prefix: str = "", tasks: tuple[str, ...] = ()) -> dict[str, Setting]:
     """Return the settings of a dataclass by field name.
 
-    Args:
-        section: A dataclass whose fields `setting` declares.
-        prefix: Prefix of their dotted names, such as "optimizer.".
-        tasks: Tasks that use those fields that do not say.
+    `prefix` is that of their dotted names, such as "optimizer."; `tasks` use those fields that do not say.
     """
     annotations = get_type_hints(section)
     return {

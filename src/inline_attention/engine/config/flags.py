@@ -10,17 +10,11 @@ from inline_attention.support.settings import Setting, quoted
 
 @dataclass(frozen=True)
 class Flag:
-    """A command line flag.
-
-    Attributes:
-        names: Spellings, the usual one first.
-        assignments: The overrides it stands for, with {0}, {1}, … for its values.
-        bare: The value it has if none follows it; None if one must.
-    """
+    """A command line flag: its spellings, and the overrides it stands for, with {0}, {1}, … for its values."""
 
     names: tuple[str, ...]
     assignments: tuple[str, ...]
-    bare: str | None = None
+    bare: str | None = None  # the value it has if none follows it
 
     @property
     def setting(self) -> Setting:
