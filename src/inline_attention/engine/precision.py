@@ -16,8 +16,7 @@ class Precision:
     def __init__(self, amp: str, device: torch.device):
         """Choose by "bf16", "fp16", "auto" (bf16 if the device has it, else fp16) or "off"."""
         if amp == "auto":
-            has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-            amp = "bf16" if has_bfloat16 else "fp16"
+            amp = "bf16" if _has_bfloat16(device) else "fp16"
         if amp not in DTYPES:
             raise ValueError(f"amp must be bf16, fp16, auto or off, got {amp!r}")
         self.dtype, self._device = DTYPES[amp], device
@@ -26,3 +25,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward passes."""
         return nullcontext() if self.dtype is None else torch.autocast(self._device.type, self.dtype)
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
