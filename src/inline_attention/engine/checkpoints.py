@@ -106,8 +106,9 @@ class CheckpointStore:
                 free = free_bytes(self.folder)
                 if free is not None and free < needed:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                saved = self._write(contents)
-                self._tidy(saved)
+                earlier = self._readable()
+                saved = self._write(1 + max((checkpoint.sequence for checkpoint in earlier), default=0), contents)
+                self._tidy(saved, earlier)
         except Exception as error:
             reason = _disk_trouble(error, outer)
             if reason is None:
@@ -134,8 +135,7 @@ class CheckpointStore:
         """Return the names of all checkpoints, intact or not."""
         return [path.name for path in self._folders()]
 
-    def _write(self, contents: Mapping[str, Any]) -> TrainingCheckpoint:
-        sequence = 1 + max((checkpoint.sequence for checkpoint in self._readable()), default=0)
+    def _write(self, sequence: int, contents: Mapping[str, Any]) -> TrainingCheckpoint:
         final = self.folder / f"step-{contents['step']:08d}"
         temporary = unfinished(final)
         temporary.mkdir()
@@ -147,7 +147,7 @@ class CheckpointStore:
         sync_folder(self.folder)
         return open_training_checkpoint(path)
 
-    def _tidy(self, saved: TrainingCheckpoint) -> None:
+    def _tidy(self, saved: TrainingCheckpoint, earlier: Iterable[TrainingCheckpoint]) -> None:
         """Update the pointers and remove old checkpoints. A failure does not stop training.
 
         Damaged checkpoints stay until their step is saved again, as parts of them may be rescued.
@@ -155,7 +155,7 @@ class CheckpointStore:
         with _only_warning(saved):
             same_step = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()}
             replaced = same_step - {saved.path}
-            complete = [checkpoint for checkpoint in self._readable() if _is_complete(checkpoint)]
+            complete = [checkpoint for checkpoint in (*earlier, saved) if _is_complete(checkpoint)]
             current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
             best = self._best_first(current)[: self.keep_best]
             kept = {checkpoint.path for checkpoint in (*_newest_first(current)[: self.keep_last], *best)}

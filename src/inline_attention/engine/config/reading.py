@@ -166,16 +166,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the configuration") -> TrainConfig:
-    """Read settings from YAML text.
-
-    Args:
-        text: Sections with their settings; what is missing is taken from `base`.
-        base: Settings to change; None for the defaults.
-        source: Name of `text` in error messages.
-
-    Raises:
-        ConfigError: If it is no YAML, or with every unknown name and every bad value.
-    """
+    """Read settings from YAML text, as `from_mapping` reads them from mappings."""
     try:
         content = _parse_yaml(text)
     except ValueError as error:
@@ -187,7 +178,7 @@ def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the 
 
 
 def read_config(path: str | os.PathLike[str], *, base: TrainConfig | None = None) -> TrainConfig:
-    """Read settings from a YAML file, such as a run's `args.yaml`. Arguments and errors: see `from_yaml`."""
+    """Read settings from a YAML file, such as a run's `args.yaml`, with `base` for what is missing."""
     path = Path(path)
     try:
         text = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8")
@@ -233,7 +224,7 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
     Raises:
         ConfigError: With everything that is wrong in any of them.
     """
-    content: dict[str, Any] = {}
+    content: dict[str, Any] = to_mapping(config)
     problems: list[Problem] = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -245,28 +236,19 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
         try:
             value = _parse(path.strip(), text)
         except ValueError as error:
-            problems.append(
-                Problem(path.strip(), f"expected a value in YAML, such as 0.5, null or [1, 2], but {error}")
-            )
+            message = f"expected a value in YAML, such as 0.5, null or [1, 2], but {error}"
+            problems.append(Problem(path.strip(), message))
             continue
         if not name:
             content[section] = value
-            continue
-        values = content.setdefault(section, {})
-        if not isinstance(values, dict):
-            continue  # "optimizer=adamw" came before, and will be reported
-        setting = SETTINGS.get(f"{section}.{field}")
-        if entry and setting is not None and setting.is_mapping:
-            current = values.get(field)
-            values[field] = {
-                **(current if isinstance(current, dict) else to_mapping(config)[section][field]),
-                entry: value,
-            }
-        else:
-            values[name] = value
+        elif isinstance(values := content.setdefault(section, {}), dict):  # else "optimizer=adamw" came before
+            if entry and isinstance(values.get(field), dict):
+                values[field][entry] = value
+            else:
+                values[name] = value
     source = "the overrides"
     try:
-        changed = from_mapping(content, base=config, source=source)
+        changed = from_mapping(content, source=source)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems], source) from None
     if problems:

@@ -71,26 +71,15 @@ class ResolvedValues:
 
 
 def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
-    """Compute the values that follow from the settings for a number of devices.
-
-    Raises:
-        ConfigError: If the devices cannot share the total batch.
-    """
+    """Compute the values that follow from the settings. `ConfigError`: the devices cannot share the total batch."""
     batch, steps, total = _batches(config.training, world_size)
     base_size, ema = config.optimizer.lr_base_size, config.ema
     factor = 1.0 if base_size is None else total / base_size
     power = 1.0 if ema.decay_base_size is None else total / ema.decay_base_size
-    return ResolvedValues(
-        config=config,
-        world_size=world_size,
-        batch_size=batch,
-        grad_accum_steps=steps,
-        total_batch_size=total,
-        lr=config.optimizer.lr * factor,
-        min_lr=config.schedule.min_lr * factor,
-        warmup_lr=config.schedule.warmup_lr * factor,
-        ema_decay=ema.decay**power if ema.enabled else None,
-    )
+    rates = (config.optimizer.lr, config.schedule.min_lr, config.schedule.warmup_lr)
+    lr, min_lr, warmup_lr = (rate * factor for rate in rates)
+    ema_decay = ema.decay**power if ema.enabled else None
+    return ResolvedValues(config, world_size, batch, steps, total, lr, min_lr, warmup_lr, ema_decay)
 
 
 def _batches(training: TrainingSection, world_size: int) -> tuple[int, int, int]:
