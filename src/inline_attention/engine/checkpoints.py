@@ -51,12 +51,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        keep_last: int = 2,
-        keep_best: int = 1,
-        higher_is_better: bool = True,
+        self, folder: str | os.PathLike[str], *, keep_last: int = 2, keep_best: int = 1, higher_is_better: bool = True
     ):
         """Set up for a folder such as `RUN/checkpoints`, which the first save creates."""
         if keep_last < 1 or keep_best < 0:

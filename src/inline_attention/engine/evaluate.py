@@ -33,11 +33,7 @@ AnyMetrics = TypeVar("AnyMetrics", bound=Metrics)
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    loader: Loader[Any],
-    evaluator: Evaluator[AnyMetrics],
-    precision: Precision,
-    sync: RankSync,
+    model: nn.Module, loader: Loader[Any], evaluator: Evaluator[AnyMetrics], precision: Precision, sync: RankSync
 ) -> AnyMetrics:
     """Evaluate in eval mode, then restore the mode. Signals and too many broken images end it."""
     processes = sync.processes

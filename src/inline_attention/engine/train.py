@@ -18,14 +18,7 @@ from inline_attention.engine.checkpoints import (
     TrainingCheckpoint,
     open_training_checkpoint,
 )
-from inline_attention.engine.config import (
-    ConfigError,
-    Problem,
-    TrainConfig,
-    check,
-    model_arguments,
-    resolve,
-)
+from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, model_arguments, resolve
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption, noted_interruptions
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import SUMMARY, RunReport
