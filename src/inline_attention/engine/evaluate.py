@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,6 @@ def evaluate_checkpoint(
     repair: bool = False,
     allow_outside_files: bool = False,
     model_name: str | None = None,
-    model_arguments: dict[str, Any] | None = None,
     size: int | None = None,
     use_ema: bool = False,
     image_folder: str | None = None,
@@ -75,9 +74,9 @@ def evaluate_checkpoint(
 ) -> Metrics | None:
     """Evaluate the model of a file of weights, a run or a training checkpoint. Returns None on all ranks but 0.
 
-    `dataset` (see `open_dataset`), `model_name` and `model_arguments` are for classifiers, `image_folder` and
-    `map_folder` (see `find_pair_folders`) for segmenters. `size` is the image side, of dense tasks the shorter one;
-    None is the model's own. `use_ema` requires averaged weights. Rank 0 calls `on_note` with each note on repairs.
+    `dataset` (see `open_dataset`) and `model_name` are for classifiers, `image_folder` and `map_folder` (see
+    `find_pair_folders`) for segmenters. `size` is the image side, of dense tasks the shorter one; None is the model's
+    own. `use_ema` requires averaged weights. Rank 0 calls `on_note` with each note on repairs.
 
     Raises:
         CheckpointError: If the file cannot be read or does not fit.
@@ -101,7 +100,7 @@ def evaluate_checkpoint(
     if kind is None:
         if dataset is None and data_dir is None:
             raise ValueError(f"{path} is of a classifier: name the data with --data-dir, or with --dataset digits")
-    elif dataset or model_name or model_arguments:
+    elif dataset or model_name:
         raise ValueError(f"{path} is of a model for {kind}, which knows its model and kind of data; give --data-dir")
     elif data_dir is None:
         raise ValueError(f"{path} is of a model for {kind}: name the data with --data-dir")
@@ -110,7 +109,7 @@ def evaluate_checkpoint(
         raise ValueError(f"{message}; leave out --image-folder and --map-folder")
     with joined_processes(device) as processes:
         if kind is None:
-            task, source, class_names = _classification(file, data, model_name, model_arguments or {}, size)
+            task, source, class_names = _classification(file, data, model_name, size)
         else:
             task, source, class_names, notes = _dense(file, data, size)
             if on_note is not None and processes.is_main:
@@ -138,20 +137,18 @@ def evaluate_checkpoint(
 
 
 def _classification(
-    file: Checkpoint, data: DataSection, model_name: str | None, given: Mapping[str, Any], size: int | None
+    file: Checkpoint, data: DataSection, model_name: str | None, size: int | None
 ) -> tuple[Task, Any, list[str]]:
     """Return the task, its validation data and its class names."""
     described = read_description(file, model_name)
     source = open_dataset(data.dataset, data.dir, data.val_split)
     if described.class_names is not None:
         source = source.with_classes(described.class_names)
-    own = dict(given) if size is None else {**given, "img_size": size}
-    pixels = own.get("img_size", described.image_size)
     task = ClassificationTask(
         replace(data, crop_pct=described.crop_pct),
-        ModelChoice(described.name, described.arguments, own_arguments=own),
-        image_size=(pixels, pixels) if isinstance(pixels, int) else pixels and tuple(pixels),
-        channels=own.get("in_chans", described.arguments.get("in_chans", 3)),
+        ModelChoice(described.name, described.arguments, own_arguments={} if size is None else {"img_size": size}),
+        image_size=described.image_size if size is None else (size, size),
+        channels=described.arguments.get("in_chans", 3),
     )
     return task, source, list(source.class_names)
 
