@@ -13,8 +13,15 @@ from PIL import Image
 from inline_attention.data.coco import check_annotations, decode_mask, read_annotations
 from inline_attention.data.images import load_image
 from inline_attention.data.scenes import OBJECT_KINDS, SEMANTIC_CLASSES, ScenesPlan, render_scene, write_scenes
-from inline_attention.data.scenes.appearance import GROUND_COLORS, MATERIALS, OBJECT_LOOKS, REACH, SHAPES
-from inline_attention.data.scenes.rendering import LEAST_VISIBLE_PIXELS, category_number
+from inline_attention.data.scenes.rendering import (
+    GROUND_COLORS,
+    LEAST_VISIBLE_PIXELS,
+    MATERIALS,
+    OBJECT_LOOKS,
+    REACH,
+    SHAPES,
+    category_number,
+)
 from inline_attention.data.scenes.writing import MANIFEST, leftovers
 from inline_attention.data.segmentation import open_and_check_pairs
 from inline_attention.data.sources import DataError

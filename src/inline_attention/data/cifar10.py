@@ -53,13 +53,7 @@ class _Version(NamedTuple):
 
 
 def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
-    """The images of 32×32 pixels, or None if neither version is in the folder.
-
-    Args:
-        root: A folder that holds `cifar-10-batches-py`, `cifar-10-batches-bin`, `cifar-10-python.tar.gz` or
-            `cifar-10-binary.tar.gz`, or is one of the first two.
-        split: "train" for the 50,000, "validation" or "test" for the 10,000 of the test set, or another usual name of
-            either.
+    """The images of a split from either version below `root`, or None if neither is there.
 
     Raises:
         DataError: If there is no such split, or a file is missing, damaged, or asks for code. Nothing was run.

@@ -39,11 +39,7 @@ NAMED = 5  # classes listed in a message
 
 
 def digits(split: str) -> ArraySource:
-    """The digits as RGB images of 8×8 pixels, white on black: 1,437 to train on, 360 to validate on.
-
-    Raises:
-        DataError: If there is no such split.
-    """
+    """The digits as RGB images of 8×8 pixels, white on black: 1,437 to train on, 360 to validate on."""
     part = slice(None, TRAINING_SAMPLES) if is_training_split(split, "digits") else slice(TRAINING_SAMPLES, None)
     path = files("inline_attention.data") / "digits.npz"
     with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
@@ -57,11 +53,7 @@ class HubSource(ImageSource):
     """A dataset of the Hugging Face Hub, `hfds/OWNER/NAME`, with an image and a label column."""
 
     def __init__(self, name: str, root: str | None, split: str):
-        """Fetch the dataset, or open what was fetched before, in `root` or the Hub's own cache.
-
-        Raises:
-            DataError: If the `datasets` package is missing, or the dataset cannot be opened.
-        """
+        """Fetch the dataset, or open what was fetched before, in `root` or the Hub's own cache."""
         try:
             import datasets.config  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -86,10 +78,7 @@ class HubSource(ImageSource):
         super().__init__(f"{name} ({split})", [names.get(number, str(number)) for number in range(count)], targets)
 
     def load(self, index: int) -> Image.Image:
-        """Decode the image's bytes, or the file in the cache that the row names.
-
-        Not through timm's reader, which opens whatever path a row names.
-        """
+        """Decode the image's bytes or the file of the cache; timm's reader opens whatever path a row names."""
         try:
             image = self._reader.dataset[index][self._reader.image_key] or {}
             content, path = image.get("bytes"), image.get("path")

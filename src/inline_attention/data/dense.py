@@ -71,16 +71,10 @@ def fitted_size(size: tuple[int, int], shorter_side: float, longest_side: float)
 def detection_training_transform(
     shorter_sides: Sequence[int] = (SHORTER_SIDE,), longest_side: int = LONGEST_SIDE, flip: float = 0.5
 ) -> DetectionTransform:
-    """Return a transform that resizes and flips at random.
+    """Return a transform that resizes to one of the shorter sides (`MULTI_SCALE` for 3× schedules) and flips at random.
 
-    Args:
-        shorter_sides: Lengths to choose from, in pixels: one for the 1× schedule, `MULTI_SCALE` for 3×.
-        longest_side: Maximum length of the longer side in pixels.
-        flip: Probability of a left-right flip.
-
-    Returns:
-        A function from an image and its target (see `CocoSource.target`) to a `[3, H, W]` uint8 tensor and its target.
-        Areas stay those of the original image.
+    It takes an image and its target (see `CocoSource.target`) to a `[3, H, W]` uint8 tensor and its target. Areas stay
+    those of the original image.
     """
     return _TargetTransform(v2.Compose([_RandomResize(shorter_sides, longest_side), v2.RandomHorizontalFlip(flip)]))
 
@@ -102,22 +96,17 @@ def segmentation_training_transform(
 ) -> SegmentationTransform:
     """Return a transform that scales, crops, flips and recolors at random, as is usual on ADE20K.
 
+    It takes an image and its `[H, W]` uint8 labels (see `SegmentationSource.target`) to a `[3, S, S]` uint8 tensor and
+    `[S, S]` int64 labels. They are smaller where the resized image is smaller than the crop.
+
     Args:
         crop: Side of crops in pixels.
         scale: Smallest and largest share of `crop` that the shorter side is resized to.
         largest_class_share: Largest share of a crop that one class may take, if a few attempts can avoid more.
         flip: Probability of a left-right flip.
         photometric: Change brightness, contrast, saturation and hue.
-
-    Returns:
-        A function from an image and its `[H, W]` uint8 labels (see `SegmentationSource.target`) to a `[3, S, S]` uint8
-        tensor and `[S, S]` int64 labels. They are smaller where the resized image is smaller than the crop.
     """
-    steps: list[v2.Transform] = [
-        _RandomScale(crop, scale),
-        _VariedCrop(crop, largest_class_share),
-        v2.RandomHorizontalFlip(flip),
-    ]
+    steps = [_RandomScale(crop, scale), _VariedCrop(crop, largest_class_share), v2.RandomHorizontalFlip(flip)]
     if photometric:
         # Not torchvision's `RandomPhotometricDistort`, which also swaps red, green and blue in every second image:
         # after that colors tell a network nothing.

@@ -15,14 +15,7 @@ LONGEST_NAME = 400  # characters
 
 @dataclass
 class Finding:
-    """One kind of fault.
-
-    Attributes:
-        fault: Fault, in the plural, such as "boxes without area".
-        repair: Repair of the fault.
-        count: Number of such faults.
-        first: The first of them, by name.
-    """
+    """One kind of fault, such as "boxes without area": its repair, its count, and the first of them by name."""
 
     fault: str
     repair: str
@@ -36,13 +29,11 @@ class Finding:
 
 @dataclass
 class DataReport:
-    """All that is wrong with a dataset.
+    """All that is wrong with a dataset, by the name of the fault.
 
     Attributes:
-        location: The dataset.
         checked: What was looked at, such as "118,287 images, 860,001 objects".
         repaired: True if the faults have been repaired in what is used; files are never changed.
-        findings: One for each kind of fault that was met, by its name.
     """
 
     location: str
@@ -87,11 +78,7 @@ class DataReport:
 class OpenedSplits(Generic[Source]):
     """Training and validation data, as far as they could be opened, and all that is wrong with them.
 
-    Attributes:
-        train: Data to train on.
-        validation: Data to validate on.
-        problems: One sentence each; faults that were repaired are in the reports alone.
-        reports: One for each split that could be checked.
+    A problem is one sentence. Faults that were repaired are in the reports alone, of which each split has one.
     """
 
     train: Source | None

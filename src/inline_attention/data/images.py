@@ -109,18 +109,11 @@ def open_image(
     what: str = "image",
     max_pixels: int = DEFAULT_MAX_PIXELS,
 ) -> Iterator[Image.Image]:
-    """Open a file with Pillow, which reads its header, and close it in the end; whatever fails meanwhile is its fault.
-
-    Args:
-        path: The file.
-        content: Its content, if it is not to be read from the disk.
-        formats: Pillow's names of the formats that it may have.
-        what: Name of what it should be, for errors.
-        max_pixels: Larger ones are refused.
+    """Open a file, or its content, with Pillow, which reads its header, and close it in the end.
 
     Raises:
-        ImageError: If the file cannot be opened, is damaged or no image, or is too large; also in place of any other
-            error in the body of the `with` statement.
+        ImageError: If the file cannot be opened, is damaged or not of the formats, or is too large; also in place of
+            any other error in the body of the `with` statement.
     """
     path = Path(path)
     size = 0
@@ -219,10 +212,7 @@ def _tiff_strips(file: BinaryIO) -> int:
 
 
 class _PillowLimit:
-    """Pillow's own limit of pixels, which is one for the process: off while any thread reads a file with another limit.
-
-    No thread waits for another, as what takes time is the disk.
-    """
+    """Lifts Pillow's own limit of pixels, one for the process, while any thread opens a file. No thread waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -279,11 +269,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """(height, width) in pixels of an image, upright as `load_image` would return it.
-
-    Raises:
-        ImageError: If it is missing, no image, or too large. Damage further on in the file goes unnoticed.
-    """
+    """(height, width) of an image, upright as `load_image` would return it. Only the start of the file is read."""
     with open_image(path) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]

@@ -56,13 +56,9 @@ class Loader(Protocol[LoadedBatch]):
 
 
 class Samples(ABC):
-    """Images of a source with their targets, transformed for a model.
+    """Images of a source with their targets, transformed for a model."""
 
-    Attributes:
-        equal_sizes: Stack images in a `Batch`; otherwise they are collated to an `UnequalBatch`.
-    """
-
-    equal_sizes: ClassVar[bool] = False
+    equal_sizes: ClassVar[bool] = False  # images are stacked in a `Batch`, otherwise collated to an `UnequalBatch`
 
     def __init__(self, source: Any, transform: Any):
         self._source, self._transform = source, transform
@@ -110,7 +106,7 @@ class SampleLoader(Generic[BatchType]):
             seed: Random seed of the samples.
             workers: Worker processes; 0 prepares images in this one.
             device: Device of batches.
-            timeout: Seconds after which a worker that gives no batch is taken to hang.
+            timeout: Seconds without a batch after which a worker is taken to hang.
         """
         self._device = torch.device(device)
         self._normalize = normalize.to(self._device) if normalize is not None else None
@@ -207,14 +203,7 @@ class ImageLoader(SampleLoader[Batch]):
     """A `SampleLoader` of labeled images."""
 
     def __init__(self, source: ImageSource, transform: Transform, batches: Batches, **options: Any):
-        """Set up.
-
-        Args:
-            source: The images.
-            transform: Makes a `[C, H, W]` tensor of an RGB image, uint8 or already normalized.
-            batches: Samples of each batch.
-            options: Options of `SampleLoader`.
-        """
+        """Set up with options of `SampleLoader` and a transform of an RGB image to a `[C, H, W]` tensor."""
         super().__init__(_LabeledImages(source, transform), batches, **options)
 
 

@@ -34,13 +34,9 @@ LOW_32_BITS = 0xFFFFFFFF
 
 
 class Step(nn.Module, ABC):
-    """One random change of images.
+    """One random change of images."""
 
-    Attributes:
-        purpose: Part of the random seed, so that adding a step changes nothing about the others.
-    """
-
-    purpose: ClassVar[str]
+    purpose: ClassVar[str]  # part of the random seed, so that adding a step changes nothing about the others
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator, device: torch.device) -> Tensor:

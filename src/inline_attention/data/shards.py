@@ -41,12 +41,7 @@ class ShardSource(ImageSource):
     """The images of some archives. Classes have numbers only."""
 
     def __init__(self, shards: list[Path], location: str):
-        """Index uncompressed tar files, which were found by `location`.
-
-        Raises:
-            DataError: If one cannot be read, has an image without a class or with an absurd one, or there is no
-                image at all.
-        """
+        """Index uncompressed tar files, which were found by `location`."""
         found = [(number, *image) for number, shard in enumerate(shards) for image in _index(shard)]
         if not found:
             raise DataError(f"{location}: no image in {len(shards)} archives; expected NAME.jpg beside NAME.cls")
@@ -140,13 +135,8 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
 def open_tar(path: str | os.PathLike[str], gzip_limit: int | None = None) -> Iterator[Members]:
     """Open an archive; yields its regular files in order, each to be read before the next is asked for.
 
-    Args:
-        path: The archive.
-        gzip_limit: Most bytes to decompress; None if the archive is not compressed.
-
-    Raises:
-        OSError: If it cannot be opened or read.
-        tarfile.TarError: If it is damaged or too large, also in place of a `ValueError` in the body of the `with`.
+    A gzipped archive is decompressed up to `gzip_limit` bytes. Damage is a `tarfile.TarError`, also in place of a
+    `ValueError` in the body of the `with` statement.
     """
     with _errors_as_tar_errors(), open_regular(path) as file:
         content = file if gzip_limit is None else gzip.GzipFile(fileobj=file)

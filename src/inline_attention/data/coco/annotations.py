@@ -98,9 +98,7 @@ class CocoAnnotations:
     @property
     def category_names(self) -> dict[int, str]:
         """Name of each category by its id, in order of ids; that of the first, if some share an id."""
-        names: dict[int, str] = {}
-        for category in self.categories:
-            names.setdefault(category.id, category.name)
+        names = {category.id: category.name for category in reversed(self.categories)}
         return dict(sorted(names.items()))
 
     @property

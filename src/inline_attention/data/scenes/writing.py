@@ -80,8 +80,8 @@ def write_scenes(
     """Draw and write a dataset; returns its folder.
 
     Args:
-        folder: Where it goes; must be empty or not be there yet.
-        plan: What to draw.
+        folder: Output folder; must be empty or not be there yet.
+        plan: Settings of the dataset.
         overwrite: Replace a dataset of scenes that is there, and remove what killed generations have left beside it.
         workers: Processes to draw with; more than one only from a program that guards its start by `__name__`.
         on_progress: Called after each image.
@@ -110,8 +110,8 @@ def write_scenes(
             (new / "annotations" / f"instances_{short_name}.json").write_text(json.dumps(annotations.to_json()))
         (new / "classes.txt").write_text("".join(f"{name}\n" for name in SEMANTIC_CLASSES))
         shown = range(min(PREVIEWED, plan.images))
-        preview = [render_scene(plan.seed, "training", index, plan.size) for index in shown]
-        _draw_preview(preview).save(new / "preview.png")
+        scenes = [render_scene(plan.seed, "training", index, plan.size) for index in shown]
+        _draw_preview(scenes).save(new / "preview.png")
         (new / MANIFEST).write_text(json.dumps({"kind": "inline scenes", **asdict(plan)}, indent=2) + "\n")
     return folder
 
@@ -164,18 +164,10 @@ def _write_scene(folder: Path, plan: ScenesPlan, split: str, index: int) -> _Dra
     objects: list[CocoObject] = []
     for number, (kind, extent) in enumerate(zip(scene.kinds, _boxes(scene), strict=True), start=1):
         left, top, right, bottom = extent
+        box = left, top, right - left, bottom - top
         mask = scene.visible_mask(number)
-        objects.append(
-            CocoObject(
-                number,
-                image.id,
-                category_number(kind),
-                (left, top, right - left, bottom - top),
-                float(mask.sum()),
-                encode_mask(mask),
-                is_crowd=False,
-            )
-        )
+        category, area = category_number(kind), float(mask.sum())
+        objects.append(CocoObject(number, image.id, category, box, area, encode_mask(mask), is_crowd=False))
     return image, objects
 
 
@@ -205,24 +197,18 @@ def _mapping(workers: int) -> Iterator[Callable[[Callable[[int], _Drawn], Iterab
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; give a folder")
-    if not any(folder.iterdir()):
+    if not folder.exists() or not any(folder.iterdir()):
         return
-    if not _is_dataset(folder):
-        raise DataError(f"{folder} holds something else than scenes, and is left alone; give another folder")
-    if not overwrite:
-        raise DataError(f"{folder} already holds scenes; give another folder, or overwrite them with --overwrite")
-
-
-def _is_dataset(folder: Path) -> bool:
     try:
         manifest = parse_json(read_bounded(folder / MANIFEST, 2**16))
     except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("kind") == "inline scenes"
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("kind") != "inline scenes":
+        raise DataError(f"{folder} holds something else than scenes, and is left alone; give another folder")
+    if not overwrite:
+        raise DataError(f"{folder} already holds scenes; give another folder, or overwrite them with --overwrite")
 
 
 @contextmanager

@@ -129,13 +129,12 @@ def check_pairs(
         on_progress: Called after each pair.
     """
     report = DataReport(location, f"{len(found.pairs):,} pairs", repaired=repair)
-    for fault, paths in (
-        ("images without a label map", found.images_alone),
-        ("label maps without an image", found.maps_alone),
-        ("files that differ from another in their suffix alone", found.ambiguous),
-    ):
-        for path in paths:
-            report.add(fault, str(path), LEFT_OUT)
+    for path in found.images_alone:
+        report.add("images without a label map", str(path), LEFT_OUT)
+    for path in found.maps_alone:
+        report.add("label maps without an image", str(path), LEFT_OUT)
+    for path in found.ambiguous:
+        report.add("files that differ from another in their suffix alone", str(path), LEFT_OUT)
     kept: list[Pair] = []
     seen = np.zeros(len(class_names), dtype=bool)
     with ThreadPoolExecutor(READERS) as executor:

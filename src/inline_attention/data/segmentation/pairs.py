@@ -65,11 +65,10 @@ def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
             # Pillow scales all values with the largest that a PGM announces, the last argument where it can be any.
             maximum = int(arguments[-1]) if isinstance(arguments, tuple) else 255
             if maximum not in (255, 65535):
-                raise ImageError(
-                    path,
-                    f"is a PGM that announces values up to {maximum} (its maxval), from which labels would be scaled; "
-                    "write it with 255 or 65535 in that place, or as a PNG",
+                scaled = (
+                    f"is a PGM that announces values up to {maximum} (its maxval), from which labels would be scaled"
                 )
+                raise ImageError(path, f"{scaled}; write it with 255 or 65535 in that place, or as a PNG")
         elif isinstance(image, (PngImagePlugin.PngImageFile, TiffImagePlugin.TiffImageFile)):
             mode_in_file = arguments[0] if isinstance(arguments, tuple) else arguments
             scale = GRAY_SCALES.get(str(mode_in_file), 1)
