@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,13 +28,11 @@ from inline_attention.tasks.pyramid import DenseModel
 from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelChoice, Reading, Task
 
-AnyMetrics = TypeVar("AnyMetrics", bound=Metrics)
-
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: Loader[Any], evaluator: Evaluator[AnyMetrics], precision: Precision, sync: RankSync
-) -> AnyMetrics:
+    model: nn.Module, loader: Loader[Any], evaluator: Evaluator, precision: Precision, sync: RankSync
+) -> Metrics:
     """Evaluate in eval mode, then restore the mode. Signals and too many broken images end it."""
     processes = sync.processes
     was_training = model.training

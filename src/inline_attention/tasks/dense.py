@@ -129,14 +129,15 @@ class DenseTask(Task, Generic[Options]):
         self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[UnequalBatch]:
         """Return transformed images."""
-        return _loader(self._training_samples(source), self._training_batches(source, reading), model, reading, broken)
+        samples, batches = self._training_samples(source), self._training_batches(source, reading)
+        return SampleLoader(samples, batches, replace_broken=True, **_loading(model, reading, broken))
 
     def validation_loader(
         self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[UnequalBatch]:
         """Return resized images, in order."""
         samples, batches = self._validation_samples(source), reading.evaluation_batches(len(source))
-        return _loader(samples, batches, model, reading, broken, replace_broken=False)
+        return SampleLoader(samples, batches, replace_broken=False, **_loading(model, reading, broken))
 
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
         """Return the sum of the model's losses."""
@@ -182,23 +183,9 @@ class DenseTask(Task, Generic[Options]):
         return target
 
 
-def _loader(
-    samples: Samples,
-    batches: Batches,
-    model: nn.Module,
-    reading: Reading,
-    broken: BrokenImages,
-    replace_broken: bool = True,
-) -> Loader[UnequalBatch]:
+def _loading(model: nn.Module, reading: Reading, broken: BrokenImages) -> dict[str, Any]:
     assert isinstance(model, DenseModel)
-    return SampleLoader(
-        samples,
-        batches,
-        normalize=normalization(model),
-        broken=broken,
-        replace_broken=replace_broken,
-        **reading.loading,
-    )
+    return {"normalize": normalization(model), "broken": broken, **reading.loading}
 
 
 def normalization(model: DenseModel) -> Normalize:

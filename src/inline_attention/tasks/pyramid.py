@@ -65,11 +65,14 @@ def pad_images(images: Sequence[Tensor]) -> PaddedImages:
     if not images:
         raise ValueError("there are no images; pass a list of at least one [C, H, W]")
     sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-    height, width = (max(SHORTEST_SIDE, *sides) for sides in zip(*sizes, strict=True))
-    canvas = images[0].new_zeros(len(images), images[0].shape[0], height, width)
-    for place, image in enumerate(images):
-        canvas[place, :, : image.shape[1], : image.shape[2]] = image
-    return PaddedImages(canvas, sizes)
+    canvas_size = [max(SHORTEST_SIDE, *sides) for sides in zip(*sizes, strict=True)]
+    return PaddedImages(stack_padded(images, canvas_size, 0.0), sizes)
+
+
+def stack_padded(tensors: Sequence[Tensor], size: Sequence[int], value: float) -> Tensor:
+    """Stack tensors `[..., H, W]` after padding them to a size at the bottom and on the right."""
+    height, width = size
+    return torch.stack([F.pad(t, (0, width - t.shape[-1], 0, height - t.shape[-2]), value=value) for t in tensors])
 
 
 class PyramidBackbone(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,15 @@ from inline_attention.support.settings import setting
 
 Value = TypeVar("Value")
 CLASSIFICATION, DENSE, PIXELS = ("classification",), ("detection", "segmentation"), ("segmentation",)
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module of an optional dependency, or raise an ImportError that names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{package} is not installed: pip install 'inline-attention[{extra}]'") from error
 
 
 class UnusableDataError(ValueError):
@@ -133,31 +143,28 @@ class Collectives(Protocol):
 MetricTable: TypeAlias = Mapping[str, Mapping[str, float]]  # rows by name, of columns by name, in percent
 
 
-class Metrics(Protocol):
+class Metrics(ABC):
     """The result of an evaluation; as text, one line for the user."""
 
     @property
+    @abstractmethod
     def figures(self) -> dict[str, float]:
         """Metrics by the names of `Task.metrics`, which are columns of summary.csv."""
-        ...
 
     @property
     def tables(self) -> list[MetricTable]:
         """Details, such as metrics per class."""
-        ...
+        return []
 
 
-AnyMetrics = TypeVar("AnyMetrics", bound=Metrics, covariant=True)
-
-
-class Evaluator(Protocol[AnyMetrics]):
+class Evaluator(Protocol):
     """Collects predictions and computes metrics."""
 
     def add(self, model: nn.Module, batch: Any) -> None:
         """Run the model, in evaluation mode, on a batch of a validation loader."""
         ...
 
-    def compute(self, collectives: Collectives) -> AnyMetrics:
+    def compute(self, collectives: Collectives) -> Metrics:
         """Compute the metrics over all ranks. All must call it, and get the same result.
 
         Raises:
@@ -213,7 +220,7 @@ class Task(ABC):
         """Return the loss function of a rank."""
 
     @abstractmethod
-    def evaluator(self, source: Any, device: torch.device) -> Evaluator[Metrics]:
+    def evaluator(self, source: Any, device: torch.device) -> Evaluator:
         """Return a new evaluator for the validation data."""
 
     @abstractmethod

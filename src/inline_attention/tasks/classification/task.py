@@ -28,7 +28,7 @@ from inline_attention.support.settings import setting
 from inline_attention.tasks.task import (
     Collectives,
     DataSection,
-    MetricTable,
+    Metrics,
     ModelChoice,
     Reading,
     Task,
@@ -84,23 +84,19 @@ class Objective:
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch."""
-        images, targets = self.inputs(batch)
+        images, targets = batch.images, batch.targets
+        if self._mixup is not None and not (self._off_epoch and batch.epoch >= self._off_epoch):
+            images, targets = self._mixup(batch)
         return self.loss(runnable(images), targets)
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return images, and class indices `[B]` or class shares `[B, K]`."""
-        if self._mixup is None or (self._off_epoch and batch.epoch >= self._off_epoch):
-            return batch.images, batch.targets
-        return self._mixup(batch)
-
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy. Class shares are smoothed already."""
+        """Return the mean cross entropy of class indices `[B]`, or of class shares `[B, K]`, which are smoothed."""
         smoothing = self._smoothing if targets.dim() == 1 else 0.0
         return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
 
 @dataclass(frozen=True)
-class ClassificationMetrics:
+class ClassificationMetrics(Metrics):
     """Accuracy in percent, mean cross entropy, and number of samples; `top5` is of all classes if they are fewer."""
 
     top1: float
@@ -112,11 +108,6 @@ class ClassificationMetrics:
     def figures(self) -> dict[str, float]:
         """All but the count."""
         return {"top1": self.top1, "top5": self.top5, "loss": self.loss}
-
-    @property
-    def tables(self) -> list[MetricTable]:
-        """No details."""
-        return []
 
     def __str__(self) -> str:
         return f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} of {self.count} images"

@@ -18,10 +18,12 @@ from torchvision.ops import box_convert
 
 from inline_attention.data.coco.annotations import CocoAnnotations
 from inline_attention.data.coco.masks import mask_library
-from inline_attention.tasks.task import MetricTable
+from inline_attention.tasks.task import Metrics, MetricTable, import_extra
 
 MASK_THRESHOLD = 0.5
-KINDS = {"boxes": ("box", "bbox"), "masks": ("mask", "segm")}  # prefix of the metrics, and the protocol's name
+# Prefix of the metrics, the protocol's name, and what its results must not hold: with boxes, it would take areas of
+# boxes for those of masks.
+KINDS = {"boxes": ("box", "bbox", "segmentation"), "masks": ("mask", "segm", "bbox")}
 # Our names of the metrics, their columns in tables, and the protocol's names.
 FIGURES = {
     "ap": ("AP", "AP_all"),
@@ -57,7 +59,7 @@ class AveragePrecision:
 
 
 @dataclass(frozen=True)
-class DetectionMetrics:
+class DetectionMetrics(Metrics):
     """Average precision of boxes and, if there are any, of masks, over `count` images."""
 
     boxes: AveragePrecision
@@ -116,7 +118,7 @@ class DetectionEvaluator:
         self._sizes = {image.id: (image.height, image.width) for image in annotations.images}
         self._categories = annotations.label_to_category
         self._found: Predictions = {}
-        _protocol()
+        self._protocol = import_extra("faster_coco_eval", "detection")
 
     def add(
         self,
@@ -163,9 +165,8 @@ class DetectionEvaluator:
         for number, item in enumerate(truth["annotations"], start=1):
             item["id"] = number  # the protocol takes an object with the id 0 for one that was not found
         results = [result for of_image in found.values() for result in of_image]
-        boxes = _measure(truth, results, "boxes", without="segmentation")
-        # Without boxes: with them, the protocol would take areas of boxes for those of masks.
-        masks = _measure(truth, results, "masks", without="bbox") if self._masks else None
+        boxes = _measure(self._protocol, truth, results, "boxes")
+        masks = _measure(self._protocol, truth, results, "masks") if self._masks else None
         return DetectionMetrics(boxes, masks, len(found))
 
     def _results(self, image_id: int, output: Mapping[str, Tensor], masks: Iterable[Tensor]) -> list[dict[str, Any]]:
@@ -185,48 +186,31 @@ class DetectionEvaluator:
         return results
 
 
+def _measure(library: Any, truth: dict[str, Any], results: list[dict[str, Any]], kind: str) -> AveragePrecision:
+    _, iou_type, left_out = KINDS[kind]
+    expected = library.COCO(truth, use_deepcopy=True)
+    found = expected.loadRes([{key: value for key, value in result.items() if key != left_out} for result in results])
+    evaluation = library.COCOeval_faster(expected, found, iou_type, print_function=lambda *_: None)
+    evaluation.run()
+    # The protocol writes -1 where there is nothing to find.
+    stats = {name: math.nan if value < 0 else value for name, value in evaluation.stats_as_dict.items()}
+    # Overlap, recall, category, range of areas (0: all), number of objects (last: 100).
+    precision = evaluation.eval["precision"][:, :, :, 0, -1]
+    names = {category["id"]: category["name"] for category in truth["categories"]}
+    by_category = {}
+    for place, category_id in enumerate(evaluation.params.catIds):
+        present = precision[:, :, place][precision[:, :, place] >= 0]
+        by_category[names[category_id]] = float(present.mean()) if present.size else math.nan
+    figures = {name: stats[label] for name, (_, label) in FIGURES.items()}
+    return AveragePrecision(**figures, recall=stats["AR_third"], by_category=by_category)
+
+
 def _encoded(mask: Tensor, size: tuple[int, int]) -> dict[str, Any]:
     if mask.shape[-2:] != size:
         raise ValueError(f"masks must be of the size of the original image, {size}, got {tuple(mask.shape)}")
     # Binary on the device, where it is quick; columns first, as run lengths go.
     binary = (mask.reshape(size) > MASK_THRESHOLD).to(torch.uint8).cpu().numpy()
     return mask_library().encode(np.asfortranarray(binary))
-
-
-def _protocol() -> Any:
-    try:
-        import faster_coco_eval
-    except ImportError as error:
-        raise ImportError(
-            "average precision is measured by faster-coco-eval, which is not installed: "
-            "pip install 'inline-attention[detection]'"
-        ) from error
-    return faster_coco_eval
-
-
-def _measure(truth: dict[str, Any], results: list[dict[str, Any]], kind: str, without: str) -> AveragePrecision:
-    library = _protocol()
-    expected = library.COCO(truth, use_deepcopy=True)
-    found = expected.loadRes([{key: value for key, value in result.items() if key != without} for result in results])
-    evaluation = library.COCOeval_faster(expected, found, KINDS[kind][1], print_function=lambda *_: None)
-    evaluation.run()
-    stats = {name: math.nan if value < 0 else value for name, value in evaluation.stats_as_dict.items()}  # -1: nothing
-    # Overlap, recall, category, range of areas (0: all), number of objects (last: 100).
-    precision = evaluation.eval["precision"][:, :, :, 0, -1]
-    names = {category["id"]: category["name"] for category in truth["categories"]}
-    return AveragePrecision(
-        **{name: stats[label] for name, (_, label) in FIGURES.items()},
-        recall=stats["AR_third"],
-        by_category={
-            names[category_id]: _mean_of_present(precision[:, :, place])
-            for place, category_id in enumerate(evaluation.params.catIds)
-        },
-    )
-
-
-def _mean_of_present(precision: np.ndarray) -> float:
-    present = precision[precision >= 0]
-    return float(present.mean()) if present.size else math.nan
 
 
 def at_original_size(

@@ -25,7 +25,6 @@ from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_laye
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
-from inline_attention.ops.autocast import autocast_enabled
 from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import (
     SHORTEST_SIDE,
@@ -268,8 +267,6 @@ class _Pool(MultiScaleRoIAlign):
     def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
         """`[n, C, side, side]`, of the dtype of the features."""
         boxes = self._whole_tokens_inside(boxes, image_shapes)
-        if autocast_enabled(boxes[0]):
-            return super().forward(x, boxes, image_shapes)  # in float32, as autocast has it
         levels = {name: _precise(x[name]) for name in self.featmap_names}
         dtype = levels[self.featmap_names[0]].dtype
         pooled = super().forward(levels, [of_image.to(dtype) for of_image in boxes], image_shapes)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from inline_attention.data.segmentation.pairs import IGNORED
-from inline_attention.tasks.task import MetricTable
+from inline_attention.tasks.task import Metrics, MetricTable, import_extra
 
 
 @dataclass(frozen=True)
-class SegmentationMetrics:
+class SegmentationMetrics(Metrics):
     """Metrics from 0 to 1; NaN for classes without pixels."""
 
     mean_iou: float  # over the classes that occur in truth or prediction
@@ -54,15 +54,9 @@ class SegmentationEvaluator:
         Raises:
             ImportError: If torchmetrics is not installed.
         """
-        try:
-            from torchmetrics.classification import MulticlassConfusionMatrix
-        except ImportError as error:
-            raise ImportError(
-                "classes of pixels are counted by torchmetrics, which is not installed: "
-                "pip install 'inline-attention[segmentation]'"
-            ) from error
-        self._class_names, classes = tuple(class_names), len(class_names)
-        self._confusion = MulticlassConfusionMatrix(classes, ignore_index=IGNORED, validate_args=False).to(device)
+        library = import_extra("torchmetrics.classification", "segmentation")
+        matrix = library.MulticlassConfusionMatrix(len(class_names), ignore_index=IGNORED, validate_args=False)
+        self._class_names, self._confusion = tuple(class_names), matrix.to(device)
 
     def add(self, predicted: Tensor, target: Tensor) -> None:
         """Count the pixels of some images.

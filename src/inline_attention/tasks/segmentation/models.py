@@ -10,6 +10,7 @@ Shapes: `B` batch, `C` channels, `K` classes, `H`, `W` height and width in pixel
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +24,14 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation.pairs import IGNORED
 from inline_attention.support.settings import setting
-from inline_attention.tasks.pyramid import STRIDES, DenseModel, PaddedImages, PyramidBackbone, pad_images
+from inline_attention.tasks.pyramid import (
+    STRIDES,
+    DenseModel,
+    PaddedImages,
+    PyramidBackbone,
+    pad_images,
+    stack_padded,
+)
 
 POOLED_SIZES = (1, 2, 3, 6)
 DROPOUT = 0.1
@@ -129,19 +137,6 @@ class UPerNetDecoder(nn.Module):
         return self.classifier(self.fuse(torch.cat([_resized(level, levels[0].shape[-2:]) for level in smoothed], 1)))
 
 
-class FCNDecoder(nn.Module):
-    """Scores from one stage alone."""
-
-    def __init__(self, channels: int, num_classes: int, width: int):
-        super().__init__()
-        self.convolution = _convolution(channels, width)
-        self.classifier = _classifier(width, num_classes)
-
-    def forward(self, feature: Tensor) -> Tensor:
-        """Scores `[B, K, h, w]` of the stage's grid."""
-        return self.classifier(self.convolution(feature))
-
-
 class _PooledContext(nn.Module):
     """Pyramid pooling: a map beside its means over the whole, 2×2, 3×3 and 6×6 parts."""
 
@@ -196,7 +191,7 @@ class Segmenter(DenseModel):
             return [self._scores(features, padded, place) for place in range(len(images))]
         if targets is None:
             raise ValueError("training needs targets: labels of the pixels of each image; or call eval() first")
-        labels = _padded_labels(targets, padded)
+        labels = stack_padded(targets, padded.canvas.shape[-2:], IGNORED)
         losses = {"loss": _loss(self.decoder(features), self.backbone.strides[0], labels)}
         if self.auxiliary is not None:
             scores = self.auxiliary(features[AUXILIARY_STAGE])
@@ -220,7 +215,12 @@ def build_segmenter(
     if options.head == "semantic_fpn":
         return Segmenter(body, SemanticFPNDecoder(body.channels, num_classes, options.width or 256), None)
     width = options.width or 512
-    auxiliary = FCNDecoder(body.channels[AUXILIARY_STAGE], num_classes, width // 2)
+    auxiliary = nn.Sequential(
+        OrderedDict(
+            convolution=_convolution(body.channels[AUXILIARY_STAGE], width // 2),
+            classifier=_classifier(width // 2, num_classes),
+        )
+    )
     return Segmenter(body, UPerNetDecoder(body.channels, num_classes, width), auxiliary)
 
 
@@ -228,14 +228,6 @@ def _enlarged(scores: Tensor, stride: int, size: Sequence[int]) -> Tensor:
     """Scores `[B, K, h, w]` of tokens for every pixel, in float32; the last row and column may be incomplete."""
     pixels = F.interpolate(scores.float(), scale_factor=float(stride), mode="bilinear", align_corners=False)
     return pixels[:, :, : size[0], : size[1]]
-
-
-def _padded_labels(targets: Sequence[Tensor], images: PaddedImages) -> Tensor:
-    """`[B, H, W]`, `IGNORED` where there is no image."""
-    labels = targets[0].new_full((len(targets), *images.canvas.shape[-2:]), IGNORED)
-    for place, target in zip(labels, targets, strict=True):
-        place[: target.shape[0], : target.shape[1]] = target
-    return labels
 
 
 def _loss(scores: Tensor, stride: int, labels: Tensor) -> Tensor:

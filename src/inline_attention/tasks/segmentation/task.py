@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ class SegmentationTask(DenseTask[SegmentationOptions]):
     def open_validation(self, class_names: Sequence[str]) -> tuple[SegmentationSource, tuple[str, ...]]:
         """Open and check the validation split alone, whose list of classes, if it has one, must be the model's."""
         choice, folder = self._data, self._data.dir or ""
-        if (file := self._class_file()) is not None:
+        file = choice.class_map
+        if file is None:
+            with suppress(DataError):  # the maps alone say nothing about classes
+                file = find_class_file(folder)
+        if file is not None:
             found = read_class_names(file, reduce_zero_label=choice.reduce_zero_label)
             check_same_classes(file, "classes", found, class_names)
         rules = LabelRules(len(class_names), reduce_zero_label=choice.reduce_zero_label)
@@ -69,15 +74,6 @@ class SegmentationTask(DenseTask[SegmentationOptions]):
     def evaluator(self, source: SegmentationSource, device: torch.device) -> _Evaluator:
         """Return an evaluator of mean IoU and accuracies."""
         return _Evaluator(SegmentationEvaluator(source.class_names, device), self.options.windows)
-
-    def _class_file(self) -> Path | None:
-        """Return the data's list of classes, if it has one."""
-        if self._data.class_map is not None:
-            return Path(self._data.class_map)
-        try:
-            return find_class_file(self._data.dir or "")
-        except DataError:
-            return None
 
     @classmethod
     def _check_options(cls, options: SegmentationOptions) -> None:
