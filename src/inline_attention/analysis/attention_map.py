@@ -19,7 +19,7 @@ from inline_attention.analysis.layer_attention import LayerAttention
 from inline_attention.analysis.probes import capture_attention, choose_heads, choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, Figure, draw_picture, new_figure, save
+from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, draw_picture, new_figure, save
 from inline_attention.support.text import printable
 
 Place = tuple[int, int]  # row and column on a token grid
@@ -156,36 +156,30 @@ def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: 
     title = f"Where tokens of {printable(picture_name)} look"
     with new_figure(max(8.5, 3.1 * (1 + len(maps))), height, title, small_print) as figure:
         ratios = [panel_height] * tokens + ([1.5] if with_kernels else [])
-        grid = figure.add_gridspec(len(ratios), 1 + len(maps), height_ratios=ratios)
-        for row in range(tokens):
-            _draw_query(figure.add_subplot(grid[row, 0]), maps[0], maps[0].maps[row])
+        grid = figure.subplots(len(ratios), 1 + len(maps), squeeze=False, height_ratios=ratios)
+        for axes, token_map in zip(grid[:, 0], maps[0].maps, strict=False):
+            draw_picture(axes, first.permute(1, 2, 0).cpu().numpy(), maps[0].grid_size)
+            _mark(axes, token_map)
+            axes.set_ylabel("row {}, column {}".format(*token_map.token))
         for column, item in enumerate(maps, start=1):
             # One scale for all tokens of a model, diverging around zero if any weight is negative.
             values = torch.cat([token_map.times_uniform.flatten() for token_map in item.maps])
             limit = max(values.abs().quantile(0.995).item(), 1e-9)
             signed = values.min().item() < 0
             scale = {"vmin": -limit * signed, "vmax": limit, "cmap": "RdBu_r" if signed else "Reds"}
-            panels = [figure.add_subplot(grid[row, column]) for row in range(tokens)]
+            panels = list(grid[:tokens, column])
             for axes, token_map in zip(panels, item.maps, strict=True):
                 _draw_map(axes, item, token_map, scale)
             figure.colorbar(panels[0].images[0], ax=panels, shrink=0.7, pad=0.02, aspect=24, label="× uniform")
             heads = f"head {item.heads[0]}" if len(item.heads) == 1 else f"mean of {len(item.heads)} heads"
-            panels[0].set_title(
-                f"{KIND_LABELS[item.attention]}\n{item.label}, layer {item.layer}, {heads}", fontsize=9.5
-            )
-            if item.kernels is not None:
-                _draw_kernels(figure, grid[tokens, column], item)
+            name = f"{KIND_LABELS[item.attention]}\n{item.label}, layer {item.layer}, {heads}"
+            panels[0].set_title(name, fontsize=9.5)
+            if with_kernels:
+                _draw_kernels(grid[tokens, column], item)
         if with_kernels:
-            axes = figure.add_subplot(grid[tokens, 0])
-            axes.set_axis_off()
-            axes.text(1, 0.5, "3×3 kernels\nof the local term", ha="right", va="center", transform=axes.transAxes)
+            grid[tokens, 0].set_axis_off()
+            grid[tokens, 0].text(1, 0.5, "3×3 kernels\nof the local term", ha="right", va="center")
         return save(figure, folder, "attention-map")
-
-
-def _draw_query(axes: Axes, item: AttentionMaps, token_map: TokenMap) -> None:
-    draw_picture(axes, item.pixels.permute(1, 2, 0).cpu().numpy(), item.grid_size)
-    _mark(axes, token_map)
-    axes.set_ylabel("row {}, column {}".format(*token_map.token))
 
 
 def _draw_map(axes: Axes, item: AttentionMaps, token_map: TokenMap, scale: Mapping[str, Any]) -> None:
@@ -199,14 +193,17 @@ def _draw_map(axes: Axes, item: AttentionMaps, token_map: TokenMap, scale: Mappi
         axes.set_xlabel(f"class token: {names} × uniform", fontsize=8, labelpad=2)
 
 
-def _draw_kernels(figure: Figure, place: Any, item: AttentionMaps) -> None:
-    assert item.kernels is not None
+def _draw_kernels(place: Axes, item: AttentionMaps) -> None:
+    place.set_axis_off()
+    if item.kernels is None:
+        return
     kernels = item.kernels[:MOST_KERNELS]
     columns = min(6, len(kernels))
-    tiles = place.subgridspec(-(-len(kernels) // columns), columns)
+    tiles: Any = place.get_subplotspec()
+    tiles = tiles.subgridspec(-(-len(kernels) // columns), columns)
     limit = max(item.kernels.abs().max().item(), 1e-9)
     for number, kernel in enumerate(kernels):
-        axes = figure.add_subplot(tiles[divmod(number, columns)])
+        axes: Any = place.figure.add_subplot(tiles[divmod(number, columns)])
         draw_picture(axes, kernel.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
         axes.set_title(f"head {item.heads[number]}", fontsize=7, color=MUTED, pad=2, loc="center")
         if number == len(kernels) - 1:
@@ -225,7 +222,6 @@ def _token_map(attention: LayerAttention, heads: Sequence[int], place: Place) ->
     token = torch.tensor([attention.token(*place)], device=attention.q.device)
     row = torch.stack([attention.rows(0, head, token)[0] for head in heads]).mean(0).cpu()
     # Heads may see different keys, as in CSWin's two branches.
-    reaches = [attention.reach(head, token) for head in heads]
-    uniform = mean(1 / (attention.num_tokens if reach is None else int(reach.sum())) for reach in reaches)
+    uniform = mean(1 / int(attention.reach(head, token).sum()) for head in heads)
     prefix = attention.num_prefix_tokens
     return TokenMap(place, row[prefix:].view(attention.grid_size), row[:prefix], uniform)

@@ -119,8 +119,7 @@ def count_confusion(
     check_matrix_size(layer.num_tokens, layer.num_tokens)
     distinct = pairwise_difference(layer.q[image, :, head].double()) > DISTINCT_QUERIES
     reach = layer.reach(head)
-    uniform = 1 / layer.num_tokens if reach is None else reach / reach.sum(1, keepdim=True)
-    rows = beyond_uniform(layer.rows(image, head), uniform)
+    rows = beyond_uniform(layer.rows(image, head), reach.double() / reach.sum(1, keepdim=True))
     difference = pairwise_difference(rows).masked_fill_(~distinct, torch.inf)
     confused = difference <= tolerance
     count = ConfusionCount(

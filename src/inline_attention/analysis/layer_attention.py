@@ -114,11 +114,9 @@ class LayerAttention:
             )
         return self.num_prefix_tokens + row * width + column
 
-    def reach(self, head: int, queries: Tensor | None = None) -> Tensor | None:
-        """Return `[Q, N]` bool, True where a query can see a key; None when all see all."""
-        if self.groups is None:
-            return None
-        group = self.groups[head]
+    def reach(self, head: int, queries: Tensor | None = None) -> Tensor:
+        """Return `[Q, N]` bool, True where a query, by default of all tokens, can see a key."""
+        group = self.q.new_zeros(self.num_tokens) if self.groups is None else self.groups[head]
         return (group if queries is None else group[queries])[:, None] == group[None, :]
 
     def rows(
@@ -141,9 +139,9 @@ class LayerAttention:
         """
         queries = torch.arange(self.num_tokens, device=self.q.device) if queries is None else queries
         check_matrix_size(len(queries), self.num_tokens, dtype)
-        visible = self.reach(head, queries)
-        if hidden is not None:
-            visible = ~hidden if visible is None else visible & ~hidden
+        visible = None if self.groups is None and hidden is None else self.reach(head, queries)
+        if visible is not None and hidden is not None:
+            visible &= ~hidden
         bias = None if self.position_bias is None else self.position_bias(head, queries)
         q, k = self.q[images, :, head], self.k[images, :, head]
         return self.rule.weights(q[..., queries, :], k, bias=bias, visible=visible, dtype=dtype)

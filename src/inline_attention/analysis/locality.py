@@ -74,12 +74,10 @@ def measure_locality(
     absolute = rows.abs()
     grid = slice(layer.num_prefix_tokens, None)
     reach = layer.reach(head)
-    in_sight = rows.new_full((layer.num_tokens,), layer.num_tokens) if reach is None else reach.sum(1).to(rows.dtype)
     with_local = None if layer.local_weight is None else _changes_by_local_term(layer, image, head, rows)
     for side in sides:
-        near = neighborhood_mask(layer.grid_size, layer.num_prefix_tokens, side, rows.device)
-        near = near if reach is None else near & reach
-        uniform = (near.sum(1) / in_sight)[grid].mean().item()
+        near = reach & neighborhood_mask(layer.grid_size, layer.num_prefix_tokens, side, rows.device)
+        uniform = (near.sum(1) / reach.sum(1).double())[grid].mean().item()
         inside, inside_absolute = (rows * near).sum(1), (absolute * near).sum(1)
         parts: list[tuple[LocalTerm, Tensor, Tensor]] = [("without", inside_absolute / absolute.sum(1), inside)]
         if with_local is not None:

@@ -142,11 +142,10 @@ def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generato
     masks: list[Tensor] = []
     for head in range(1 if layer.groups is None else layer.num_heads):  # without groups, all heads lose the same
         reach = layer.reach(head)
-        hide = near if reach is None else near & reach
+        hide = near & reach
         if hiding.where == "random":
-            candidates = torch.ones_like(hide) if reach is None else reach.clone()
-            candidates[:, : layer.num_prefix_tokens] = False
-            draw = torch.rand(hide.shape, generator=generator).to(device).masked_fill(~candidates, 2.0)
+            reach[:, : layer.num_prefix_tokens] = False  # prefix tokens are never hidden
+            draw = torch.rand(hide.shape, generator=generator).to(device).masked_fill(~reach, 2.0)
             hide = draw.argsort(1).argsort(1) < hide.sum(1, keepdim=True)
         masks.append(hide)
     return torch.stack(masks).expand(layer.num_heads, -1, -1)

@@ -42,6 +42,7 @@ from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
 from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.config import DataSection, TrainConfig, read_config
+from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.registry import TWINS
@@ -390,8 +391,9 @@ def _validation_pictures(settings: DataSection) -> ImageSource:
 
 def _last_weights(folder: Path) -> Path:
     """Return the weights after the last epoch: the best would be chosen by the pictures they are measured on."""
-    for name in (EMA_WEIGHTS, WEIGHTS):
-        if (file := folder / CHECKPOINTS / LAST / name).is_file():
+    checkpoint = follow_pointer(folder / CHECKPOINTS / LAST)
+    for file in (checkpoint / EMA_WEIGHTS, checkpoint / WEIGHTS):
+        if file.is_file():
             return file
     raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
 
