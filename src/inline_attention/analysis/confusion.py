@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from inline_attention.analysis.layer_attention import LayerAttention, beyond_uniform, check_matrix_size
-from inline_attention.analysis.pictures import OnProgress, PictureSample, captured_batches
-from inline_attention.analysis.probes import choose_heads
+from inline_attention.analysis.pictures import Chosen, PictureSample, captured_images
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support import figures
@@ -75,35 +75,22 @@ class ConfusedImage:
 
 
 def survey_confusion(
-    subject: Subject,
-    sample: PictureSample,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    tolerance: float = TOLERANCE,
-    worst: int = 4,
-    on_progress: OnProgress | None = None,
+    subject: Subject, sample: PictureSample, *, tolerance: float = TOLERANCE, worst: int = 4, **chosen: Unpack[Chosen]
 ) -> tuple[list[ConfusionCount], list[ConfusedImage]]:
     """Return the confused pairs of every image, layer and head, and the `worst` images with most of them."""
     counts: list[ConfusionCount] = []
     shown: list[ConfusedImage] = []
-    for batch, captured in captured_batches(subject, sample, layers, on_progress):
-        for image, index in enumerate(batch.indices.tolist()):
-            name, pairs = sample.source.name(index), 0
-            most: tuple[ConfusionCount, LayerAttention, Tensor] | None = None
-            for layer in captured:
-                for head in choose_heads(layer, heads):
-                    count, confused = count_confusion(layer, image, head, name, tolerance=tolerance)
-                    counts.append(count)
-                    pairs += count.confused_pairs
-                    if most is None or count.confused_pairs > most[0].confused_pairs:
-                        most = count, layer, confused
-            assert most is not None, "a model has a layer, and a layer a head"
-            count, layer, confused = most
+    for name, pixels, places in captured_images(subject, sample, **chosen):
+        found = [count_confusion(*place, name, tolerance=tolerance)[0] for place in places]
+        counts += found
+        most = max(range(len(found)), key=lambda number: found[number].confused_pairs)
+        if worst and found[most].confused_pairs:
+            layer, image, head = places[most]
+            _, confused = count_confusion(layer, image, head, tolerance=tolerance)  # those of all heads would not fit
             groups = connected_groups(confused)[layer.num_prefix_tokens :].view(layer.grid_size)
-            pixels = batch.images[image].clone()  # a view of one image would keep the whole batch
-            found = ConfusedImage(name, pixels, pairs, layer.index, count.head, groups)
-            shown = worst_images([*shown, found], worst)
+            pairs = sum(count.confused_pairs for count in found)
+            # A view of the pixels would keep the whole batch.
+            shown = worst_images([*shown, ConfusedImage(name, pixels.clone(), pairs, layer.index, head, groups)], worst)
     return counts, shown
 
 

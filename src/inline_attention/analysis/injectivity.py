@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from inline_attention.analysis.layer_attention import LayerAttention, MixingRule, beyond_uniform
-from inline_attention.analysis.pictures import OnProgress, PictureSample, captured_batches
-from inline_attention.analysis.probes import choose_heads, choose_layers
+from inline_attention.analysis.pictures import Chosen, PictureSample, captured_images
+from inline_attention.analysis.probes import choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.randomness import derived_seed
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
@@ -84,32 +85,21 @@ class KeyCondition:
 
 
 def survey_injectivity(
-    subject: Subject,
-    sample: PictureSample,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    queries: int = 8,
-    seed: int = 0,
-    on_progress: OnProgress | None = None,
+    subject: Subject, sample: PictureSample, *, queries: int = 8, seed: int = 0, **chosen: Unpack[Chosen]
 ) -> tuple[list[CollisionRate], list[KeyCondition]]:
     """Return collisions on the queries and keys of some layers, and the condition of the keys of all layers.
 
     Looking for collisions takes time: the first, the middle and the last layer are searched by default.
     """
     count = len(choose_layers(subject.model, None))
-    searched = choose_layers(subject.model, layers or [0, count // 2, count - 1])
+    searched = choose_layers(subject.model, chosen.pop("layers", None) or [0, count // 2, count - 1])
     rates: list[CollisionRate] = []
     conditions: list[KeyCondition] = []
-    for batch, captured in captured_batches(subject, sample, None, None):
-        for layer in captured:
-            for image in range(len(batch)):
-                for head in choose_heads(layer, heads):
-                    conditions.append(measure_key_condition(layer, image, head))
-                    if layer.index in searched:
-                        rates += measure_collisions(layer, image, head, queries=queries, seed=seed)
-            if on_progress is not None:
-                on_progress(len(batch) / len(sample) / len(captured))
+    for _, _, places in captured_images(subject, sample, **chosen):
+        for layer, image, head in places:
+            conditions.append(measure_key_condition(layer, image, head))
+            if layer.index in searched:
+                rates += measure_collisions(layer, image, head, queries=queries, seed=seed)
     return rates, conditions
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, Unpack
 
 from torch import Tensor
 
 from inline_attention.analysis.layer_attention import TAPS, LayerAttention, neighborhood_mask
-from inline_attention.analysis.pictures import OnProgress, PictureSample, captured_batches
-from inline_attention.analysis.probes import choose_heads
+from inline_attention.analysis.pictures import Chosen, PictureSample, captured_images
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
@@ -44,23 +43,13 @@ class Locality:
 
 
 def survey_locality(
-    subject: Subject,
-    sample: PictureSample,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    sides: Sequence[int] = SIDES,
-    on_progress: OnProgress | None = None,
+    subject: Subject, sample: PictureSample, *, sides: Sequence[int] = SIDES, **chosen: Unpack[Chosen]
 ) -> list[Locality]:
     """Return the locality of every layer and head, averaged over images."""
-    measured = [
-        item
-        for batch, captured in captured_batches(subject, sample, layers, on_progress)
-        for layer in captured
-        for image in range(len(batch))
-        for head in choose_heads(layer, heads)
-        for item in measure_locality(layer, image, head, sides=sides)
-    ]
+    measured: list[Locality] = []
+    for _, _, places in captured_images(subject, sample, **chosen):
+        for place in places:
+            measured += measure_locality(*place, sides=sides)
     return average(measured)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from inline_attention.analysis.layer_attention import LayerAttention
-from inline_attention.analysis.probes import capture_attention
+from inline_attention.analysis.probes import capture_attention, choose_heads
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
@@ -23,6 +24,15 @@ from inline_attention.data.sampling import EvaluationBatches
 from inline_attention.data.sources import DataError, ImageSource
 
 OnProgress: TypeAlias = Callable[[float], None]  # called with the share of the work just done; shares sum to one
+HeadOfImage: TypeAlias = tuple[LayerAttention, int, int]  # a layer, and the numbers of an image and a head in it
+
+
+class Chosen(TypedDict, total=False):
+    """What a survey looks at, all by default; see `captured_images`."""
+
+    layers: Sequence[int] | None
+    heads: Sequence[int] | None
+    on_progress: OnProgress | None
 
 
 class UnlabelledPictures(ImageSource):
@@ -101,12 +111,20 @@ class PictureSample:
             self.skipped |= {image.name: image.reason for image in broken}
 
 
-def captured_batches(
-    subject: Subject, sample: PictureSample, layers: Sequence[int] | None, on_progress: OnProgress | None
-) -> Iterator[tuple[Batch, list[LayerAttention]]]:
-    """Yield batches of uint8 pictures with what the attention layers did with them, one batch in memory at a time."""
+def captured_images(
+    subject: Subject,
+    sample: PictureSample,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    on_progress: OnProgress | None = None,
+) -> Iterator[tuple[str, Tensor, list[HeadOfImage]]]:
+    """Yield the name of each picture, its uint8 pixels, and its place in what the chosen heads did with its batch."""
     for batch in sample.batches(subject):
-        yield batch, capture_attention(subject.model, subject.normalize(batch.images), layers=layers)
+        captured = capture_attention(subject.model, subject.normalize(batch.images), layers=layers)
+        for image, index in enumerate(batch.indices.tolist()):
+            places = [(layer, image, head) for layer in captured for head in choose_heads(layer, heads)]
+            yield sample.source.name(index), batch.images[image], places
         if on_progress is not None:
             on_progress(len(batch) / len(sample))
 
