@@ -5,8 +5,13 @@ from inline_attention.data.broken import BrokenImage, BrokenImageLimit, BrokenIm
 from inline_attention.data.datasets import OpenedData, open_and_check, open_dataset
 from inline_attention.data.images import ImageError, find_images, load_image
 from inline_attention.data.loading import DataWorkerError, ImageLoader, Loader, named_worker_error
-from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
-from inline_attention.data.on_device import BatchAugmentation, training_augmentation
+from inline_attention.data.on_device import (
+    BatchAugmentation,
+    MemoryImages,
+    MemoryLoader,
+    decode_to_memory,
+    training_augmentation,
+)
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_transform, training_transform

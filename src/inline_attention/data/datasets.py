@@ -31,11 +31,14 @@ from inline_attention.data.sources import (
 )
 from inline_attention.support.text import some_of
 
-OpenedData = OpenedSplits[ImageSource]
 TRAINING_SAMPLES = 1437  # the first four fifths; the rest is for validation
 LARGEST_VALUE = 16
 CHECKED_IMAGES = 16
 NAMED = 5  # classes listed in a message
+
+
+class OpenedData(OpenedSplits[ImageSource]):
+    """Training and validation images, as far as they could be opened, and all that is wrong with them."""
 
 
 def digits(split: str) -> ArraySource:

@@ -11,7 +11,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,20 +36,20 @@ class DataWorkerError(RuntimeError):
     """A process that prepares images died or hangs."""
 
 
-BatchType = TypeVar("BatchType", bound=AnyBatch[Any, Any])
-LoadedBatch = TypeVar("LoadedBatch", covariant=True)
+BatchType = TypeVar("BatchType", bound=AnyBatch[Any, Any], covariant=True)
 
 
-class Loader(Protocol[LoadedBatch]):
-    """Interface of loaders for training and evaluation."""
+class Loader(ABC, Generic[BatchType]):
+    """Base of loaders for training and evaluation."""
+
+    _batches: Batches
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
-        ...
+        return len(self._batches)
 
-    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[LoadedBatch]:
+    @abstractmethod
+    def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
         """The batches of an epoch, from `start_batch` on."""
-        ...
 
     def close(self) -> None:
         """End its processes, if it has any."""
@@ -75,7 +75,7 @@ class Samples(ABC):
         """An image and its target. The loader has seeded the global generators, and expects an `ImageError`."""
 
 
-class SampleLoader(Generic[BatchType]):
+class SampleLoader(Loader[BatchType]):
     """Reads, transforms and batches samples; the same ones, bit for bit, with any number of workers.
 
     A sample depends on (seed, epoch, index) and nothing else, so an epoch can be taken up at any batch.
@@ -131,9 +131,6 @@ class SampleLoader(Generic[BatchType]):
             generator=torch.Generator(),  # torch draws a seed per epoch, from the global generator unless told
             **options,
         )
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
         """The batches of an epoch, from `start_batch` on, on the device.

@@ -32,7 +32,10 @@ from inline_attention.data.sources import DataError
 
 SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image
 LEFT_OUT = "left out"
-OpenedPairs = OpenedSplits[SegmentationSource]
+
+
+class OpenedPairs(OpenedSplits[SegmentationSource]):
+    """Training and validation pairs, as far as they could be opened, and all that is wrong with them."""
 
 
 def open_and_check_pairs(

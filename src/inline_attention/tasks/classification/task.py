@@ -17,8 +17,13 @@ from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
-from inline_attention.data.memory import MemoryImages, MemoryLoader, decode_to_memory
-from inline_attention.data.on_device import BatchAugmentation, training_augmentation
+from inline_attention.data.on_device import (
+    BatchAugmentation,
+    MemoryImages,
+    MemoryLoader,
+    decode_to_memory,
+    training_augmentation,
+)
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
