@@ -1,12 +1,11 @@
 """The CUDA backend on a CPU: kernels.cu compiled by the system's C++ compiler, with emulated_gpu.h in place of a GPU.
 
-`install` makes `backend="cuda"` accept half tensors on the CPU. Everything else is the real thing: the plans, the packed
-structs, the kernels' own code. Only small calls end in bearable time.
+`install` makes `backend="cuda"` accept half tensors on the CPU. Everything else is the real thing: the plans, the
+packed structs, the kernels' own code. Only small calls end in bearable time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import re
 import shutil
@@ -32,7 +31,6 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(launch, "current_stream", lambda _: 0)
     monkeypatch.setattr(cuda, "device_reason", lambda _: None)
     monkeypatch.setattr(cuda, "build_reason", lambda *_: None)
-    monkeypatch.setattr(cuda, "on_device", lambda _: contextlib.nullcontext())
 
 
 class _EmulatedKernel:

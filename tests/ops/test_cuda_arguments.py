@@ -207,7 +207,7 @@ def test_backward(recorder, local):
 
 @pytest.mark.parametrize("tokens", [50, 3000])
 def test_predicted_weights(recorder, monkeypatch, tokens):
-    monkeypatch.setattr(predictor.cuda, "on_device", lambda _: torch.no_grad())
+    monkeypatch.setattr(predictor.fused_op, "on_device", lambda _: torch.no_grad())
     x = torch.randn(B, tokens + 1, H * D).bfloat16()[:, :tokens]
     parameters = [
         torch.randn(*shape).bfloat16() for shape in ((H * D, D, 1), (H * D,), (9 * H * D, D, 1), (9 * H * D,))

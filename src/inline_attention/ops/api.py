@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops import dispatch, reference, validation
 from inline_attention.ops.autocast import as_autocast, autocast_enabled
@@ -24,19 +25,19 @@ _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
 
 
 def inline_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     feature_map: str | FeatureMap = "identity",
     normalization: Normalization = "subtract",
-    key_padding_mask: torch.Tensor | None = None,
-    local_weight: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    local_weight: Tensor | None = None,
     grid_size: tuple[int, int] | None = None,
     num_prefix_tokens: int = 0,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Compute injective linear attention, in time and memory linear in the number of tokens.
 
     The weight of key j for query i is `(s_ij - mean_j s_ij + 1) / M` with `s_ij = scale · phi(q_i)·phi(k_j)`: it sums
@@ -73,28 +74,28 @@ def inline_attention(
 
 
 def inline_attention_qkvpacked(
-    qkv: torch.Tensor,
+    qkv: Tensor,
     *,
     scale: float | None = None,
     feature_map: str | FeatureMap = "identity",
     normalization: Normalization = "subtract",
-    key_padding_mask: torch.Tensor | None = None,
-    local_weight: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    local_weight: Tensor | None = None,
     grid_size: tuple[int, int] | None = None,
     num_prefix_tokens: int = 0,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `inline_attention` on the output of a fused projection, read in place; its gradient is packed, too.
 
     Args:
         qkv: `[B, N, 3, H, D]`.
-        scale: Factor on the inner products; `D ** -0.5` by default.
-        feature_map: phi, a name or a callable.
+        scale: Factor on the inner products; this and all other arguments are those of `inline_attention`.
+        feature_map: phi.
         normalization: "subtract" (InLine), "divide" or "magnitude".
         key_padding_mask: `[B, N]` bool, True for a real key.
-        local_weight: `[B, H, D, 3, 3]`, a 3×3 kernel per sample and channel.
-        grid_size: `(h, w)` of the token grid; given with `local_weight` only.
-        num_prefix_tokens: Tokens before the grid; given with `local_weight` only.
+        local_weight: `[B, H, D, 3, 3]`.
+        grid_size: `(h, w)` of the token grid.
+        num_prefix_tokens: Tokens before the grid.
         backend: "auto" or a name.
 
     Returns:
@@ -110,13 +111,13 @@ def inline_attention_qkvpacked(
 
 
 def local_residual(
-    v: torch.Tensor,
-    local_weight: torch.Tensor,
+    v: Tensor,
+    local_weight: Tensor,
     *,
     grid_size: tuple[int, int],
     num_prefix_tokens: int = 0,
-    key_padding_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
     """Compute the local term alone: a dynamic 3×3 cross-correlation of the value grid, to add to another attention.
 
     `inline_attention(..., local_weight=...)` computes it together with the rest, which is faster.
@@ -135,7 +136,7 @@ def local_residual(
         v, local_weight = as_autocast(v), as_autocast(local_weight)
     grid_size = plain_sizes(grid_size)
     with unrecorded():
-        validation.check_value_tensor(v)
+        validation.check_head_tokens("v", v)
         grid_size = validation.check_local(local_weight, grid_size, num_prefix_tokens, v)
         if key_padding_mask is not None:
             validation.check_mask(key_padding_mask, v)
@@ -145,14 +146,14 @@ def local_residual(
 
 
 def attention_weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
     *,
     kind: reference.AttentionKind = "inline",
     scale: float | None = None,
     feature_map: str | FeatureMap = "identity",
-    key_padding_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
     """Compute the weights of every query for every key, for analysis and teaching; memory is quadratic.
 
     Args:
@@ -185,15 +186,12 @@ def attention_weights(
 
 # The backend and the scale of calls seen before, by everything that checks and selection depend on. The layers of a
 # model make the same calls every step, and selecting again takes the host longer than a small kernel takes on a GPU.
-_SELECTED: dict[tuple[Any, ...], tuple[Callable[[AttentionCall], torch.Tensor], float]] = {}
+_SELECTED: dict[tuple[Any, ...], tuple[Callable[[AttentionCall], Tensor], float]] = {}
 _MAX_SELECTED = 4096
 
 
-def attend(call: AttentionCall, backend: str) -> torch.Tensor:
-    """Validate a call, select a backend and run it.
-
-    The public functions end here. Layers call it directly where q is theirs, with `overwrite_q`.
-    """
+def attend(call: AttentionCall, backend: str) -> Tensor:
+    """Validate a call, select a backend and run it. Layers call it directly where q is theirs, with `overwrite_q`."""
     if autocast_enabled(call.q):
         call = _as_autocast_call(call)
         # Left on, autocast would also round the float32 sums inside.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops.validation import FLOATING_DTYPES
 
 
 def autocast_enabled(tensor: Any) -> bool:
     """True if autocast is enabled for the tensor's device; False for other values."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         return False
     device_type = tensor.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # asking about meta tensors raises

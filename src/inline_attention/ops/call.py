@@ -1,13 +1,10 @@
-"""The arguments of one attention call, which travel together from the public functions to a backend.
-
-Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
-"""
+"""The arguments of one attention call, which travel together from the public functions to a backend."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-import torch
+from torch import Tensor
 
 from inline_attention.ops.feature_maps import FeatureMap
 
@@ -37,15 +34,15 @@ class AttentionCall(NamedTuple):
             may ignore it.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    qkv: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    qkv: Tensor | None
     scale: float
     feature_map: str | FeatureMap
     normalization: Normalization
-    key_padding_mask: torch.Tensor | None
-    local_weight: torch.Tensor | None
+    key_padding_mask: Tensor | None
+    local_weight: Tensor | None
     grid_size: tuple[int, int] | None
     num_prefix_tokens: int
     overwrite_q: bool = False

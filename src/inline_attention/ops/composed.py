@@ -1,10 +1,7 @@
-"""InLine attention composed from differentiable PyTorch operations, in linear time.
+"""InLine attention composed from differentiable PyTorch operations, in linear time: any device, dtype and transform.
 
-Any device, any dtype, any transform: autograd to any order, `torch.func`, `torch.compile`, `torch.export`. Nothing
-here branches on a size, so one compiled graph serves every shape, and every 3×3 tap is a shifted view, which a
-compiler fuses into one loop (a convolution with B·C groups it cannot, and ONNX cannot express).
-
-All three normalizations have weights that sum to one, so all three are
+Nothing here branches on a size, so one compiled graph serves every shape. Every 3×3 tap is a shifted view, which a
+compiler fuses into one loop. Weights sum to one in all three normalizations, so all three are
 
     out = vbar + a(z) · phi(q) C,    C = scale · Cov(phi(k), v),    z = scale · phi(q) · kbar
 
@@ -16,10 +13,9 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
 from inline_attention.ops.feature_maps import apply_to_queries_and_keys
@@ -37,7 +33,7 @@ def mapped(call: AttentionCall, compute_dtype: torch.dtype) -> AttentionCall:
     return call._replace(q=q, k=k, v=v, qkv=None, local_weight=local_weight, feature_map="identity", overwrite_q=False)
 
 
-def attend(call: AttentionCall) -> torch.Tensor:
+def attend(call: AttentionCall) -> Tensor:
     """Output `[B, N, H, Dv]` of a call that `mapped` returned, local term included."""
     out = global_term(call.q, call.k, call.v, call.key_padding_mask, call.scale, call.normalization)
     if call.local_weight is None or call.grid_size is None:
@@ -48,23 +44,9 @@ def attend(call: AttentionCall) -> torch.Tensor:
 
 
 def global_term(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    scale: float,
-    normalization: Normalization,
-) -> torch.Tensor:
-    """Output `[B, N, H, Dv]` of the global term.
-
-    Args:
-        q: Mapped queries `[B, N, H, D]`.
-        k: Mapped keys `[B, M, H, D]`; zero where padded.
-        v: Values `[B, M, H, Dv]`; zero where padded.
-        key_padding_mask: `[B, M]` bool, True for a real key, or None.
-        scale: Factor on the inner products.
-        normalization: Chooses a(z).
-    """
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scale: float, normalization: Normalization
+) -> Tensor:
+    """Output `[B, N, H, Dv]` of the global term, from mapped queries and keys; padded keys and values are zero."""
     if key_padding_mask is None:
         inverse_count = 1 / k.shape[1]
         key_mean = k.mean(1, keepdim=True)
@@ -88,7 +70,7 @@ def global_term(
     return value_mean + deviation
 
 
-def amplification(mean_score: torch.Tensor, normalization: Normalization) -> torch.Tensor:
+def amplification(mean_score: Tensor, normalization: Normalization) -> Tensor:
     """The factor a(z) of `divide` or `magnitude`, with 1/z replaced by 0 where z is too small to divide by."""
     divisible = mean_score.abs() > SMALLEST_MEAN_SCORE
     # Two wheres: the inner one keeps the branch not taken finite, so that its zero gradient is not 0 · inf.
@@ -96,17 +78,8 @@ def amplification(mean_score: torch.Tensor, normalization: Normalization) -> tor
     return inverse if normalization == "divide" else 1 + inverse
 
 
-def local_term(v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Dynamic 3×3 cross-correlation with zero padding.
-
-    Args:
-        v: Values of the grid tokens `[B, h·w, H, Dv]`.
-        local_weight: `[B, H, Dv, 3, 3]`.
-        grid_size: `(h, w)`.
-
-    Returns:
-        `[B, h·w, H, Dv]`.
-    """
+def local_term(v: Tensor, local_weight: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """Dynamic 3×3 cross-correlation of grid values `[B, h·w, H, Dv]` with `[B, H, Dv, 3, 3]`, zero-padded."""
     height, width = grid_size
     padded = F.pad(torch.unflatten(v, 1, (height, width)), (0, 0, 0, 0, 1, 1, 1, 1))
     out = torch.zeros_like(padded[:, :height, :width])
@@ -114,22 +87,3 @@ def local_term(v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int
         for j in range(3):
             out = torch.addcmul(out, padded[:, i : i + height, j : j + width], local_weight[:, None, None, :, :, i, j])
     return out.flatten(1, 2)
-
-
-def differentiable_gradients(
-    attend: Callable[[Sequence[torch.Tensor | None]], torch.Tensor],
-    inputs: Sequence[torch.Tensor | None],
-    grad_out: torch.Tensor,
-) -> list[torch.Tensor | None]:
-    """Gradients of `inputs` as differentiable functions, for a backward pass under `create_graph=True`.
-
-    Args:
-        attend: Computes the output by differentiable operations from (views of) `inputs`.
-        inputs: Tensors that the output depends on; None, or a tensor that requires no gradient, gets None.
-        grad_out: Gradient of the output.
-    """
-    # Views, so that a tensor passed twice (q is k) counts as two inputs.
-    views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-    wanted = [view for view in views if view is not None and view.requires_grad]
-    grads = iter(torch.autograd.grad(attend(views), wanted, grad_out, create_graph=True))
-    return [next(grads) if view is not None and view.requires_grad else None for view in views]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from inline_attention.ops import reference
 from inline_attention.ops.backends import cuda, eager, triton
@@ -21,16 +21,13 @@ def _always(call: AttentionCall) -> bool:
 class Backend(NamedTuple):
     """One implementation of the op.
 
-    Attributes:
-        name: Value of `backend=`.
-        unsupported_reason: Returns why it cannot run a call, or None.
-        run: Runs a validated call.
-        can_be_automatic: Returns False for calls that it can run, but "auto" must not give to it.
+    `unsupported_reason` returns why it cannot run a call, or None. `can_be_automatic` is False for calls that it can
+    run, but "auto" must not give to it.
     """
 
     name: str
     unsupported_reason: Callable[[AttentionCall], str | None]
-    run: Callable[[AttentionCall], torch.Tensor]
+    run: Callable[[AttentionCall], Tensor]
     can_be_automatic: Callable[[AttentionCall], bool] = _always
 
 
@@ -47,11 +44,7 @@ BACKEND_NAMES: tuple[str, ...] = ("auto", *(backend.name for backend in (*AUTO_B
 
 
 def select(name: str, call: AttentionCall) -> Backend:
-    """Return the backend that runs `call`.
-
-    Raises:
-        ValueError: An unknown name, or a named backend that cannot run the call (with its reason).
-    """
+    """Return the backend that runs `call`; raise ValueError for an unknown name, or with the backend's reason."""
     if name == "auto":
         for backend in AUTO_BACKENDS:
             if backend.can_be_automatic(call) and backend.unsupported_reason(call) is None:

@@ -1,8 +1,5 @@
 """The rest of a transformer block after attention, fused where that is faster: half-precision inference on Hopper.
 
-Composed (projection, residual, norm, MLP, residual), it takes three times as long as InLine attention itself, most of
-it spent on moving activations through memory.
-
 Shapes: `B` batch, `N` tokens, `C` channels, `F` hidden channels.
 """
 
@@ -13,6 +10,7 @@ import importlib.util
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops import fused_op
 from inline_attention.ops.tracing import is_plain_execution
@@ -26,32 +24,26 @@ HIDDEN_MULTIPLE = 64
 class FeedForwardParameters(NamedTuple):
     """The parameters of a block after its attention."""
 
-    projection_weight: torch.Tensor  # [C, C]
-    projection_bias: torch.Tensor  # [C]
-    norm_weight: torch.Tensor  # [C]
-    norm_bias: torch.Tensor  # [C]
-    hidden_weight: torch.Tensor  # [F, C]
-    hidden_bias: torch.Tensor  # [F]
-    weight: torch.Tensor  # [C, F]
-    bias: torch.Tensor  # [C]
+    projection_weight: Tensor  # [C, C]
+    projection_bias: Tensor  # [C]
+    norm_weight: Tensor  # [C]
+    norm_bias: Tensor  # [C]
+    hidden_weight: Tensor  # [F, C]
+    hidden_bias: Tensor  # [F]
+    weight: Tensor  # [C, F]
+    bias: Tensor  # [C]
 
 
-def fused_feed_forward(
-    x: torch.Tensor, attended: torch.Tensor, parameters: FeedForwardParameters, eps: float
-) -> torch.Tensor:
+def fused_feed_forward(x: Tensor, attended: Tensor, parameters: FeedForwardParameters, eps: float) -> Tensor:
     """`y + linear(GELU(linear(norm(y))))` for `y = x + projection(attended)`; `unsupported_reason` must be None.
 
-    Args:
-        x: `[B, N, C]`, the residual stream.
-        attended: `[B, N, C]`, output of the attention before its projection.
-        parameters: Parameters of the projection, the norm and the two linear maps.
-        eps: Epsilon of the norm.
+    `x` `[B, N, C]` is the residual stream, `attended` `[B, N, C]` the attention's output before its projection.
     """
     arguments: list[Any] = [*(tensor.contiguous() for tensor in (x, attended, *parameters)), eps]
     return (_feed_forward_op if torch.compiler.is_compiling() else _feed_forward)(*arguments)
 
 
-def unsupported_reason(x: torch.Tensor, parameters: FeedForwardParameters) -> str | None:
+def unsupported_reason(x: Tensor, parameters: FeedForwardParameters) -> str | None:
     """Return why the fused kernel cannot run or would not be faster; None if it should run."""
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "recorded graphs consist of PyTorch's own operations"
@@ -104,11 +96,10 @@ def _cached_device_reason(index: int | None) -> str | None:
 # A plain call launches, a compiler gets an op that it can look into. Triton is imported by the first of either.
 
 
-def _feed_forward(x: torch.Tensor, attended: torch.Tensor, *parameters_and_eps: torch.Tensor | float) -> torch.Tensor:
+def _feed_forward(x: Tensor, attended: Tensor, *parameters_and_eps: Tensor | float) -> Tensor:
     from inline_attention.ops.backends.triton import feed_forward
-    from inline_attention.ops.backends.triton.tuning import on_device
 
-    with on_device(x.device):
+    with fused_op.on_device(x.device):
         return feed_forward.launch(x, attended, *parameters_and_eps)
 
 

@@ -1,7 +1,6 @@
-"""The definition: explicit weights of every query for every key, in float64.
+"""The definition: explicit weights of every query for every key, in float64. The oracle of every test.
 
-This is the oracle of every test and what `analysis` draws. It takes O(N·M) memory and is written straight from the
-formulas of docs/math.md, on purpose unlike the fast paths (no covariance, no shared state). It needs only torch.
+It takes O(N·M) memory and is written straight from docs/math.md, on purpose unlike the fast paths.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap, apply_to_queries_and_keys
@@ -30,7 +30,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return None
 
 
-def run(call: AttentionCall) -> torch.Tensor:
+def run(call: AttentionCall) -> Tensor:
     """The call's output `[B, N, H, Dv]`, through explicit weights."""
     weights = kernel_weights(call.q, call.k, call.scale, call.feature_map, call.normalization, call.key_padding_mask)
     value = call.v.double()
@@ -43,13 +43,13 @@ def run(call: AttentionCall) -> torch.Tensor:
 
 
 def kernel_weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
     scale: float,
     feature_map: str | FeatureMap,
     normalization: Normalization,
-    key_padding_mask: torch.Tensor | None,
-) -> torch.Tensor:
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """Weights `[B, H, N, M]` in float64 of linear, InLine or MALA attention; rows sum to one, padded keys get zero."""
     query, key = apply_to_queries_and_keys(feature_map, q, k, torch.float64)
     if key_padding_mask is None:
@@ -59,18 +59,11 @@ def kernel_weights(
     return weights_from_scores(scores, normalization, key_padding_mask[:, None, None, :])
 
 
-def weights_from_scores(
-    scores: torch.Tensor, normalization: Normalization | None, visible: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Turn scores `[..., N, M]` into weights, whose rows sum to one over the visible keys; the others get zero.
+def weights_from_scores(scores: Tensor, normalization: Normalization | None, visible: Tensor | None = None) -> Tensor:
+    """Turn scaled scores `[..., N, M]` into weights, whose rows sum to one over the visible keys; the others get zero.
 
     Hidden keys count nowhere: not in a softmax, not in a mean score, not in the number M of keys. A query that sees no
-    key has a row of zeros.
-
-    Args:
-        scores: Scaled inner products, finite.
-        normalization: Normalization of linear-time attention; None for softmax.
-        visible: True where a query sees a key, broadcast to `[..., N, M]`; None when all see all.
+    key has a row of zeros. `normalization` None is softmax; `visible` None is all.
     """
     if visible is None:
         visible = torch.ones((), dtype=torch.bool, device=scores.device)
@@ -90,17 +83,13 @@ def weights_from_scores(
     return torch.where(visible, weights / count, 0)
 
 
-def softmax_weights(
-    q: torch.Tensor, k: torch.Tensor, scale: float, key_padding_mask: torch.Tensor | None
-) -> torch.Tensor:
+def softmax_weights(q: Tensor, k: Tensor, scale: float, key_padding_mask: Tensor | None) -> Tensor:
     """Weights `[B, H, N, M]` in float64 of softmax attention."""
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double())
     return weights_from_scores(scores, None, None if key_padding_mask is None else key_padding_mask[:, None, None, :])
 
 
-def _local_term(
-    value: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int, int], num_prefix_tokens: int
-) -> torch.Tensor:
+def _local_term(value: Tensor, local_weight: Tensor, grid_size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
     """Dynamic 3×3 cross-correlation of the value grid, `[B, N, H, Dv]`; zero on prefix tokens."""
     outside = value.shape[1]  # index of an extra all-zero value: the neighbor beyond the border
     table = torch.full((value.shape[1], 9), outside, device=value.device)

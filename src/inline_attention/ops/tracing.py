@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
+def are_plain_eager_tensors(*tensors: Tensor) -> bool:
     """True if Python may branch on the tensors' values: nothing compiles, exports, traces or transforms."""
     return (
         not torch.compiler.is_compiling()
@@ -18,12 +19,12 @@ def are_plain_eager_tensors(*tensors: torch.Tensor) -> bool:
         # Inside vmap, grad or jvp a tensor's values cannot be read; torch has no public name for the question.
         and not torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         and not _is_making_a_graph()
-        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
+        and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
         and all(tensor.device.type != "meta" for tensor in tensors)
     )
 
 
-def is_plain_execution(*tensors: torch.Tensor) -> bool:
+def is_plain_execution(*tensors: Tensor) -> bool:
     """True if the tensors are plain and no dispatch mode, such as a tracer or a FLOP counter, is active."""
     return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
@@ -60,7 +61,7 @@ def plain_sizes(sizes: Any) -> Any:
     if not isinstance(sizes, (tuple, list)) or not _is_recording():
         return sizes  # pyright: ignore[reportUnknownVariableType]
     with _without_recording():
-        return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in cast(Sequence[Any], sizes))
+        return tuple(int(size) if isinstance(size, Tensor) else size for size in cast(Sequence[Any], sizes))
 
 
 def _is_recording() -> bool:

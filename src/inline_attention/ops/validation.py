@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, cast, get_args
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FEATURE_MAPS
@@ -32,19 +33,35 @@ def unknown_name(argument: str, value: object, known: Iterable[str]) -> ValueErr
 
 def validated(call: AttentionCall) -> AttentionCall:
     """Check every argument of a call; return it with the scale and the grid filled in."""
-    check_queries_and_keys(call.q, call.k)
-    check_values(call.q, call.k, call.v)
+    q, k, v = call.q, call.k, call.v
+    check_queries_and_keys(q, k)
+    check_head_tokens("v", v)
+    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs a value"
+        )
+    _check_matches("q", q, "v", v)
     check_feature_map(call.feature_map)
     check_normalization(call.normalization)
-    scale = resolve_scale(call.scale, call.q.shape[3])
+    scale = resolve_scale(call.scale, q.shape[3])
+    grid_size, prefix = call.grid_size, call.num_prefix_tokens
     if call.key_padding_mask is not None:
-        check_mask(call.key_padding_mask, call.k)
-    if call.local_weight is None:
-        check_no_local(call.grid_size, call.num_prefix_tokens)
-        return call._replace(scale=scale)
-    check_self_attention(call.q, call.k)
-    grid_size = check_local(call.local_weight, call.grid_size, call.num_prefix_tokens, call.v)
-    return call._replace(scale=scale, grid_size=grid_size)
+        check_mask(call.key_padding_mask, k)
+    if call.local_weight is not None:
+        if q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"local_weight needs self-attention: as many queries as keys, got N = {q.shape[1]} and "
+                f"M = {k.shape[1]}; leave local_weight out for cross-attention"
+            )
+        return call._replace(scale=scale, grid_size=check_local(call.local_weight, grid_size, prefix, v))
+    check_prefix_tokens(prefix)
+    if grid_size is not None or prefix != 0:
+        raise ValueError(
+            f"grid_size and num_prefix_tokens need local_weight, got {grid_size=}, num_prefix_tokens={prefix} without "
+            "it; pass local_weight [B, H, Dv, 3, 3], or leave both out: without the 3×3 term, all tokens are treated "
+            "alike"
+        )
+    return call._replace(scale=scale)
 
 
 def check_packed(qkv: Any) -> None:
@@ -59,76 +76,68 @@ def check_packed(qkv: Any) -> None:
 
 def check_queries_and_keys(q: Any, k: Any) -> None:
     """Check `q` `[B, N, H, D]` against `k` `[B, M, H, D]`."""
-    for name, tensor in (("q", q), ("k", k)):
-        _check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions [batch, tokens, heads, head dim], got shape {_shape(tensor)}; "
-                "from [B, N, H·D] use .unflatten(-1, (H, D)), from [B, H, N, D] use .transpose(1, 2)"
-            )
-    _check_same("dtype", {"q": q.dtype, "k": k.dtype}, "cast them to one dtype, for example k.to(q.dtype)")
-    _check_same("device", {"q": q.device, "k": k.device}, "move them to one device, for example k.to(q.device)")
+    check_head_tokens("q", q)
+    check_head_tokens("k", k)
+    _check_matches("q", q, "k", k)
     if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q [B, N, H, D] and k [B, M, H, D] must agree in B, H and D, got {_shape(q)} and {_shape(k)}; "
             "heads come after tokens: transpose(1, 2) if yours come before"
         )
-    _check_not_empty("q", q)
-    _check_not_empty("k", k)
 
 
-def check_value_tensor(v: Any) -> None:
-    """Check `v` `[B, M, H, Dv]` on its own."""
-    _check_tensor("v", v)
-    if v.dim() != 4:
+def check_head_tokens(name: str, x: Any) -> None:
+    """Check that queries, keys or values are `[B, N, H, D]`, and not empty."""
+    _check_tensor(name, x)
+    if x.dim() != 4:
         raise ValueError(
-            f"v must have 4 dimensions [batch, tokens, heads, head dim], got shape {_shape(v)}; "
-            "from [B, M, H·Dv] use .unflatten(-1, (H, Dv))"
+            f"{name} must have 4 dimensions [batch, tokens, heads, head dim], got shape {_shape(x)}; "
+            "from [B, N, H·D] use .unflatten(-1, (H, D)), from [B, H, N, D] use .transpose(1, 2)"
         )
-    _check_not_empty("v", v)
+    for extent, what in zip(x.shape[1:], ("tokens", "heads", "head dim"), strict=True):
+        if extent == 0:
+            raise ValueError(
+                f"{name} needs at least one of each of tokens, heads and head dim, got {what} = 0 in {_shape(x)}; "
+                "the mean over no keys is undefined, so skip the call"
+            )
 
 
-def check_values(q: torch.Tensor, k: torch.Tensor, v: Any) -> None:
-    """Check `v` `[B, M, H, Dv]` against checked `q` and `k`."""
-    check_value_tensor(v)
-    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs a value"
-        )
-    _check_same("dtype", {"q": q.dtype, "v": v.dtype}, "cast them to one dtype, for example v.to(q.dtype)")
-    _check_same("device", {"q": q.device, "v": v.device}, "move them to one device, for example v.to(q.device)")
-
-
-def check_mask(key_padding_mask: Any, k: torch.Tensor) -> None:
+def check_mask(key_padding_mask: Any, k: Tensor) -> None:
     """Check `[B, M]` bool with a real key in every row."""
     check_mask_form(key_padding_mask, k)
-    _check_every_row_has_a_key(key_padding_mask)
+    if not are_plain_eager_tensors(key_padding_mask):
+        return  # values cannot be read here; backends treat an all-padding row as one zero key, never as a NaN
+    has_key = key_padding_mask.any(1)
+    if key_padding_mask.device.type != "cpu":
+        # A device-side assertion: reading the mask would stall the queue once per layer.
+        torch._assert_async(has_key.all(), "key_padding_mask has a row without any real key")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif not has_key.all():
+        empty_rows = [row for row, found in enumerate(has_key) if not found]
+        raise ValueError(
+            f"key_padding_mask has no real key (True) in row(s) {empty_rows[:8]}; attention over no keys is undefined: "
+            "drop those samples, or invert the mask if it marks padding"
+        )
 
 
-def check_mask_form(key_padding_mask: Any, k: torch.Tensor) -> None:
+def check_mask_form(key_padding_mask: Any, k: Tensor) -> None:
     """Check `[B, M]` bool, whatever it says."""
-    if not isinstance(key_padding_mask, torch.Tensor) or key_padding_mask.dtype != torch.bool:
-        got = key_padding_mask.dtype if isinstance(key_padding_mask, torch.Tensor) else type(key_padding_mask).__name__
+    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+        got = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
         raise ValueError(
             f"key_padding_mask must be a bool tensor, True for a real key, got {got}; "
             "use mask.bool(), and ~mask if yours marks padding (as nn.MultiheadAttention's does)"
         )
     check_dense("key_padding_mask", key_padding_mask)
-    if (
-        key_padding_mask.dim() != 2
-        or key_padding_mask.shape[0] != k.shape[0]
-        or key_padding_mask.shape[1] != k.shape[1]
-    ):
+    shape = key_padding_mask.shape
+    if len(shape) != 2 or shape[0] != k.shape[0] or shape[1] != k.shape[1]:
         raise ValueError(
             f"key_padding_mask must be [B, M] = {(k.shape[0], k.shape[1])}, got {_shape(key_padding_mask)}; "
             "one mark per key, shared by all heads"
         )
-    _check_same(
-        "device", {"k": k.device, "key_padding_mask": key_padding_mask.device}, "use key_padding_mask.to(k.device)"
-    )
+    _check_same("device", "move", "k", k, "key_padding_mask", key_padding_mask)
 
 
-def check_added_mask(mask: torch.Tensor) -> None:
+def check_added_mask(mask: Tensor) -> None:
     """Check that an additive mask only hides keys or keeps them: linear-time attention has no scores to bias."""
     if not are_plain_eager_tensors(mask):
         return  # values cannot be read here
@@ -143,16 +152,7 @@ def check_added_mask(mask: torch.Tensor) -> None:
         )
 
 
-def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Check N = M, which the local term needs."""
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"local_weight needs self-attention: as many queries as keys, got N = {q.shape[1]} and M = {k.shape[1]}; "
-            "leave local_weight out for cross-attention"
-        )
-
-
-def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: torch.Tensor) -> tuple[int, int]:
+def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: Tensor) -> tuple[int, int]:
     """Check `local_weight` `[B, H, Dv, 3, 3]` and that prefix + h·w = M; return the grid."""
     _check_tensor("local_weight", local_weight)
     batch, tokens, heads, value_dim = v.shape
@@ -162,22 +162,11 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: to
             f"local_weight must be [B, H, Dv, 3, 3] = {expected}, got {_shape(local_weight)}; "
             "one 3×3 kernel per sample and channel"
         )
-    _check_same("dtype", {"v": v.dtype, "local_weight": local_weight.dtype}, "use local_weight.to(v.dtype)")
-    _check_same("device", {"v": v.device, "local_weight": local_weight.device}, "use local_weight.to(v.device)")
+    _check_matches("v", v, "local_weight", local_weight)
     check_prefix_tokens(num_prefix_tokens)
     if grid_size is None:
         raise ValueError(f"local_weight needs grid_size=(h, w); {_grid_hint(tokens - num_prefix_tokens)}")
     return check_grid(grid_size, num_prefix_tokens, tokens)
-
-
-def check_no_local(grid_size: Any, num_prefix_tokens: Any) -> None:
-    """Check that a call without `local_weight` has neither a grid nor prefix tokens: only the local term uses them."""
-    check_prefix_tokens(num_prefix_tokens)
-    if grid_size is not None or num_prefix_tokens != 0:
-        raise ValueError(
-            f"grid_size and num_prefix_tokens need local_weight, got {grid_size=}, {num_prefix_tokens=} without it; "
-            "pass local_weight [B, H, Dv, 3, 3], or leave both out: without the 3×3 term, all tokens are treated alike"
-        )
 
 
 def check_grid(grid_size: Any, num_prefix_tokens: int, tokens: int) -> tuple[int, int]:
@@ -227,6 +216,16 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
 
 
+def check_heads(dim: Any, num_heads: Any) -> None:
+    """Check that channels divide into heads."""
+    check_count("dim", dim)
+    check_count("num_heads", num_heads)
+    if dim % num_heads != 0:
+        raise ValueError(
+            f"dim must be divisible by num_heads, got {dim=}, {num_heads=}; try num_heads={math.gcd(dim, num_heads)}"
+        )
+
+
 def check_rate(name: str, rate: Any) -> None:
     """Check that an argument is a probability."""
     if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate <= 1:
@@ -260,7 +259,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
 
 def check_dense(name: str, tensor: Any) -> None:
     """Check that an argument is a tensor, neither sparse nor nested."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor")
     if tensor.is_nested:
         raise ValueError(
@@ -271,43 +270,26 @@ def check_dense(name: str, tensor: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}; use {name}.to_dense()")
 
 
-def _check_same(what: str, values: dict[str, object], remedy: str) -> None:
-    (first, a), (second, b) = values.items()
-    if a != b:
-        raise ValueError(f"{first} and {second} must share one {what}, got {a} and {b}; {remedy}")
+def _check_matches(first: str, a: Tensor, second: str, b: Tensor) -> None:
+    _check_same("dtype", "cast", first, a, second, b)
+    _check_same("device", "move", first, a, second, b)
 
 
-def _check_not_empty(name: str, tensor: torch.Tensor) -> None:
-    for extent, what in zip(tensor.shape[1:], ("tokens", "heads", "head dim"), strict=True):
-        if extent == 0:
-            raise ValueError(
-                f"{name} needs at least one of each of tokens, heads and head dim, got {what} = 0 in {_shape(tensor)}; "
-                "the mean over no keys is undefined, so skip the call"
-            )
-
-
-def _check_every_row_has_a_key(key_padding_mask: torch.Tensor) -> None:
-    if not are_plain_eager_tensors(key_padding_mask):
-        return  # values cannot be read here; backends treat an all-padding row as one zero key, never as a NaN
-    if key_padding_mask.device.type != "cpu":
-        # A device-side assertion: reading the mask would stall the queue once per layer.
-        torch._assert_async(key_padding_mask.any(1).all(), "key_padding_mask has a row without any real key")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return
-    has_key = key_padding_mask.any(1)
-    if not has_key.all():
-        empty_rows = [row for row, found in enumerate(has_key) if not found]
+def _check_same(what: str, verb: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
+    got = getattr(a, what), getattr(b, what)
+    if got[0] != got[1]:
         raise ValueError(
-            f"key_padding_mask has no real key (True) in row(s) {empty_rows[:8]}; attention over no keys is undefined: "
-            "drop those samples, or invert the mask if it marks padding"
+            f"{first} and {second} must share one {what}, got {got[0]} and {got[1]}; "
+            f"{verb} them to one {what}, for example {second}.to({first}.{what})"
         )
 
 
 def _grid_hint(tokens: int) -> str:
-    if tokens > 0 and math.isqrt(tokens) ** 2 == tokens:
-        side = math.isqrt(tokens)
+    side = math.isqrt(max(tokens, 0))
+    if side > 0 and side**2 == tokens:
         return f"{tokens} tokens after the prefix make grid_size=({side}, {side}) if they are a square"
     return "pass the (height, width) in tokens of the feature map, and num_prefix_tokens for class tokens"
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)

@@ -6,11 +6,10 @@ Calls that this backend cannot run, and all calls without NVRTC, go to the next 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops import fused_op
 from inline_attention.ops.backends.cuda import compiler, launch
@@ -52,7 +51,7 @@ def known_head_dim(head_dim: int) -> int | None:
     return None
 
 
-def device_reason(tensor: torch.Tensor) -> str | None:
+def device_reason(tensor: Tensor) -> str | None:
     """Return why no kernel accepts the tensor, or None. It must be in half precision on an NVIDIA GPU."""
     if tensor.device.type != "cuda" or torch.version.hip is not None:
         return f"needs an NVIDIA GPU, got {tensor.device.type if torch.version.hip is None else 'ROCm'}"
@@ -61,7 +60,7 @@ def device_reason(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
+def _is_readable(tensor: Tensor) -> bool:
     """True if kernels can read sixteen bytes at a time; an unaligned start is copied at launch."""
     batch, token, head, channel = tensor.stride()
     chunk = launch.CHUNK
@@ -87,22 +86,6 @@ def _cached_build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -
     return None
 
 
-_ALREADY_THERE = contextlib.nullcontext()
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which kernels are launched on the device."""
-    return _ALREADY_THERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-
-
-def _forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    with on_device(q.device):
-        return launch.forward(q, *arguments)
-
-
-def _backward(grad_out: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
-    with on_device(grad_out.device):
-        return launch.backward(grad_out, *arguments)
-
-
-run = fused_op.register("cuda", _forward, _backward, largest_head_dim=max(HEAD_DIMS), can_make_state_again=True)
+run = fused_op.register(
+    "cuda", launch.forward, launch.backward, largest_head_dim=max(HEAD_DIMS), can_make_state_again=True
+)

@@ -53,16 +53,7 @@ class Kernel:
 
 
 def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, int]) -> dict[str, Kernel]:
-    """Compile the kernels for a device and load them.
-
-    Args:
-        device_index: CUDA device.
-        defines: Preprocessor constants.
-        kernels: Name → threads per block.
-
-    Raises:
-        CompilerUnavailableError: With the compiler's or driver's own words.
-    """
+    """Compile the kernels (name → threads of a block) for a device and load them."""
     properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     binary = compile_binary(f"sm_{properties.major}{properties.minor}", defines)
     shared_bytes: int = properties.shared_memory_per_block_optin

@@ -1,7 +1,6 @@
 """The 3×3 weights of the local residual from a block's tokens, in one launch or two, for inference.
 
-Mean over the tokens, linear, GELU, linear, the linear maps block-diagonal over heads. Composed, that is half a dozen
-launches of next to no work each.
+Mean over the tokens, linear, GELU, linear; composed, that is half a dozen launches of next to no work each.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` = C / H.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops import fused_op
 from inline_attention.ops.backends import cuda
@@ -24,21 +24,23 @@ FEWEST_TOKENS_PER_SPLIT = 128
 
 
 def predict_local_weight(
-    tokens: torch.Tensor, parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], num_heads: int
-) -> torch.Tensor | None:
+    tokens: Tensor, parameters: tuple[Tensor, Tensor, Tensor, Tensor], num_heads: int
+) -> Tensor | None:
     """Predict weights `[B, H, D, 3, 3]` by a fused kernel; return None if there is none for this call.
 
     Args:
         tokens: `[B, N, C]`; the weights depend on their mean.
-        parameters: Weight and bias of the first and of the second map, as `BlockDiagonalLinear` holds them.
+        parameters: Weight `[C, D, 1]` and bias `[C]` of the first map, as a grouped 1×1 convolution stores them; weight
+            `[9 C, D, 1]` and bias `[9 C]` of the second map. Channel c owns rows 9c … 9c + 8.
         num_heads: H.
     """
     if unsupported_reason(tokens, parameters, num_heads) is not None:
         return None
-    return predict(tokens, *parameters, num_heads)
+    run = _launch if is_plain_execution(tokens) else _op
+    return run(tokens, *parameters, num_heads)
 
 
-def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...], num_heads: int) -> str | None:
+def unsupported_reason(tokens: Tensor, parameters: tuple[Tensor, ...], num_heads: int) -> str | None:
     """Return why these kernels cannot predict the weights, or None."""
     reason = cuda.device_reason(tokens)
     if reason is not None:
@@ -55,38 +57,9 @@ def unsupported_reason(tokens: torch.Tensor, parameters: tuple[torch.Tensor, ...
     return fused_op.transform_reason() or cuda.build_reason(tokens.device.index, tokens.dtype, head_dim)
 
 
-def predict(
-    tokens: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    hidden_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    num_heads: int,
-) -> torch.Tensor:
-    """Predict the weights `[B, H, D, 3, 3]`.
-
-    Args:
-        tokens: `[B, N, C]`; the weights depend on their mean.
-        hidden_weight: `[C, D, 1]` of the first map, as a grouped 1×1 convolution stores it.
-        hidden_bias: `[C]`.
-        weight: `[9 C, D, 1]` of the second map; channel c owns rows 9c … 9c + 8.
-        bias: `[9 C]`.
-        num_heads: H.
-    """
-    arguments = (tokens, hidden_weight, hidden_bias, weight, bias, num_heads)
-    if is_plain_execution(tokens):
-        return _launch(*arguments)
-    return _op(*arguments)
-
-
 def _launch(
-    tokens: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    hidden_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    num_heads: int,
-) -> torch.Tensor:
+    tokens: Tensor, hidden_weight: Tensor, hidden_bias: Tensor, weight: Tensor, bias: Tensor, num_heads: int
+) -> Tensor:
     B, N, C = tokens.shape
     D = C // num_heads
     device = tokens.device.index
@@ -100,7 +73,7 @@ def _launch(
     splits = choose_splits(B * units, N, launch.processors(device))
     parameters = [launch.aligned(parameter) for parameter in (hidden_weight, hidden_bias, weight, bias)]
     sums = None
-    with cuda.on_device(tokens.device):
+    with fused_op.on_device(tokens.device):
         stream, kernels = launch.current_stream(device), launch.load_kernels(device, tokens.dtype, D)
         if splits.number > 1:
             sums = torch.empty((B, splits.number, C), dtype=torch.float32, device=tokens.device)
@@ -127,7 +100,7 @@ def choose_splits(blocks: int, tokens: int, processors: int) -> launch.Splits:
     return launch.Splits(-(-tokens // each), each)
 
 
-def _fake(tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def _fake(tokens: Tensor, *arguments: Any) -> Tensor:
     (B, _, C), num_heads = tokens.shape, arguments[-1]
     return tokens.new_empty(B, num_heads, C // num_heads, 3, 3)
 

@@ -1,22 +1,22 @@
 """Linear-time InLine attention in plain PyTorch: any device, any floating dtype, every transform.
 
-Two implementations of the same arithmetic. `composed` is a chain of differentiable operations, for accelerators,
-compilers and functional transforms. `blocked` works in cache-sized blocks with hand-written derivatives, for plain
-eager calls on a CPU. Sums are taken in float32 at least, whatever the dtype of the inputs.
+`blocked` runs plain eager calls on a CPU, `composed` all others. Sums are in float32 at least.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from inline_attention.ops import composed
+from inline_attention.ops import composed, fused_op
 from inline_attention.ops.backends.eager import blocked
 from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.tracing import are_plain_eager_tensors
 
 # Activations stay below this sum (ten million of a thousand each); float32 gradients overflow far above it.
 LARGEST_ORDINARY_SUM = 1e10
+_KERNELS = fused_op.Kernels(blocked.forward, blocked.backward, can_make_state_again=False)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -25,7 +25,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return None
 
 
-def run(call: AttentionCall) -> torch.Tensor:
+def run(call: AttentionCall) -> Tensor:
     """The call's output `[B, N, H, Dv]` in the dtype of v."""
     compute_dtype = torch.promote_types(call.q.dtype, torch.float32)
     if not _can_block(call):
@@ -38,9 +38,7 @@ def run(call: AttentionCall) -> torch.Tensor:
     return out.to(call.v.dtype)
 
 
-def run_local_term(
-    v: torch.Tensor, local_weight: torch.Tensor, grid_size: tuple[int, int], num_prefix_tokens: int
-) -> torch.Tensor:
+def run_local_term(v: Tensor, local_weight: Tensor, grid_size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
     """The local term alone, `[B, N, H, Dv]`; zero on prefix tokens."""
     compute_dtype = torch.promote_types(v.dtype, torch.float32)
     grid = v[:, num_prefix_tokens:].to(compute_dtype)
@@ -57,14 +55,14 @@ def _can_block(call: AttentionCall) -> bool:
     )
 
 
-def _run_composed(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tensor:
+def _run_composed(call: AttentionCall, compute_dtype: torch.dtype) -> Tensor:
     return composed.attend(composed.mapped(call, compute_dtype))
 
 
-def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> torch.Tensor:
-    settings = blocked.Settings(call.scale, call.normalization, call.grid_size, call.num_prefix_tokens)
-    if call.qkv is not None and call.feature_map == "identity" and call.key_padding_mask is None:
-        local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
-        return blocked.attend([call.qkv.to(compute_dtype)], None, local_weight, settings)
-    call = composed.mapped(call, compute_dtype)
-    return blocked.attend([call.q, call.k, call.v], call.key_padding_mask, call.local_weight, settings)
+def _run_blocked(call: AttentionCall, compute_dtype: torch.dtype) -> Tensor:
+    if call.qkv is None or call.feature_map != "identity" or call.key_padding_mask is not None:
+        return fused_op.run_plain(_KERNELS, composed.mapped(call, compute_dtype))
+    qkv = call.qkv.to(compute_dtype)
+    q, k, v = qkv.unbind(2)
+    local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
+    return fused_op.run_plain(_KERNELS, call._replace(q=q, k=k, v=v, qkv=qkv, local_weight=local_weight))

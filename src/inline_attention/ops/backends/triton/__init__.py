@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops import fused_op
 from inline_attention.ops.call import AttentionCall
@@ -39,13 +40,13 @@ def can_be_automatic(call: AttentionCall) -> bool:
     return call.q.device.type != "cpu"
 
 
-def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     from inline_attention.ops.backends.triton.forward import forward
 
     return forward(*arguments)
 
 
-def _backward(*arguments: Any) -> torch.Tensor | None:
+def _backward(*arguments: Any) -> Tensor | None:
     from inline_attention.ops.backends.triton.backward import backward
 
     return backward(*arguments)

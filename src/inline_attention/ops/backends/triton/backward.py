@@ -49,7 +49,7 @@ def _backward_query_kernel(
     grad_q_stride_batch, grad_q_stride_token, grad_q_stride_head,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALIZATION: tl.constexpr, HALF_PRODUCTS: tl.constexpr,
-    HAS_LOCAL: tl.constexpr, RESIDENT: tl.constexpr,
+    HAS_LOCAL: tl.constexpr, RESIDENT: tl.constexpr
 ):  # fmt: skip
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -135,7 +135,7 @@ def _backward_key_value_kernel(
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, HALF_PRODUCTS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_LOCAL: tl.constexpr, RESIDENT: tl.constexpr,
-    FOR_KEYS: tl.constexpr, FOR_VALUES: tl.constexpr,
+    FOR_KEYS: tl.constexpr, FOR_VALUES: tl.constexpr
 ):  # fmt: skip
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -230,7 +230,7 @@ def _backward_local_weight_kernel(
     g_stride_batch, g_stride_token, g_stride_head,
     v_stride_batch, v_stride_token, v_stride_head,
     mask_stride_batch, mask_stride_token,
-    DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, HAS_MASK: tl.constexpr,
+    DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, HAS_MASK: tl.constexpr
 ):  # fmt: skip
     """Program: also one of the three rows of taps, on axis 2: sums for all nine would not fit the registers."""
     sample = (tl.program_id(0) // chunks).to(tl.int64)
@@ -292,53 +292,52 @@ def backward(
     half_products = tuning.half_products(q.dtype, problem.feature_map)
     sums_stride = tuning.state_floats(D, DV)
 
-    with tuning.on_device(device):
-        # a(z) makes aG a float32 quantity.
-        half_query_products = half_products and problem.normalization == "subtract"
-        taps = None
-        if local_weight is not None:
-            local_weight = local_weight.contiguous()
-            taps = torch.empty((B, 9, H, DV), dtype=local_weight.dtype, device=device)
-        plan = tuning.query_gradient_plan(B, N, heads, half_query_products, device)
-        partial = torch.empty((plan.chunks, B, H, sums_stride), dtype=torch.float32, device=device)
-        _backward_query_kernel[(B * plan.chunks, heads.groups)](
-            grad_out, q, local_weight, key_mean, covariance, grad_q, partial, taps,
-            problem.scale, N, H, plan.chunks, plan.chunk_tokens, sums_stride,
-            *grad_out.stride()[:3], *q.stride()[:3], *grad_q.stride()[:3],
-            D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
-            problem.feature_map, problem.normalization, half_query_products, local_weight is not None, heads.resident,
-            **tuning.launch_options(plan),
-        )  # fmt: skip
-        sums = partial[0] if plan.chunks == 1 else partial.sum(0)
+    # a(z) makes aG a float32 quantity.
+    half_query_products = half_products and problem.normalization == "subtract"
+    taps = None
+    if local_weight is not None:
+        local_weight = local_weight.contiguous()
+        taps = torch.empty((B, 9, H, DV), dtype=local_weight.dtype, device=device)
+    plan = tuning.query_gradient_plan(B, N, heads, half_query_products, device)
+    partial = torch.empty((plan.chunks, B, H, sums_stride), dtype=torch.float32, device=device)
+    _backward_query_kernel[(B * plan.chunks, heads.groups)](
+        grad_out, q, local_weight, key_mean, covariance, grad_q, partial, taps,
+        problem.scale, N, H, plan.chunks, plan.chunk_tokens, sums_stride,
+        *grad_out.stride()[:3], *q.stride()[:3], *grad_q.stride()[:3],
+        D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
+        problem.feature_map, problem.normalization, half_query_products, local_weight is not None, heads.resident,
+        **tuning.launch_options(plan),
+    )  # fmt: skip
+    sums = partial[0] if plan.chunks == 1 else partial.sum(0)
 
-        counts, mask_strides = None, (0, 0)
-        if key_padding_mask is not None:
-            counts, mask_strides = key_padding_mask.sum(1, dtype=torch.int32), key_padding_mask.stride()
-        plan = tuning.key_gradient_plan(B, M, heads, half_products, device)
-        # The parts of a wide matrix and those of its transpose do not fit shared memory together.
-        for for_keys, for_values in [(True, True)] if heads.resident else [(True, False), (False, True)]:
-            _backward_key_value_kernel[(B * plan.chunks, heads.groups)](
-                grad_out, k, v, key_padding_mask, counts, taps, key_mean, value_mean, sums, grad_k, grad_v,
-                problem.scale, M, H, plan.chunks, plan.chunk_tokens, sums_stride,
-                problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
-                *grad_out.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
-                *grad_k.stride()[:3], *grad_v.stride()[:3],
-                D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
-                problem.feature_map, half_products,
-                key_padding_mask is not None, local_weight is not None, heads.resident, for_keys, for_values,
-                **tuning.launch_options(plan),
-            )  # fmt: skip
-        if local_weight is None:
-            return None
-        plan = tuning.local_gradient_plan(B, M, heads, device)
-        dtype = local_weight.dtype if plan.chunks == 1 else torch.float32
-        grad_local = torch.empty((plan.chunks, *local_weight.shape), dtype=dtype, device=device)
-        _backward_local_weight_kernel[(B * plan.chunks, heads.groups, 3)](
-            grad_out, v, key_padding_mask, grad_local,
-            M, H, plan.chunks, plan.chunk_tokens,
+    counts, mask_strides = None, (0, 0)
+    if key_padding_mask is not None:
+        counts, mask_strides = key_padding_mask.sum(1, dtype=torch.int32), key_padding_mask.stride()
+    plan = tuning.state_plan(B, M, heads, half_products, device)
+    # The parts of a wide matrix and those of its transpose do not fit shared memory together.
+    for for_keys, for_values in [(True, True)] if heads.resident else [(True, False), (False, True)]:
+        _backward_key_value_kernel[(B * plan.chunks, heads.groups)](
+            grad_out, k, v, key_padding_mask, counts, taps, key_mean, value_mean, sums, grad_k, grad_v,
+            problem.scale, M, H, plan.chunks, plan.chunk_tokens, sums_stride,
             problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
-            *grad_out.stride()[:3], *v.stride()[:3], *mask_strides,
-            DV, heads.size, heads.block_dv, plan.block_tokens, key_padding_mask is not None,
+            *grad_out.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
+            *grad_k.stride()[:3], *grad_v.stride()[:3],
+            D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
+            problem.feature_map, half_products,
+            key_padding_mask is not None, local_weight is not None, heads.resident, for_keys, for_values,
             **tuning.launch_options(plan),
         )  # fmt: skip
+    if local_weight is None:
+        return None
+    plan = tuning.local_gradient_plan(B, M, heads, device)
+    dtype = local_weight.dtype if plan.chunks == 1 else torch.float32
+    grad_local = torch.empty((plan.chunks, *local_weight.shape), dtype=dtype, device=device)
+    _backward_local_weight_kernel[(B * plan.chunks, heads.groups, 3)](
+        grad_out, v, key_padding_mask, grad_local,
+        M, H, plan.chunks, plan.chunk_tokens,
+        problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
+        *grad_out.stride()[:3], *v.stride()[:3], *mask_strides,
+        DV, heads.size, heads.block_dv, plan.block_tokens, key_padding_mask is not None,
+        **tuning.launch_options(plan),
+    )  # fmt: skip
     return grad_local[0] if plan.chunks == 1 else grad_local.sum(0).to(local_weight.dtype)

@@ -53,14 +53,9 @@ def plan(channels: int) -> Plan:
 def launch(
     x: torch.Tensor, attended: torch.Tensor, *parameters_and_eps: torch.Tensor | float, launched: Any = None
 ) -> torch.Tensor:
-    """Launch on contiguous `[…, C]` tensors.
+    """Launch on contiguous `[…, C]` tensors; compilers pass a wrapper of the kernel as `launched`.
 
-    Args:
-        x: The residual stream.
-        attended: Output of the attention before its projection.
-        *parameters_and_eps: Weight and bias of the projection, of the norm, of the first and of the second linear map;
-            the norm's epsilon.
-        launched: Wrapper of the kernel to launch instead, for compilers.
+    Parameters are weight and bias of the projection, of the norm, of the first and of the second linear map.
     """
     out = torch.empty_like(x)
     channels = x.shape[-1]
@@ -107,7 +102,7 @@ def inline_feed_forward(
     x, attended, out, projection_weight, projection_bias, norm_weight, norm_bias,
     hidden_weight, hidden_bias, weight, bias, eps, rows,
     FIRST: tl.constexpr, SECOND: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """Axis 0: rows. Channels and hidden channels are walked through in blocks."""
     CHANNELS: tl.constexpr = FIRST + SECOND

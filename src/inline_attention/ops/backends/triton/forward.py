@@ -64,7 +64,7 @@ def _forward_state_kernel(
     mask_stride_batch, mask_stride_token,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, HALF_PRODUCTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_LOCAL: tl.constexpr, ONE_CHUNK: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_LOCAL: tl.constexpr, ONE_CHUNK: tl.constexpr
 ):  # fmt: skip
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -140,7 +140,7 @@ def _forward_state_kernel(
 @triton.jit(do_not_specialize=tuning.SIZES)
 def _merge_state_kernel(
     partial, key_mean_out, value_mean_out, covariance_out, scale, samples_heads, chunks, partial_stride,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr
 ):  # fmt: skip
     """Program: sample and head on axis 0, a few rows of the covariance on axis 1."""
     matrix = tl.program_id(0).to(tl.int64)
@@ -203,7 +203,7 @@ def _forward_output_kernel(
     mask_stride_batch, mask_stride_token,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALIZATION: tl.constexpr, HALF_PRODUCTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_LOCAL: tl.constexpr, RESIDENT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_LOCAL: tl.constexpr, RESIDENT: tl.constexpr
 ):  # fmt: skip
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -285,37 +285,36 @@ def forward(
         local_weight = local_weight.contiguous()
         taps = torch.empty((B, 9, H, DV), dtype=v.dtype, device=device)
 
-    with tuning.on_device(device):
-        plan = tuning.state_plan(B, M, heads, half_products, device)
-        partial_stride = tuning.state_floats(D, DV)
-        partial = None
-        if plan.chunks > 1:
-            partial = torch.empty((plan.chunks, B, H, partial_stride), dtype=torch.float32, device=device)
-        _forward_state_kernel[(B * plan.chunks, heads.groups)](
-            k, v, key_padding_mask, local_weight, partial, key_mean, value_mean, covariance, taps,
-            problem.scale, M, H, plan.chunks, plan.chunk_tokens, partial_stride,
-            *k.stride()[:3], *v.stride()[:3], *mask_strides,
-            D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens, problem.feature_map, half_products,
-            key_padding_mask is not None, local_weight is not None, plan.chunks == 1,
-            **tuning.launch_options(plan),
+    plan = tuning.state_plan(B, M, heads, half_products, device)
+    partial_stride = tuning.state_floats(D, DV)
+    partial = None
+    if plan.chunks > 1:
+        partial = torch.empty((plan.chunks, B, H, partial_stride), dtype=torch.float32, device=device)
+    _forward_state_kernel[(B * plan.chunks, heads.groups)](
+        k, v, key_padding_mask, local_weight, partial, key_mean, value_mean, covariance, taps,
+        problem.scale, M, H, plan.chunks, plan.chunk_tokens, partial_stride,
+        *k.stride()[:3], *v.stride()[:3], *mask_strides,
+        D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens, problem.feature_map, half_products,
+        key_padding_mask is not None, local_weight is not None, plan.chunks == 1,
+        **tuning.launch_options(plan),
+    )  # fmt: skip
+    if partial is not None:
+        rows, chunks = tuning.merge_block(plan.chunks, heads)
+        _merge_state_kernel[(B * H, triton.cdiv(D, rows))](
+            partial, key_mean, value_mean, covariance, problem.scale, B * H, plan.chunks, partial_stride,
+            D, DV, heads.block_dv, rows, chunks, enable_fp_fusion=True,
         )  # fmt: skip
-        if partial is not None:
-            rows, chunks = tuning.merge_block(plan.chunks, heads)
-            _merge_state_kernel[(B * H, triton.cdiv(D, rows))](
-                partial, key_mean, value_mean, covariance, problem.scale, B * H, plan.chunks, partial_stride,
-                D, DV, heads.block_dv, rows, chunks, enable_fp_fusion=True,
-            )  # fmt: skip
-            del partial  # the output may have its memory
-        out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
-        plan = tuning.output_plan(B, N, heads, device)
-        _forward_output_kernel[(B * plan.chunks, heads.groups)](
-            q, v, key_padding_mask, taps, key_mean, value_mean, covariance, out,
-            problem.scale, N, H, plan.chunks, plan.chunk_tokens,
-            problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
-            *q.stride()[:3], *v.stride()[:3], *mask_strides,
-            D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
-            problem.feature_map, problem.normalization, half_products,
-            key_padding_mask is not None, local_weight is not None, heads.resident,
-            **tuning.launch_options(plan),
-        )  # fmt: skip
+        del partial  # the output may have its memory
+    out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
+    plan = tuning.output_plan(B, N, heads, device)
+    _forward_output_kernel[(B * plan.chunks, heads.groups)](
+        q, v, key_padding_mask, taps, key_mean, value_mean, covariance, out,
+        problem.scale, N, H, plan.chunks, plan.chunk_tokens,
+        problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
+        *q.stride()[:3], *v.stride()[:3], *mask_strides,
+        D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
+        problem.feature_map, problem.normalization, half_products,
+        key_padding_mask is not None, local_weight is not None, heads.resident,
+        **tuning.launch_options(plan),
+    )  # fmt: skip
     return out, state

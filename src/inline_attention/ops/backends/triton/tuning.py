@@ -6,7 +6,6 @@ accurate, and short enough that all chunks together fill the GPU.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import NamedTuple
 
@@ -70,7 +69,7 @@ def head_group(heads: int, head_dim: int, value_dim: int) -> HeadGroup:
 # Block sizes and warps below were chosen by the compiler's figures for compute capability 9.0 (head dim 32, bfloat16):
 # the largest tiles whose registers leave room for two to four programs on a multiprocessor, without spilling.
 def state_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
-    """For the pass over keys and values."""
+    """For a pass over keys and values, forward or backward."""
     return _plan(batch, tokens, heads, 32, 4 if half else 8, device)
 
 
@@ -82,11 +81,6 @@ def output_plan(batch: int, tokens: int, heads: HeadGroup, device: torch.device)
 def query_gradient_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
     """For the backward pass over queries."""
     return _plan(batch, tokens, heads, 64 if half else 32, 4 if half else 8, device)
-
-
-def key_gradient_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
-    """For the backward pass over keys and values."""
-    return _plan(batch, tokens, heads, 32, 4 if half else 8, device)
 
 
 def local_gradient_plan(batch: int, tokens: int, heads: HeadGroup, device: torch.device) -> Plan:
@@ -120,13 +114,6 @@ def _plan(batch: int, tokens: int, heads: HeadGroup, block_tokens: int, num_warp
     chunks = min(max(wanted, -(-tokens // LARGEST_CHUNK)), -(-tokens // block_tokens))
     chunk_tokens = -(-tokens // (chunks * block_tokens)) * block_tokens
     return Plan(block_tokens, chunk_tokens, -(-tokens // chunk_tokens), num_warps, num_stages)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make the tensors' device current, at no cost where it is already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def _multiprocessors(device: torch.device) -> int:
