@@ -1,7 +1,4 @@
-"""The attention layer, and its two baselines, on one skeleton.
-
-One `InLineAttention` serves all model families; arguments cover their differences. `LinearAttention` and
-`SoftmaxAttention` take the same arguments, so that a comparison changes one word.
+"""The attention layer, and its two baselines, on one skeleton. They take the same arguments.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `H` heads, `D` = C / H. Tokens are `num_prefix_tokens` class or register
 tokens followed by an h×w grid in row-major order.
@@ -9,13 +6,12 @@ tokens followed by an h×w grid in row-major order.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.layers.hooks import has_private_output
 from inline_attention.layers.local_weights import LocalWeightPredictor
@@ -29,10 +25,10 @@ from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
     check_added_mask,
-    check_count,
     check_dense,
     check_feature_map,
     check_grid,
+    check_heads,
     check_mask,
     check_mask_form,
     check_normalization,
@@ -50,9 +46,7 @@ class ProjectedAttention(nn.Module, ABC):
     proj_drop: nn.Dropout
 
     @abstractmethod
-    def attend(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, x: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None = None) -> Tensor:
         """`forward` without the output projection."""
 
 
@@ -101,13 +95,7 @@ class TokenAttention(ProjectedAttention):
             dtype: Their dtype.
         """
         super().__init__()
-        check_count("dim", dim)
-        check_count("num_heads", num_heads)
-        if dim % num_heads != 0:
-            raise ValueError(
-                f"dim must be divisible by num_heads, got {dim=}, {num_heads=}; "
-                f"try num_heads={math.gcd(dim, num_heads)}"
-            )
+        check_heads(dim, num_heads)
         check_feature_map(feature_map)
         check_normalization(normalization)
         check_prefix_tokens(num_prefix_tokens)
@@ -170,14 +158,14 @@ class TokenAttention(ProjectedAttention):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         grid_size: tuple[int, int] | None = None,
-        key_padding_mask: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         *,
-        local_input: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | None = None,
+        local_input: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Mix the tokens.
 
         Args:
@@ -206,12 +194,12 @@ class TokenAttention(ProjectedAttention):
 
     def attend(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         grid_size: tuple[int, int] | None = None,
-        key_padding_mask: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         *,
-        local_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        local_input: Tensor | None = None,
+    ) -> Tensor:
         """`forward` without the output projection."""
         grid_size = plain_sizes(grid_size)
         with unrecorded():
@@ -231,7 +219,7 @@ class TokenAttention(ProjectedAttention):
         return self.residual is not None or self.static_local is not None
 
     @abstractmethod
-    def mix(self, call: AttentionCall) -> torch.Tensor:
+    def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call; return `[B, N, H, D]`, local term included."""
 
     def extra_repr(self) -> str:
@@ -239,11 +227,7 @@ class TokenAttention(ProjectedAttention):
         return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
 
     def _project(
-        self,
-        x: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        local_weight: torch.Tensor | None,
-        grid_size: tuple[int, int] | None,
+        self, x: Tensor, key_padding_mask: Tensor | None, local_weight: Tensor | None, grid_size: tuple[int, int] | None
     ) -> AttentionCall:
         """Project tokens to queries, keys and values."""
         qkv, owns_queries = None, False
@@ -281,7 +265,7 @@ class TokenAttention(ProjectedAttention):
                     f"local_input must have the shape of x, got {tuple(local_input.shape)} and {tuple(x.shape)}"
                 )
 
-    def _check_has_grid(self, attn_mask: torch.Tensor, grid_size: tuple[int, int] | None) -> None:
+    def _check_has_grid(self, attn_mask: Tensor, grid_size: tuple[int, int] | None) -> None:
         is_of_many_shapes = attn_mask.is_floating_point()  # only NaFlexViT passes such masks
         has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
         if is_of_many_shapes and self.has_local_term and not has_grid:
@@ -290,7 +274,7 @@ class TokenAttention(ProjectedAttention):
                 "the local residual; convert with local_residual=False, or pass grid_size=(h, w)"
             )
 
-    def _local_weight(self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor | None:
+    def _local_weight(self, tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
         weight = None
         if self.residual is not None:
@@ -306,7 +290,7 @@ class TokenAttention(ProjectedAttention):
         return weight
 
     def _resolve_grid(
-        self, num_tokens: int, grid_size: tuple[int, int] | None, x: torch.Tensor | None = None
+        self, num_tokens: int, grid_size: tuple[int, int] | None, x: Tensor | None = None
     ) -> tuple[int, int]:
         """Return the grid of a call: the given one, that of the patches, or a square."""
         if grid_size is not None:
@@ -331,7 +315,7 @@ class TokenAttention(ProjectedAttention):
 class KernelAttention(TokenAttention):
     """Attention whose weights are inner products of mapped queries and keys: everything the op computes."""
 
-    def mix(self, call: AttentionCall) -> torch.Tensor:
+    def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call by the op."""
         return self.attn_drop(attend(call, self.backend))
 
@@ -343,24 +327,9 @@ class InLineAttention(KernelAttention):
 class LinearAttention(KernelAttention):
     """Vanilla linear attention, the baseline: phi = ReLU, weights normalized by division, no local residual."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        *,
-        feature_map: str | FeatureMap = "relu",
-        normalization: Normalization = "divide",
-        local_residual: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            feature_map=feature_map,
-            normalization=normalization,
-            local_residual=local_residual,
-            **options,
-        )
+    def __init__(self, dim: int, num_heads: int = 8, **options: Any) -> None:
+        defaults: dict[str, Any] = {"feature_map": "relu", "normalization": "divide", "local_residual": False}
+        super().__init__(dim, num_heads, **(defaults | options))
 
 
 class SoftmaxAttention(TokenAttention):
@@ -377,7 +346,7 @@ class SoftmaxAttention(TokenAttention):
                 f"{self.normalization!r}; leave both out, or use InLineAttention or LinearAttention"
             )
 
-    def mix(self, call: AttentionCall) -> torch.Tensor:
+    def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call by scaled dot-product attention."""
         mask = call.key_padding_mask
         if mask is not None:
@@ -395,16 +364,13 @@ class SoftmaxAttention(TokenAttention):
         )
         if call.local_weight is None or call.grid_size is None:
             return out
+        prefix = call.num_prefix_tokens
         return out + local_residual(
-            call.v,
-            call.local_weight,
-            grid_size=call.grid_size,
-            num_prefix_tokens=call.num_prefix_tokens,
-            key_padding_mask=mask,
+            call.v, call.local_weight, grid_size=call.grid_size, num_prefix_tokens=prefix, key_padding_mask=mask
         )
 
 
-def heads_last(x: torch.Tensor) -> torch.Tensor:
+def heads_last(x: Tensor) -> Tensor:
     """`[B, H, N, D]` → `[B, N, H, D]`."""
     x = x.transpose(1, 2)
     # The output of fused kernels is contiguous after this transpose. An exported graph may be lowered to their
@@ -412,7 +378,7 @@ def heads_last(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
 
 
-def _as_key_padding_mask(attn_mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _as_key_padding_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
     """Turn a mask `[B, 1, 1, N]`, bool or added to scores (0 or -inf), into `[B, N]` bool."""
     batch, tokens, _ = x.shape
     if attn_mask.shape != (batch, 1, 1, tokens):

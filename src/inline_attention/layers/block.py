@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from timm.layers.drop import DropPath
 from timm.layers.mlp import Mlp
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.layers.attention import ProjectedAttention
 from inline_attention.layers.grids import Extents
@@ -30,7 +30,7 @@ class TokenNorm(nn.LayerNorm):
     that takes 22 µs on an H200 instead of 8.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[B, N, C]` → `[B, N, C]`."""
         if not torch.compiler.is_compiling() or is_exporting():
             return super().forward(input)
@@ -53,14 +53,8 @@ class Block(nn.Module):
     ) -> None:
         """Build the block.
 
-        Args:
-            dim: Channels C.
-            attention: A layer called as `attention(x, grid_size, key_padding_mask)`.
-            mlp_ratio: Hidden width of the MLP, in multiples of C.
-            norm_eps: Epsilon of both norms.
-            drop: Dropout rate in the MLP.
-            drop_path: Rate of stochastic depth.
-            local_from_input: Predict the local weights from the block's un-normalized input (CSWin).
+        `attention` is called as `attention(x, grid_size, key_padding_mask)`. `local_from_input` predicts the local
+        weights from the block's un-normalized input (CSWin).
         """
         super().__init__()
         self.local_from_input = local_from_input
@@ -74,23 +68,15 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         grid_size: tuple[int, int],
-        key_padding_mask: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         wanted: int | None = None,
         extents: Extents | None = None,
-    ) -> torch.Tensor:
-        """Run the block.
+    ) -> Tensor:
+        """Run the block on tokens `[B, N, C]` of a grid; return the first `wanted` tokens, or all.
 
-        Args:
-            x: `[B, N, C]`.
-            grid_size: `(h, w)` of the tokens.
-            key_padding_mask: `[B, N]` bool, True for a real token.
-            wanted: Number of leading tokens whose output is needed; None for all.
-            extents: Rows and columns of each image, so that attention need not read them from the mask.
-
-        Returns:
-            `[B, N, C]`, or `[B, wanted, C]`.
+        `extents` are the rows and columns of each image, so that attention need not read them from the mask.
         """
         options: dict[str, Any] = {"local_input": x} if self.local_from_input else {}
         if isinstance(self.attn, WindowAttention):
@@ -129,5 +115,5 @@ class Block(nn.Module):
         return None if any(parameter is None for parameter in learned) else FeedForwardParameters(*learned)
 
 
-def _first(tokens: torch.Tensor, count: int | None) -> torch.Tensor:
+def _first(tokens: Tensor, count: int | None) -> Tensor:
     return tokens if count is None else tokens[:, :count]

@@ -1,7 +1,6 @@
 """Tensors that depend on sizes alone, made once: masks and indices of windows.
 
-Each takes a dozen or more operations on a few thousand numbers. They cost the host far more than the GPU, and the host
-sets the pace of a model in eager mode on a single image.
+Each takes a dozen operations on a few thousand numbers, which cost the host more than the GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Concatenate, ParamSpec
 
 import torch
+from torch import Tensor
 
 from inline_attention.ops.tracing import is_exporting, is_plain_execution
 
@@ -22,20 +22,18 @@ P = ParamSpec("P")
 
 
 def cache_by_shape(
-    make: Callable[Concatenate[torch.device, P], torch.Tensor],
-) -> Callable[Concatenate[torch.device, P], torch.Tensor]:
+    make: Callable[Concatenate[torch.device, P], Tensor],
+) -> Callable[Concatenate[torch.device, P], Tensor]:
     """Cache the results of a function of a device and numbers. Callers must not write to a result.
 
     Only plain eager execution uses the cache. A compiler folds constants by itself. A CUDA graph keeps reading memory
     that the cache may free, so a graph under capture gets tensors of its own.
     """
-    cache: dict[Hashable, torch.Tensor] = {}
+    cache: dict[Hashable, Tensor] = {}
     lock = threading.Lock()
-    total_bytes = 0
 
     @functools.wraps(make)
-    def look_up(device: torch.device, *arguments: P.args, **options: P.kwargs) -> torch.Tensor:
-        nonlocal total_bytes
+    def look_up(device: torch.device, *arguments: P.args, **options: P.kwargs) -> Tensor:
         if is_exporting() or not is_plain_execution():
             return make(device, *arguments, **options)
         stream = None
@@ -52,14 +50,9 @@ def cache_by_shape(
             made = make(device, *arguments, **options)
         if made.nbytes > MAX_TENSOR_BYTES:
             return made
-        with lock:  # another thread may have made the same tensor meanwhile
-            found = cache.get(key)
-            if found is None:
-                if total_bytes + made.nbytes > MAX_TOTAL_BYTES:
-                    cache.clear()
-                    total_bytes = 0
-                cache[key] = found = made
-                total_bytes += made.nbytes
-        return found
+        with lock:
+            if sum(tensor.nbytes for tensor in cache.values()) + made.nbytes > MAX_TOTAL_BYTES:
+                cache.clear()
+            return cache.setdefault(key, made)  # another thread may have made the same tensor meanwhile
 
     return look_up

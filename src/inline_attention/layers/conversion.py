@@ -62,18 +62,15 @@ def convert_attention(
     if num_prefix_tokens is not None:
         check_prefix_tokens(num_prefix_tokens)
     is_prefix_known = True
-    has_own_attention = False
-    places: dict[str, nn.Module] = {}
+    modules = dict(cast(Iterable[tuple[str, nn.Module]], model.named_modules(remove_duplicate=False)))
+    places = {
+        name: module
+        for name, module in modules.items()
+        if hasattr(module, "qkv") and hasattr(module, "proj") and not isinstance(module, TokenAttention)
+    }
     new_modules: dict[nn.Module, TokenAttention] = {}
     refused: dict[nn.Module, str] = {}
-    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(remove_duplicate=False))
-    for name, module in modules:
-        if isinstance(module, TokenAttention):
-            has_own_attention = True
-            continue
-        if not hasattr(module, "qkv") or not hasattr(module, "proj"):
-            continue
-        places[name] = module
+    for name, module in places.items():
         if module in new_modules or module in refused:
             continue
         prefix: Any = num_prefix_tokens
@@ -88,11 +85,9 @@ def convert_attention(
             refused[module] = f"{name}: {error}"
     reasons = "; ".join(list(refused.values())[:3])
     if not new_modules:
-        own = "its attention is one of this library's already" if has_own_attention else ""
-        raise ValueError(
-            f"found no attention to convert in {type(model).__name__}: "
-            f"{reasons or own or 'no module has both `qkv` and `proj`'}"
-        )
+        has_own = any(isinstance(module, TokenAttention) for module in modules.values())
+        own = "its attention is one of this library's already" if has_own else "no module has both `qkv` and `proj`"
+        raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
     if not is_prefix_known:
         _check_has_no_prefix_tokens(model)
     if any(new.has_local_term for new in new_modules.values()):
@@ -117,9 +112,9 @@ def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
         attention = cast(TokenAttention, model.get_submodule(name))
         owner = _nearest_owner(model, name, "patch_embed")
         patch_embed = getattr(owner, "patch_embed", None)
-        if not attention.has_local_term or owner is None or not isinstance(patch_embed, nn.Module):
+        if owner is None or not isinstance(patch_embed, nn.Module) or not hasattr(patch_embed, "grid_size"):
             continue
-        if not hasattr(patch_embed, "grid_size"):
+        if not attention.has_local_term:
             continue
         attention.patch_grid = grids.setdefault(owner, PatchGrid(patch_embed))
         path = [model, *(model.get_submodule(outer) for outer in _outer_names(name)), attention]
@@ -167,27 +162,24 @@ def from_softmax(
             "dim / num_heads are not supported"
         )
     known = ("qkv.", "proj.", "q_norm.", "k_norm.")
-    foreign = [key for key in attention.state_dict() if not key.startswith(known)]
-    if foreign:
-        raise ValueError(
-            f"cannot convert {name}: it also learns {', '.join(foreign)}, which InLine attention has no place for"
-        )
+    learned = [key for key in attention.state_dict() if not key.startswith(known)]
     asked = set(inspect.signature(attention.forward).parameters) - {"x", "attn_mask", "is_causal"}
-    if asked:
-        raise ValueError(
-            f"cannot convert {name}: its forward also takes {', '.join(sorted(asked))}, which InLine attention "
-            "has no place for"
-        )
+    for what, foreign in (("it also learns", learned), ("its forward also takes", sorted(asked))):
+        if foreign:
+            raise ValueError(
+                f"cannot convert {name}: {what} {', '.join(foreign)}, which InLine attention has no place for"
+            )
+    drops = {drop: getattr(attention, drop, None) for drop in ("attn_drop", "proj_drop")}
     inherited: dict[str, Any] = {
-        "attn_drop": _drop_rate(attention, "attn_drop"),
-        "proj_drop": _drop_rate(attention, "proj_drop"),
+        **{name: drop.p if isinstance(drop, nn.Dropout) else 0.0 for name, drop in drops.items()},
         "scale": getattr(attention, "scale", None),
         "device": qkv.weight.device,
         "dtype": qkv.weight.dtype,
     }
     new = kind(dim, num_heads, num_prefix_tokens=num_prefix_tokens, **(inherited | options))
     new.qkv, new.proj = qkv, proj
-    new.q_norm, new.k_norm = _learned_norm(attention, "q_norm"), _learned_norm(attention, "k_norm")
+    norms = [getattr(attention, norm, None) for norm in ("q_norm", "k_norm")]
+    new.q_norm, new.k_norm = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
     new.default_grid_size = grid_size
     if new.residual is not None:
         new.residual.zero_last_layer()
@@ -246,13 +238,3 @@ def _is_softmax_attention(attention: nn.Module) -> bool:
     tokens = torch.randn(2, _PROBED_TOKENS, expected.dim, generator=generator, dtype=torch.float64)
     got = type(trial).forward(trial, tokens)
     return torch.allclose(got, expected(tokens), rtol=1e-6, atol=1e-8)
-
-
-def _drop_rate(attention: nn.Module, name: str) -> float:
-    drop = getattr(attention, name, None)
-    return drop.p if isinstance(drop, nn.Dropout) else 0.0
-
-
-def _learned_norm(attention: nn.Module, name: str) -> nn.Module | None:
-    norm = getattr(attention, name, None)
-    return None if isinstance(norm, nn.Identity) else norm

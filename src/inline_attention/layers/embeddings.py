@@ -1,14 +1,14 @@
 """From images to tokens, and from a finer grid of tokens to a coarser one.
 
-Every module takes a map `[B, C, H, W]` and its grid and returns tokens `[B, N, C']` and theirs, which is
-ceil(H / stride) × ceil(W / stride): an incomplete last row or column is completed with zeros.
+Modules take a map `[B, C, H, W]` and its grid and return tokens `[B, N, C']` and theirs, ceil(H / stride) ×
+ceil(W / stride): an incomplete last row or column is completed with zeros.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.layers.grids import Grid, pad_to_multiple, positions_for, resample_positions
 
@@ -24,13 +24,13 @@ class PatchConvolution(nn.Conv2d):
         super().__init__(in_channels, dim, patch_size, stride=patch_size)  # pyright: ignore[reportUnknownMemberType]
         self.patch_size = patch_size
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[B, C, H, W]` → `[B, dim, h, w]`; H and W are multiples of the patch size."""
         if input.device.type != "cuda":
             return super().forward(input)
         return self._product(input)
 
-    def _product(self, input: torch.Tensor) -> torch.Tensor:
+    def _product(self, input: Tensor) -> Tensor:
         side, weight = self.patch_size, self.weight
         patches = torch.unflatten(torch.unflatten(input, 3, (-1, side)), 2, (-1, side))  # [B, C, h, side, w, side]
         if self.in_channels < side * side:  # images, whose rows lie together in memory
@@ -54,17 +54,7 @@ class ConvEmbedding(nn.Module):
         norm_eps: float | None = None,
         position_grid: tuple[int, int] | None = None,
     ) -> None:
-        """Build the embedding.
-
-        Args:
-            in_channels: Channels of the map.
-            dim: Channels of the tokens.
-            kernel_size: Side of the convolution's kernel.
-            stride: Its stride.
-            padding: Its zero padding.
-            norm_eps: Epsilon of a LayerNorm; None for no norm.
-            position_grid: Native grid of a learned position embedding; None for none.
-        """
+        """Build the embedding; without `norm_eps` it has no norm, without `position_grid` no position embedding."""
         super().__init__()
         self.stride = stride
         self.proj = (
@@ -79,7 +69,7 @@ class ConvEmbedding(nn.Module):
             self.positions = nn.Parameter(torch.empty(1, position_grid[0] * position_grid[1], dim))
             nn.init.trunc_normal_(self.positions, std=0.02)
 
-    def forward(self, x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, Grid]:
+    def forward(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """`[B, C, H, W]` → tokens `[B, N, dim]`."""
         x = pad_to_multiple(x, self.stride)
         tokens = self.norm(self.proj(x).flatten(2).transpose(1, 2))
@@ -104,7 +94,7 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim, eps=norm_eps)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
-    def forward(self, x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, Grid]:
+    def forward(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """`[B, C, H, W]` → tokens `[B, N, 2C]`."""
         x = pad_to_multiple(x, 2).permute(0, 2, 3, 1)
         # Down the first column, then down the second: the order of the published weights.

@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from inline_attention.layers.cache import cache_by_shape
 from inline_attention.ops.tracing import is_exporting, plain_sizes
@@ -19,20 +20,15 @@ class Extents:
     """Rows and columns of a grid that belong to each image of a batch, from the top left.
 
     They are host numbers: reading them from a device would wait for all work that was launched before.
-
-    Attributes:
-        grid: (height, width).
-        pairs: (rows, columns) of each image.
-        device: Where the mask is made.
     """
 
     def __init__(self, grid: tuple[int, int], pairs: Iterable[tuple[int, int]], device: torch.device):
         self.grid = grid
         self.pairs = tuple(pairs)
         self.device = device
-        self._mask: torch.Tensor | None = None  # no cached_property: Dynamo cannot follow its lock
+        self._mask: Tensor | None = None  # no cached_property: Dynamo cannot follow its lock
 
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """`[B, h·w]` bool, True for a token of the image."""
         if self._mask is None:
             extents = torch.tensor(self.pairs, dtype=torch.int64).reshape(-1, 2)
@@ -44,13 +40,7 @@ class Extents:
 
 
 class Grid(NamedTuple):
-    """The token grid of a batch.
-
-    Attributes:
-        height: Rows.
-        width: Columns.
-        extents: Rows and columns of each image; None if all images fill the grid.
-    """
+    """The token grid of a batch; `extents` is None if all images fill the grid."""
 
     height: int
     width: int
@@ -68,29 +58,36 @@ class Grid(NamedTuple):
         """(height, width)."""
         return self.height, self.width
 
-    def mask(self) -> torch.Tensor | None:
+    def mask(self) -> Tensor | None:
         """`[B, h·w]` bool, True for a token of the image; None when all are."""
         return None if self.extents is None else self.extents.mask()
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
-        # Not -(-size // stride): ONNX rounds quotients toward zero.
-        height, width = (self.height + stride - 1) // stride, (self.width + stride - 1) // stride
+        height, width = ceil_divide(self.height, stride), ceil_divide(self.width, stride)
         if self.extents is None:
             return Grid(height, width)
-        pairs = (
-            ((rows + stride - 1) // stride, (columns + stride - 1) // stride) for rows, columns in self.extents.pairs
-        )
+        pairs = ((ceil_divide(rows, stride), ceil_divide(columns, stride)) for rows, columns in self.extents.pairs)
         return Grid.of_images(height, width, pairs, self.extents.device)
 
 
-def as_pairs(extents: torch.Tensor) -> list[tuple[int, int]]:
+def ceil_divide(size: int, step: int) -> int:
+    """Return size / step, rounded up. Not -(-size // step): ONNX rounds quotients toward zero."""
+    return (size + step - 1) // step
+
+
+def as_pairs(extents: Tensor) -> list[tuple[int, int]]:
     """`[B, 2]` as Python pairs; a tensor on a GPU is waited for."""
     pairs = cast(list[list[int]], extents.tolist())  # pyright: ignore[reportUnknownMemberType]
     return [(height, width) for height, width in pairs]
 
 
-def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+def extents_of(mask: Tensor) -> list[tuple[int, int]]:
+    """Rows and columns of each image, whose rectangles at the top left are true in `[B, h, w]`."""
+    return as_pairs(torch.stack([mask.any(2).sum(1), mask.any(1).sum(1)], dim=1))
+
+
+def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
     """`[B, h·w, C]` → `[B, C, h, w]` (a view), zero where a token belongs to no image."""
     mask = grid.mask()
     if mask is not None:
@@ -98,27 +95,21 @@ def tokens_to_map(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
     return torch.unflatten(tokens, 1, grid.size).permute(0, 3, 1, 2)
 
 
-def pad_to_multiple(x: torch.Tensor, multiple: int) -> torch.Tensor:
+def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
     """Append rows and columns of zeros to `[B, C, H, W]` until both are multiples."""
     _, _, height, width = plain_sizes(x.shape)
-    missing = (
-        (height + multiple - 1) // multiple * multiple - height,
-        (width + multiple - 1) // multiple * multiple - width,
-    )
-    if not is_exporting() and missing == (0, 0):  # a graph for every size must not ask
+    below = ceil_divide(height, multiple) * multiple - height
+    beside = ceil_divide(width, multiple) * multiple - width
+    if not is_exporting() and below == 0 and beside == 0:  # a graph for every size must not ask
         return x
-    return F.pad(x, (0, missing[1], 0, missing[0]))
+    return F.pad(x, (0, beside, 0, below))
 
 
 class Windows(NamedTuple):
     """A division of an h×w grid into windows that may reach over its lower and right edge.
 
-    With a shift, the grid (padded to whole windows) is rolled up and to the left before it is divided.
-
-    Attributes:
-        grid: (h, w).
-        window: Height and width of a window; L is their product.
-        counts: Windows down and across; W is their product.
+    With a shift, the grid (padded to whole windows) is rolled up and to the left before it is divided. L is the
+    number of tokens of a window, W the number of windows.
     """
 
     grid: tuple[int, int]
@@ -133,8 +124,7 @@ class Windows(NamedTuple):
         extra = 1 if is_exporting() else 0
         sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]
         counts = [
-            1 if size is None else (extent + size - 1) // size + extra
-            for extent, size in zip(grid, window, strict=True)
+            1 if size is None else ceil_divide(extent, size) + extra for extent, size in zip(grid, window, strict=True)
         ]
         return cls(grid, (sizes[0], sizes[1]), (counts[0], counts[1]))
 
@@ -147,7 +137,7 @@ class Windows(NamedTuple):
         """True if the windows cover the grid exactly; always False in an exported graph."""
         return not is_exporting() and self.padded == self.grid
 
-    def split(self, x: torch.Tensor, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    def split(self, x: Tensor, shift: tuple[int, int] = (0, 0)) -> Tensor:
         """Tokens `[B, h·w, ...]` → windows `[B · W, height, width, ...]`.
 
         Places beyond the edge hold zeros; in an exported graph they hold some token.
@@ -170,7 +160,7 @@ class Windows(NamedTuple):
         x = x.reshape(x.shape[0], rows, height, columns, width, *rest).transpose(2, 3)
         return x.reshape(-1, height, width, *rest)
 
-    def join(self, x: torch.Tensor, batch: int, shift: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    def join(self, x: Tensor, batch: int, shift: tuple[int, int] = (0, 0)) -> Tensor:
         """Windows `[B · W, height, width, C]` → tokens `[B, h·w, C]`: the inverse of `split`."""
         (rows, columns), (height, width) = self.counts, self.window
         if is_exporting():
@@ -189,7 +179,7 @@ class Windows(NamedTuple):
             x = torch.roll(x, shift, dims=(1, 2))
         return x[:, : self.grid[0], : self.grid[1]].flatten(1, 2)
 
-    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+    def flatten(self, x: Tensor) -> Tensor:
         """`[B · W, height, width, ...]` → `[B · W, L, ...]`, in an order that only `unflatten` needs to know."""
         height, width = self.window
         if not is_exporting():
@@ -199,7 +189,7 @@ class Windows(NamedTuple):
             return torch.cat([x[:, row] for row in range(height)], dim=1)
         return torch.cat([x[:, :, column] for column in range(width)], dim=1)
 
-    def unflatten(self, x: torch.Tensor) -> torch.Tensor:
+    def unflatten(self, x: Tensor) -> Tensor:
         """`[B · W, L, ...]` → `[B · W, height, width, ...]`: the inverse of `flatten`."""
         height, width = self.window
         if not is_exporting():
@@ -208,41 +198,34 @@ class Windows(NamedTuple):
             return torch.stack([x[:, row * width : (row + 1) * width] for row in range(height)], dim=1)
         return torch.stack([x[:, column * height : (column + 1) * height] for column in range(width)], dim=2)
 
-    def repeat(self, x: torch.Tensor, batch: int) -> torch.Tensor:
+    def repeat(self, x: Tensor, batch: int) -> Tensor:
         """Repeat data of the windows, `[1 or B, W, ...]`, for every sample: `[B · W, ...]`."""
         if is_exporting():  # one grid serves the batch
             numbers = self._window_numbers(x.device) + torch.zeros(batch, 1, dtype=torch.long, device=x.device)
             return x[0][numbers.flatten()]
         return x.expand(batch, *x.shape[1:]).flatten(0, 1)
 
-    def inside(
-        self, key_padding_mask: torch.Tensor | None, shift: tuple[int, int], device: torch.device
-    ) -> torch.Tensor:
+    def inside(self, key_padding_mask: Tensor | None, shift: tuple[int, int], device: torch.device) -> Tensor:
         """`[1 or B, W, height, width]` bool: which places of the windows hold a token, and a real one."""
         inside = _inside(device, self, shift)[None]
         if key_padding_mask is None:
             return inside
         return inside & key_padding_mask[:, _tokens(device, self, shift)]
 
-    def visible(
-        self, key_padding_mask: torch.Tensor | None, shift: tuple[int, int], device: torch.device
-    ) -> torch.Tensor:
-        """`[1 or B, W, L, L]` bool: which token of a window may look at which. Padding may at itself.
-
-        A softmax needs something to look at.
-        """
+    def visible(self, key_padding_mask: Tensor | None, shift: tuple[int, int], device: torch.device) -> Tensor:
+        """`[1 or B, W, L, L]` bool: which token of a window may look at which. Padding looks at itself."""
         visible = _visible(device, self, shift)
         if key_padding_mask is None:
             return visible[None]
         real = key_padding_mask[:, _tokens(device, self, shift)].flatten(2)
         return (real[:, :, None, :] & visible) | _itself(device, visible.shape[-1])
 
-    def regions(self, shift: tuple[int, int], device: torch.device) -> torch.Tensor:
+    def regions(self, shift: tuple[int, int], device: torch.device) -> Tensor:
         """Return `[W, height, width]` integers; they differ for tokens that only the roll made neighbors."""
         row, column = self.coordinates(shift, device)
         return 2 * (row < shift[0]).long() + (column < shift[1]).long()
 
-    def coordinates(self, shift: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def coordinates(self, shift: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and column in the padded grid of every place of the windows, `[W, height, width]` each."""
         (rows, columns), (height, width) = self.counts, self.window
         row = torch.arange(rows, device=device)[:, None, None, None] * height
@@ -257,26 +240,26 @@ class Windows(NamedTuple):
             return row[:, 0], column[:, 0]
         return row.flatten(0, 1), column.flatten(0, 1)
 
-    def _window_numbers(self, device: torch.device) -> torch.Tensor:
+    def _window_numbers(self, device: torch.device) -> Tensor:
         return torch.arange(self.counts[0] * self.counts[1], device=device)
 
 
 @cache_by_shape
-def _inside(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
+def _inside(device: torch.device, windows: Windows, shift: tuple[int, int]) -> Tensor:
     """`[W, height, width]` bool: which places hold a token."""
     row, column = windows.coordinates(shift, device)
     return (row < windows.grid[0]) & (column < windows.grid[1])
 
 
 @cache_by_shape
-def _tokens(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
+def _tokens(device: torch.device, windows: Windows, shift: tuple[int, int]) -> Tensor:
     """Return the token index at every place, `[W, height, width]`; any token at places beyond the edge."""
     row, column = windows.coordinates(shift, device)
     return row.clamp(max=windows.grid[0] - 1) * windows.grid[1] + column.clamp(max=windows.grid[1] - 1)
 
 
 @cache_by_shape
-def _visible(device: torch.device, windows: Windows, shift: tuple[int, int]) -> torch.Tensor:
+def _visible(device: torch.device, windows: Windows, shift: tuple[int, int]) -> Tensor:
     """`[W, L, L]` bool: which token of a window may look at which, as far as the grid says."""
     inside, region = _inside(device, windows, shift).flatten(1), windows.regions(shift, device).flatten(1)
     visible = inside[:, None, :] & (region[:, :, None] == region[:, None, :])
@@ -284,7 +267,7 @@ def _visible(device: torch.device, windows: Windows, shift: tuple[int, int]) -> 
 
 
 @cache_by_shape
-def _itself(device: torch.device, length: int) -> torch.Tensor:
+def _itself(device: torch.device, length: int) -> Tensor:
     return torch.eye(length, dtype=torch.bool, device=device)
 
 
@@ -293,26 +276,26 @@ def _is_constant(size: int | torch.SymInt) -> bool:
     return not isinstance(size, torch.SymInt)
 
 
-def _roll(index: torch.Tensor, step: int, total: int) -> torch.Tensor:
+def _roll(index: Tensor, step: int, total: int) -> Tensor:
     """(index + step) modulo total; spelled out because ONNX export knows no remainder by a size."""
     index = index + step
     return torch.where(index >= total, index - total, index)
 
 
-def _unroll(index: torch.Tensor, step: int, total: int) -> torch.Tensor:
+def _unroll(index: Tensor, step: int, total: int) -> Tensor:
     """(index - step) modulo total."""
     index = index - step
     return torch.where(index < 0, index + total, index)
 
 
-def _divide(index: torch.Tensor, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _divide(index: Tensor, size: int, count: int) -> tuple[Tensor, Tensor]:
     """Which window an index falls into, and where in it."""
     if _is_constant(count) and count == 1:
         return torch.zeros_like(index), index
     return index // size, index % size
 
 
-def resample_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
+def resample_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Position embeddings `[1, h·w, C]` of an old grid, bilinearly for a new one; exact where both are equal."""
     if not is_exporting() and old == new:
         return positions
@@ -325,8 +308,8 @@ def resample_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple
 
 
 def resample_after_prefix(
-    positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int
-) -> torch.Tensor:
+    positions: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
     """`resample_positions` of `[1, prefix + h·w, C]`; those of the prefix tokens stay."""
     if num_prefix_tokens == 0:
         return resample_positions(positions, old, new)
@@ -334,11 +317,11 @@ def resample_after_prefix(
     return torch.cat([prefix, resample_positions(grid, old, new)], dim=1)
 
 
-def positions_for(positions: torch.Tensor, native: tuple[int, int], grid: Grid) -> torch.Tensor:
+def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Tensor:
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
-    canvases: list[torch.Tensor] = []
+    canvases: list[Tensor] = []
     distinct = 0
     for index, (height, width) in enumerate(grid.extents.pairs):
         if index > 0 and (height, width) == grid.extents.pairs[index - 1]:

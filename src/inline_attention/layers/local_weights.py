@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.layers.hooks import must_be_called
 from inline_attention.ops.backends.cuda.predictor import predict_local_weight
@@ -41,7 +41,7 @@ class BlockDiagonalLinear(nn.Module):
         nn.init.trunc_normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map `[B, C]` to `[B, out]`."""
         heads = self.num_heads
         weight = torch.unflatten(self.weight.squeeze(-1), 0, (heads, -1))  # [H, out / H, D]
@@ -62,12 +62,7 @@ class LocalWeightPredictor(nn.Sequential):
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, num_heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(
             BlockDiagonalLinear(dim, dim, num_heads, device=device, dtype=dtype),
@@ -76,21 +71,13 @@ class LocalWeightPredictor(nn.Sequential):
         )
         self.num_heads = num_heads
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map the mean token `[B, C]` to `[B, H, D, 3, 3]`."""
-        weight = cast(torch.Tensor, super().forward(input))  # pyright: ignore[reportUnknownMemberType]
+        weight = cast(Tensor, super().forward(input))  # pyright: ignore[reportUnknownMemberType]
         return torch.unflatten(weight, 1, (self.num_heads, -1, 3, 3))
 
-    def predict(
-        self, tokens: torch.Tensor, key_padding_mask: torch.Tensor | None = None, *, fused: bool = True
-    ) -> torch.Tensor:
-        """Predict the weights `[B, H, D, 3, 3]` from the mean of the real tokens.
-
-        Args:
-            tokens: `[B, N, C]`.
-            key_padding_mask: `[B, N]` bool, True for a real token.
-            fused: Use a fused kernel where there is one.
-        """
+    def predict(self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, fused: bool = True) -> Tensor:
+        """Predict the weights `[B, H, D, 3, 3]` from the mean of the real tokens, by a fused kernel if allowed."""
         if fused and key_padding_mask is None:
             parameters = self._fusable_parameters()
             weight = None if parameters is None else predict_local_weight(tokens, parameters, self.num_heads)
@@ -98,7 +85,7 @@ class LocalWeightPredictor(nn.Sequential):
                 return weight
         return self(mean_token(tokens, key_padding_mask))
 
-    def _fusable_parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def _fusable_parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Return weight and bias of both linear maps; None if a module must be called."""
         modules = tuple(self)
         if len(modules) != 3 or must_be_called(self, *modules):
@@ -118,7 +105,7 @@ class LocalWeightPredictor(nn.Sequential):
         nn.init.zeros_(last.bias)
 
 
-def mean_token(tokens: torch.Tensor, key_padding_mask: torch.Tensor | None) -> torch.Tensor:
+def mean_token(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """Mean over the real tokens, `[B, N, C]` → `[B, C]`, summed in float32 at least."""
     if key_padding_mask is None:
         return tokens.mean(1)

@@ -1,10 +1,9 @@
 """The token grid of one call of a converted model.
 
-timm's blocks pass tokens `[B, N, C]` and nothing else to their attention, so the grid has to come another way. It
-travels in two places, and no module is written to. While a call runs, a table of the running thread holds the grid that
-`patch_embed` returned: threads cannot see each other's. On entry and exit, each module on the way to an attention also
-marks the memory of its tokens with the grid: gradient checkpointing keeps that memory and runs the module again during
-the backward pass, in another thread or after other calls, where the table knows nothing about the call.
+timm's blocks pass tokens `[B, N, C]` and nothing else to their attention, so the grid travels in two other places.
+While a call runs, a table of the running thread holds the grid that `patch_embed` returned. Each module on the way to
+an attention also marks the memory of its tokens with the grid: gradient checkpointing keeps that memory and runs the
+module again during the backward pass, in another thread or after other calls, where the table knows nothing about it.
 
 Where neither place knows the grid and the images may have any size, an error says so; a guess could be wrong silently.
 """
@@ -18,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.ops.tracing import plain_sizes
 
@@ -32,14 +31,10 @@ _numbers = itertools.count()
 
 
 class _Entry(NamedTuple):
-    """The grid of a running call.
+    """The grid of a running call; None before `patch_embed` has run.
 
-    Attributes:
-        grid_size: (h, w); None before `patch_embed` has run.
-        place: The module that removes the entry when it returns; _NOT_ENTERED if `patch_embed` was called on its own
-            and no module runs now. Such an entry stays until the last attention has run, or a module has failed.
-        backward_pass: Number of the backward pass in which the call runs, or _NO_BACKWARD.
-        outer: The entry to restore at the end.
+    `place` is the module that removes the entry when it returns, or _NOT_ENTERED if `patch_embed` was called on its
+    own. Such an entry stays until the last attention has run, or a module has failed. `outer` is restored at the end.
     """
 
     grid_size: GridSize | None
@@ -87,11 +82,9 @@ class PatchGrid:
         return cast("GridSize | None", getattr(self.patch_embed, "grid_size", None))
 
     def install(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
-        """Register the hooks that follow a call.
+        """Register the hooks that follow a call of `model`, the owner of `patch_embed`.
 
-        Args:
-            model: The owner of `patch_embed`.
-            modules: Modules inside the model that lead to an attention, outermost first.
+        `modules` lead to its attentions, outermost first.
         """
         if self.is_fixed:
             return
@@ -104,14 +97,10 @@ class PatchGrid:
             module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, place, is_last=is_last), always_call=True)
 
-    def current(self, tokens: torch.Tensor | None = None) -> GridSize | None:
+    def current(self, tokens: Tensor | None = None) -> GridSize | None:
         """Return the grid of the running call, or the native one for a call that starts inside the model.
 
-        Args:
-            tokens: `[B, N, C]`, the input of an attention; None if it is not at hand.
-
-        Raises:
-            ValueError: If a checkpoint is recomputed and the grid of the original call is not known.
+        `tokens` `[B, N, C]` are the input of an attention, if at hand. An error says that the grid is not known.
         """
         if self.is_fixed:
             return self.native
@@ -141,7 +130,7 @@ class PatchGrid:
         backward_pass = _NO_BACKWARD if torch.compiler.is_compiling() else _eager_backward_pass()
         _running.entries[self.number] = _Entry(None, _MODEL, backward_pass)
 
-    def _announce(self, _module: nn.Module, _args: Any, patches: torch.Tensor) -> None:
+    def _announce(self, _module: nn.Module, _args: Any, patches: Tensor) -> None:
         """Note the grid of the call (forward hook of `patch_embed`)."""
         # [B, h, w, C] of images of any size, [B, N, C] of images of the size that is set.
         size = (patches.shape[1], patches.shape[2]) if patches.dim() == 4 else self.native
@@ -189,7 +178,7 @@ def _eager_backward_pass() -> int:
 
 def _marks(tokens: Any) -> dict[tuple[Any, ...], GridSize] | None:
     """The marks on a tensor's memory; None where memory cannot be reached, as inside `torch.func` transforms."""
-    if type(tokens) not in (torch.Tensor, nn.Parameter):
+    if type(tokens) not in (Tensor, nn.Parameter):
         return None
     try:
         storage: Any = tokens.untyped_storage()

@@ -1,7 +1,6 @@
 """The softmax attentions of the Swin and CSWin families, on grids of any size.
 
-Windows and stripes that reach over the edge of the grid, or of an image inside a padded batch, are masked there: what
-is made up takes part in no softmax and in no 3×3 term.
+Places beyond the edge of the grid, or of an image in a padded batch, take part in no softmax and in no 3×3 term.
 
 Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` tokens of a window.
 """
@@ -9,28 +8,36 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.cache import cache_by_shape
-from inline_attention.layers.grids import Extents, Windows, as_pairs
+from inline_attention.layers.grids import Extents, Windows, extents_of
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
     FLOATING_DTYPES,
     check_count,
     check_grid,
+    check_heads,
     check_mask_form,
     check_rate,
     check_tokens,
 )
 
 
-class WindowAttention(ProjectedAttention):
+class _GridAttention(ProjectedAttention):
+    def forward(
+        self, x: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Mix tokens `[B, N, C]` and project them. Arguments: see `attend`."""
+        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, **options)))
+
+
+class WindowAttention(_GridAttention):
     """Softmax attention in square windows with a relative position bias, optionally shifted by half a window."""
 
     def __init__(
@@ -40,69 +47,45 @@ class WindowAttention(ProjectedAttention):
         *,
         window_size: int,
         shifted: bool,
-        qkv_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
     ) -> None:
-        """Build the layer.
-
-        Args:
-            dim: Channels C.
-            num_heads: Heads H.
-            window_size: Side of a window in tokens.
-            shifted: Shift by half a window, along each axis that is longer than a window.
-            qkv_bias: True for a bias in the query, key and value projections.
-            attn_drop: Dropout rate on the weights.
-            proj_drop: Dropout rate on the projected output.
-        """
+        """Build the layer; `shifted` shifts by half a window, along each axis that is longer than a window."""
         super().__init__()
-        _check_sizes(dim, num_heads, attn_drop)
+        check_heads(dim, num_heads)
+        check_rate("attn_drop", attn_drop)
         check_count("window_size", window_size)
         self.dim = dim
         self.num_heads = num_heads
         self.window_size = window_size
         self.shifted = shifted
         self.attn_drop_rate = attn_drop
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
         self.relative_position_bias_table = nn.Parameter(torch.empty((2 * window_size - 1) ** 2, num_heads))
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        grid_size: tuple[int, int],
-        key_padding_mask: torch.Tensor | None = None,
-        *,
-        extents: Extents | None = None,
-    ) -> torch.Tensor:
-        """Mix within windows.
-
-        Args:
-            x: `[B, N, C]`.
-            grid_size: `(h, w)` of the tokens.
-            key_padding_mask: `[B, N]` bool, True inside each image's rectangle.
-            extents: Those rectangles, where the caller knows them; otherwise they are read from the mask.
-        """
-        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, extents=extents)))
-
     def attend(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         grid_size: tuple[int, int],
-        key_padding_mask: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         *,
         extents: Extents | None = None,
-    ) -> torch.Tensor:
-        """`forward` without the output projection."""
+    ) -> Tensor:
+        """Mix tokens `[B, N, C]` within windows, without the output projection.
+
+        `key_padding_mask` `[B, N]` is True inside each image's rectangle; `extents` are the rectangles, where known.
+        """
         _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = self.qkv(x)
         if key_padding_mask is None:
             return self._mix(qkv, grid_size, None, self._shift(*grid_size))
         # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, (height, width) in enumerate(_rectangles(key_padding_mask, grid_size, extents)):
+        pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents.pairs
+        for index, (height, width) in enumerate(pairs):
             groups.setdefault(self._shift(height, width), []).append(index)
         if len(groups) == 1:
             return self._mix(qkv, grid_size, key_padding_mask, *groups)
@@ -132,12 +115,8 @@ class WindowAttention(ProjectedAttention):
         return (half if height > self.window_size else 0), (half if width > self.window_size else 0)
 
     def _mix(
-        self,
-        qkv: torch.Tensor,
-        grid_size: tuple[int, int],
-        key_padding_mask: torch.Tensor | None,
-        shift: tuple[int, int],
-    ) -> torch.Tensor:
+        self, qkv: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None, shift: tuple[int, int]
+    ) -> Tensor:
         """Attention within windows, `[B, N, 3C]` → `[B, N, C]`."""
         batch = qkv.shape[0]
         windows = Windows.cover(grid_size, (self.window_size, self.window_size))
@@ -152,11 +131,13 @@ class WindowAttention(ProjectedAttention):
             bias = torch.where(visible[:, :, None], bias, -torch.inf)  # [1 or B, W, H, L, L]
             if is_exporting():
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=windows.repeat(bias, batch), dropout_p=drop)
-            else:
-                out = _attend_with_bias_per_window(q, k, v, bias, batch, drop)
+            else:  # windows join the heads, so that one bias serves the whole batch
+                q, k, v = (torch.unflatten(tensor, 0, (batch, bias.shape[1])).flatten(1, 2) for tensor in (q, k, v))
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(1, 2), dropout_p=drop)
+                out = torch.unflatten(out, 1, tuple(bias.shape[1:3])).flatten(0, 1)
         return windows.join(windows.unflatten(heads_last(out).flatten(2)), batch, shift)
 
-    def _bias(self, dtype: torch.dtype) -> torch.Tensor:
+    def _bias(self, dtype: torch.dtype) -> Tensor:
         """Relative position bias `[H, L, L]`."""
         side = self.window_size
         # Computed, not stored: a buffer would be rubbish after building on the meta device.
@@ -166,7 +147,7 @@ class WindowAttention(ProjectedAttention):
         return bias.permute(2, 0, 1).to(dtype)
 
 
-class StripeAttention(ProjectedAttention):
+class StripeAttention(_GridAttention):
     """CSWin's softmax attention: half of the heads in vertical stripes, half in horizontal ones.
 
     Each branch adds a depthwise 3×3 convolution of its values, zero-padded at the border of the stripe. With
@@ -174,27 +155,12 @@ class StripeAttention(ProjectedAttention):
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        stripe_width: int | None,
-        qkv_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
+        self, dim: int, num_heads: int, *, stripe_width: int | None, attn_drop: float = 0.0, proj_drop: float = 0.0
     ) -> None:
-        """Build the layer.
-
-        Args:
-            dim: Channels C.
-            num_heads: Heads H; even where there are two branches.
-            stripe_width: Tokens across a stripe; None for the whole map.
-            qkv_bias: True for a bias in the query, key and value projections.
-            attn_drop: Dropout rate on the weights.
-            proj_drop: Dropout rate on the projected output.
-        """
+        """Build the layer. Two branches need an even number of heads."""
         super().__init__()
-        _check_sizes(dim, num_heads, attn_drop)
+        check_heads(dim, num_heads)
+        check_rate("attn_drop", attn_drop)
         if stripe_width is not None:
             check_count("stripe_width", stripe_width)
         branches = 1 if stripe_width is None else 2
@@ -204,22 +170,14 @@ class StripeAttention(ProjectedAttention):
         self.num_heads = num_heads
         self.stripe_width = stripe_width
         self.attn_drop_rate = attn_drop
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.qkv = nn.Linear(dim, 3 * dim)
         width = dim // branches
         self.static_local = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(branches))
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Mix `[B, N, C]` within stripes; `key_padding_mask` `[B, N]` is True inside each image's rectangle."""
-        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask)))
-
-    def attend(
-        self, x: torch.Tensor, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`forward` without the output projection."""
+    def attend(self, x: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mix tokens within stripes, without the output projection; the mask is True inside each image's rectangle."""
         _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = torch.unflatten(self.qkv(x), 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
         stripe = self.stripe_width
@@ -228,7 +186,7 @@ class StripeAttention(ProjectedAttention):
             real = None if key_padding_mask is None else torch.unflatten(key_padding_mask, 1, grid_size)
             out = self._mix(torch.unflatten(qkv[:, :, :, 0], 1, grid_size), convolution, None, real)
             return out.flatten(1, 2)
-        branches: list[torch.Tensor] = []
+        branches: list[Tensor] = []
         for branch, convolution, shape in zip(
             qkv.unbind(3), self.static_local, ((None, stripe), (stripe, None)), strict=True
         ):
@@ -240,19 +198,13 @@ class StripeAttention(ProjectedAttention):
             branches.append(windows.join(out, x.shape[0]))
         return torch.cat(branches, dim=-1)
 
-    def _mix(
-        self, tokens: torch.Tensor, convolution: nn.Conv2d, windows: Windows | None, real: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _mix(self, tokens: Tensor, convolution: nn.Conv2d, windows: Windows | None, real: Tensor | None) -> Tensor:
         """Attention and 3×3 within maps, `[maps, height, width, 3, c]` → `[maps, height, width, c]`.
 
-        Args:
-            tokens: The maps: stripes, or whole images where `windows` is None.
-            convolution: The branch's depthwise 3×3.
-            windows: Where stripes came from.
-            real: `[maps, height, width]` bool: which tokens are; None when all are.
+        Maps are stripes, or whole images where `windows` is None. `real` `[maps, height, width]` marks real tokens.
         """
 
-        def flatten(x: torch.Tensor) -> torch.Tensor:
+        def flatten(x: Tensor) -> Tensor:
             return x.flatten(1, 2) if windows is None else windows.flatten(x)
 
         mask = None
@@ -268,15 +220,7 @@ class StripeAttention(ProjectedAttention):
         return out + _depthwise(tokens[:, :, :, 2], convolution)
 
 
-def _check_sizes(dim: int, num_heads: int, attn_drop: float) -> None:
-    check_count("dim", dim)
-    check_count("num_heads", num_heads)
-    if dim % num_heads != 0:
-        raise ValueError(f"dim must be divisible by num_heads, got {dim=}, {num_heads=}")
-    check_rate("attn_drop", attn_drop)
-
-
-def _check_inputs(x: torch.Tensor, dim: int, grid_size: tuple[int, int], key_padding_mask: torch.Tensor | None) -> None:
+def _check_inputs(x: Tensor, dim: int, grid_size: tuple[int, int], key_padding_mask: Tensor | None) -> None:
     grid_size = plain_sizes(grid_size)
     with unrecorded():
         check_tokens("x", x, dim)
@@ -285,17 +229,7 @@ def _check_inputs(x: torch.Tensor, dim: int, grid_size: tuple[int, int], key_pad
             check_mask_form(key_padding_mask, x)
 
 
-def _rectangles(
-    key_padding_mask: torch.Tensor, grid_size: tuple[int, int], extents: Extents | None
-) -> Sequence[tuple[int, int]]:
-    """Rows and columns of each image."""
-    if extents is not None:
-        return extents.pairs
-    inside = torch.unflatten(key_padding_mask, 1, grid_size)
-    return as_pairs(torch.stack([inside.any(2).sum(1), inside.any(1).sum(1)], dim=1))
-
-
-def _depthwise(x: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
+def _depthwise(x: Tensor, convolution: nn.Conv2d) -> Tensor:
     """A depthwise 3×3 convolution of `[maps, height, width, c]`, zero-padded."""
     if not (x.device.type == "cuda" and torch.compiler.is_compiling()):
         return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
@@ -314,18 +248,8 @@ def _depthwise(x: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
     return total.to(dtype)
 
 
-def _attend_with_bias_per_window(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, batch: int, drop: float
-) -> torch.Tensor:
-    """Softmax attention of `[B · W, H, L, D]` with a bias `[1 or B, W, H, L, L]`."""
-    # Windows join the heads, so that one bias serves the whole batch.
-    q, k, v = (torch.unflatten(tensor, 0, (batch, bias.shape[1])).flatten(1, 2) for tensor in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(1, 2), dropout_p=drop)
-    return torch.unflatten(out, 1, tuple(bias.shape[1:3])).flatten(0, 1)
-
-
 @cache_by_shape
-def relative_position_index(device: torch.device, side: int) -> torch.Tensor:
+def relative_position_index(device: torch.device, side: int) -> Tensor:
     """Row of the bias table for every pair of tokens of a window, `[L, L]`."""
     steps = torch.arange(side, device=device)
     rows, columns = (axis.flatten() for axis in torch.meshgrid(steps, steps, indexing="ij"))
@@ -334,7 +258,7 @@ def relative_position_index(device: torch.device, side: int) -> torch.Tensor:
     return row_offset * (2 * side - 1) + column_offset
 
 
-def resample_relative_positions(table: torch.Tensor, window_size: int) -> torch.Tensor:
+def resample_relative_positions(table: Tensor, window_size: int) -> Tensor:
     """Resample a bias table `[(2s - 1)², H]` for another window, bicubically; return other tensors as they are."""
     if table.dim() != 2 or table.dtype not in FLOATING_DTYPES or table.numel() == 0:
         return table
