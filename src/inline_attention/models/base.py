@@ -1,7 +1,7 @@
 """Base class of all models: images of any size, batches of unequal images, and timm's contract.
 
 Shapes: `B` batch, `N` tokens, `C` channels, `h`×`w` token grid. In a batch of unequal images, each image is at the top
-left of its canvas; `image_sizes` or `pixel_mask` give its size.
+left of its canvas.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from timm.layers.format import Format
+from timm.layers.format import Format, nchw_to
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import Extents, Grid, as_pairs, resample_after_prefix, tokens_to_map
+from inline_attention.layers.grids import (
+    Extents,
+    Grid,
+    as_pairs,
+    ceil_divide,
+    extents_of,
+    resample_after_prefix,
+    tokens_to_map,
+)
 from inline_attention.layers.local_weights import BlockDiagonalLinear, mean_token
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
@@ -198,11 +206,7 @@ class VisionModel(nn.Module):
         for index, (tokens, grid) in enumerate(self.levels(images, pixels, last)):
             if index in take:
                 normed = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
-                image = tokens_to_map(normed[:, self.num_prefix_tokens :], grid)
-                if format_ == Format.NHWC:
-                    image = image.permute(0, 2, 3, 1)
-                elif format_ == Format.NLC:
-                    image = image.flatten(2).transpose(1, 2)
+                image = nchw_to(tokens_to_map(normed[:, self.num_prefix_tokens :], grid), format_)
                 prefix = normed[:, : self.num_prefix_tokens]
                 intermediates.append((image, prefix) if return_prefix_tokens and self.num_prefix_tokens else image)
         if intermediates_only:
@@ -215,6 +219,7 @@ class VisionModel(nn.Module):
         """Remove all layers that the given levels do not need, and return the absolute indices of the levels."""
         take, last = feature_take_indices(len(self.feature_info), indices)
         self.prune_levels(last)
+        self.feature_info = self.feature_info[: last + 1]
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
@@ -253,11 +258,7 @@ class VisionModel(nn.Module):
         return checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
 
     def _encode(
-        self,
-        x: Tensor,
-        image_sizes: ImageSizes | None,
-        pixel_mask: Tensor | None,
-        num_tokens: int | None = None,
+        self, x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None, num_tokens: int | None = None
     ) -> tuple[Tensor, Grid]:
         tokens, grid = images, pixels = self._prepare(x, image_sizes, pixel_mask)
         for tokens, grid in self.levels(images, pixels, len(self.feature_info) - 1, num_tokens):  # noqa: B007
@@ -299,7 +300,7 @@ class VisionModel(nn.Module):
         number = math.prod(features.shape[1:-1]) - self.num_prefix_tokens
         pairs = _image_extents(features.shape[0], features.device, image_sizes, pixel_mask)
         stride = self.largest_stride
-        counts = [((rows + stride - 1) // stride) * ((columns + stride - 1) // stride) for rows, columns in pairs]
+        counts = [ceil_divide(rows, stride) * ceil_divide(columns, stride) for rows, columns in pairs]
         if any(min(pair) < 1 for pair in pairs) or any(count > number for count in counts):
             raise ValueError(
                 f"images of {pairs} pixels must have between 1 and {number} tokens (the number in the features); "
@@ -438,7 +439,7 @@ def _image_extents(
         if pixel_mask.dim() != 3 or pixel_mask.shape[0] != batch:
             raise ValueError(f"pixel_mask must be [B, H, W] with B = {batch}, got {tuple(pixel_mask.shape)}")
         pixel_mask = pixel_mask.to(device, torch.bool)
-        pairs = as_pairs(torch.stack([pixel_mask.any(2).sum(1), pixel_mask.any(1).sum(1)], dim=1))
+        pairs = extents_of(pixel_mask)
         rectangles = Extents((pixel_mask.shape[1], pixel_mask.shape[2]), pairs, device).mask()
         if not torch.equal(rectangles, pixel_mask.flatten(1)):
             raise ValueError("pixel_mask must be true in one rectangle at the top left of each image, and only there")

@@ -1,7 +1,4 @@
-"""Load weights into a model, save them and convert them.
-
-`inline_attention.models.reading` reads the files without running code from them.
-"""
+"""Load weights into a model, save them and convert them. `reading` reads the files."""
 
 from __future__ import annotations
 
@@ -211,16 +208,14 @@ def convert_checkpoint(
     Args:
         source: A `.safetensors` file, or a file of `torch.save`.
         target: Path that ends in `.safetensors`.
-        model: Model that the weights must fit. The new file uses its parameter names and records its name. The model
-            is not changed and may be on the meta device.
+        model: Model that the weights must fit, unchanged, maybe on the meta device. The new file has its names.
         use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
 
     Returns:
         A report of the weights that were written.
 
     Raises:
-        CheckpointMismatchError: If names or shapes differ from the model's.
-        CheckpointError: If the source cannot be read or the target cannot be written.
+        CheckpointError: If the source cannot be read, does not fit the model, or the target cannot be written.
     """
     file = open_checkpoint(source, use_ema=use_ema)
     weights = file.weights

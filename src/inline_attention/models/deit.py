@@ -130,7 +130,6 @@ class InLineDeiT(VisionModel):
     def prune_levels(self, last: int) -> None:
         """Remove the blocks after `last`."""
         self.blocks = self.blocks[: last + 1]
-        self.feature_info = self.feature_info[: last + 1]
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Change the native image size and resample the positions."""

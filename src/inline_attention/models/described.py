@@ -1,9 +1,8 @@
 """The one door between data from files and model construction.
 
-Weights, runs and recipes come from strangers. What they say about a model is a description of its *architecture*: a
-registered name, and plain numbers, flags and words from the lists below, each with a bound. Anything else is refused
-by name, above all what timm would obey: addresses, paths, caches and pretrained weights. No other code passes data
-from a file to `create_model`; `tests/security/test_door.py` checks that.
+Files describe an *architecture*: a registered name, and plain numbers, flags and words from the lists below, each with
+a bound. Anything else is refused by name, above all what timm would obey: addresses, paths, caches, weights.
+No other code passes data from a file to `create_model`; `tests/security/test_door.py` checks that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Look at a pickle before it is built: how deep and how large its structures would become.
+"""Read the opcodes of a pickle before it is built: how deep and how large its structures would become.
 
 A few bytes can describe a tuple nested a million deep, whose hash overflows the C stack, or one that shares its parts
-so often that hashing it takes years. Reading the opcodes tells, and builds nothing.
+so often that hashing it takes years.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class PickleBoundsError(ValueError):
 
 @dataclass(eq=False)
 class _Item:
-    """What is known of an object on the unpickler's stack."""
+    """What is known of an object on the unpickler's stack. `text` is the value of a string."""
 
     depth: int = 0
     size: int = 1
+    text: str = ""
 
 
 _MAX_SIZE = 10**12  # sizes saturate, else sharing would make them numbers of a million digits
@@ -34,12 +35,14 @@ _GETS = ("GET", "BINGET", "LONG_BINGET")
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
-def check_pickle(stream: BinaryIO) -> None:
-    """Read one pickle's opcodes, up to and including its end; raise ValueError if it is not a pickle.
+def check_pickle(stream: BinaryIO) -> list[str]:
+    """Read one pickle's opcodes, up to and including its end; return the names that it would import.
 
     Raises:
         PickleBoundsError: If it would become nested more than `MAX_DEPTH` deep, or hash more than `MAX_HASHED` parts.
+        ValueError: If it is not a pickle.
     """
+    names: list[str] = []
     stack: list[_Item] = []
     marks: list[int] = []  # heights of the stack
     memo: dict[int, _Item] = {}
@@ -71,6 +74,8 @@ def check_pickle(stream: BinaryIO) -> None:
                 stack[-1].depth = max(stack[-1].depth, grown.depth)
                 stack[-1].size = min(stack[-1].size + grown.size, _MAX_SIZE)
         elif name in _CALLS:
+            if name == "INST":
+                names.append(str(argument).replace(" ", "."))
             parts = pop(_CALLS[name])
             _check_hashed(parts)
             stack.append(_around(parts))
@@ -85,13 +90,16 @@ def check_pickle(stream: BinaryIO) -> None:
         elif name in _PUTS or name == "MEMOIZE":
             if stack:
                 memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = stack[-1]
-        elif name == "STACK_GLOBAL":
-            pop(2)
+        elif name == "STACK_GLOBAL":  # module and name are on the stack
+            names.append(".".join(item.text for item in pop(2)))
             stack.append(_Item())
         elif name == "BINPERSID":
             stack.append(_around(pop(1)))
         elif opcode.stack_after:
-            stack.append(_Item())
+            if name == "GLOBAL":
+                names.append(str(argument).replace(" ", "."))
+            stack.append(_Item(text=argument if isinstance(argument, str) else ""))
+    return names
 
 
 def _around(parts: list[_Item]) -> _Item:

@@ -101,7 +101,6 @@ class PyramidModel(VisionModel):
         """Remove the stages after `last`."""
         self.embeddings = self.embeddings[: last + 1]
         self.stages = self.stages[: last + 1]
-        self.feature_info = self.feature_info[: last + 1]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the parameter groups for layer-wise learning rates: by stage if `coarse`, else by block."""

@@ -1,8 +1,7 @@
 """Read weights from files without running code from them.
 
 A `.pth` file is a pickle, and a pickle is a program. torch's restricted unpickler builds only tensors and plain
-containers. Training checkpoints also contain harmless objects (a yacs configuration, `argparse` options, NumPy
-numbers). Stand-ins replace these objects and discard their content. Any other class or function is refused.
+containers. Stand-ins replace harmless objects of training checkpoints. Any other class or function is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import io
 import os
 import pickle
-import pickletools
 import re
 import threading
 import warnings
@@ -279,7 +277,7 @@ def _foreign_globals(path: Path) -> list[str]:
     names: list[str] = []
     with suppress(Exception):  # the file is refused in any case; this only adds detail to the message
         for stream in _pickles(path, zipfile.is_zipfile(path)):
-            names.extend(_imported_names(stream))
+            names += check_pickle(stream)
     foreign = re.compile(r"(?!torch\.|collections\.)[\w.]+")
     return [name for name in names if name not in _STAND_INS and foreign.fullmatch(name)]
 
@@ -295,20 +293,6 @@ def _pickles(path: Path, is_archive: bool) -> Iterator[BinaryIO]:
         with open_regular(path) as file:
             for _ in range(LEGACY_PICKLES):
                 yield file
-
-
-def _imported_names(stream: BinaryIO) -> Iterator[str]:
-    pushed: list[str] = []
-    memo: list[str] = []
-    for opcode, argument, _ in pickletools.genops(stream):
-        if opcode.name in ("GLOBAL", "INST"):
-            yield str(argument).replace(" ", ".")
-        elif opcode.name == "STACK_GLOBAL":  # module and name were pushed before, directly or from the memo
-            yield ".".join(pushed[-2:])
-        elif opcode.name == "MEMOIZE":
-            memo.append(pushed[-1])
-            continue
-        pushed.append(memo[argument or 0] if opcode.name in ("BINGET", "LONG_BINGET") else str(argument))
 
 
 def _unreadable(path: Path, reason: object) -> CheckpointError:

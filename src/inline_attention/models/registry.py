@@ -64,10 +64,7 @@ class FeatureBackbone(FeatureGetterNet):
 
 
 def register_family(
-    model_class: type[nn.Module],
-    variants: Mapping[str, Mapping[str, Any]],
-    *,
-    first_conv: str = "embeddings.0.proj",
+    model_class: type[nn.Module], variants: Mapping[str, Mapping[str, Any]], *, first_conv: str = "embeddings.0.proj"
 ) -> None:
     """Register each variant `inline_NAME` with timm, and its twins `softmax_NAME` and `linear_NAME`.
 
