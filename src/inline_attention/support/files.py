@@ -21,9 +21,7 @@ class NotARegularFileError(OSError):
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading, without waiting for a FIFO's writer or a device.
 
-    Raises:
-        NotARegularFileError: If the path names anything else, through a link or not.
-        OSError: If it cannot be opened.
+    Anything else, through a link or not, is a `NotARegularFileError`.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -36,12 +34,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a regular file of at most `max_bytes`.
-
-    Raises:
-        ValueError: If the file is larger.
-        OSError: If it cannot be read, or is not a regular file.
-    """
+    """Read a regular file; raise ValueError if it has more than `max_bytes`."""
     with open_regular(path) as file:
         # Not `read(max_bytes)`, which allocates as much before it reads.
         content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None

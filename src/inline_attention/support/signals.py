@@ -21,14 +21,10 @@ class StoppedError(KeyboardInterrupt):
 
 
 class StopOnSignal:
-    """Raises `StoppedError` in the main thread on the first SIGINT or SIGTERM; the second ends the process at once.
-
-    Attributes:
-        exit_code: 128 plus the number of the first signal, or None before it.
-    """
+    """Raises `StoppedError` in the main thread on the first SIGINT or SIGTERM; the second ends the process at once."""
 
     def __init__(self) -> None:
-        self.exit_code: int | None = None
+        self.exit_code: int | None = None  # 128 plus the number of the first signal
         self._process = os.getpid()
 
     def install(self) -> None:
@@ -37,7 +33,7 @@ class StopOnSignal:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._stop)
-                end_at_next(number)
+                _end_at_next(number)
 
     def uninstall(self) -> None:
         """Give both signals back to the system, which ends the process."""
@@ -56,7 +52,7 @@ class StopOnSignal:
 stop_on_signal = StopOnSignal()
 
 
-def end_at_next(number: int) -> None:
+def _end_at_next(number: int) -> None:
     """Let the system end the process at the second signal, even while C code blocks and Python runs no handler.
 
     The handler in place is called once. Then the system's own action is in force, as with System V's `signal`. Where

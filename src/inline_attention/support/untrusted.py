@@ -19,68 +19,52 @@ import yaml
 Built = TypeVar("Built")
 MAX_DEPTH = 50
 MAX_TEXT_BYTES = 2**20
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 class UntrustedDataError(ValueError):
     """A text is malformed, too large or too deeply nested. The message is one sentence without the text's name."""
 
 
-def parse_json(text: str | bytes, *, max_bytes: int = MAX_TEXT_BYTES, max_depth: int = MAX_DEPTH) -> Any:
-    """Parse JSON.
-
-    Args:
-        text: The whole document.
-        max_bytes: Longest text accepted.
-        max_depth: Deepest nesting accepted.
-
-    Raises:
-        UntrustedDataError: If it is not JSON, or exceeds a bound.
-    """
+def parse_json(text: str | bytes, *, max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """Parse JSON of at most `max_bytes`, nested at most `MAX_DEPTH` deep; raise `UntrustedDataError` otherwise."""
     if len(text) > max_bytes:
         raise UntrustedDataError(f"it has {len(text):,} bytes, more than {max_bytes:,}")
     try:
         content = json.loads(text)
     except RecursionError:
-        raise _too_deep(max_depth) from None
+        raise UntrustedDataError(_TOO_DEEP) from None
     except ValueError as error:  # malformed, not UTF-8, or a number with thousands of digits
         raise UntrustedDataError(f"it is not valid JSON: {error}") from None
-    check_depth(content, max_depth)
-    return content
-
-
-def check_depth(content: object, max_depth: int = MAX_DEPTH) -> None:
-    """Raise `UntrustedDataError` if dicts and lists are nested more than `max_depth` deep."""
     level: list[object] = [content]
-    for _ in range(max_depth + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [item for parent in level for item in _children(parent)]
         if not level:
-            return
-    raise _too_deep(max_depth)
+            return content
+    raise UntrustedDataError(_TOO_DEEP)
 
 
-def load_yaml(
-    text: str, loader: type[yaml.SafeLoader], *, max_bytes: int = MAX_TEXT_BYTES, max_depth: int = MAX_DEPTH
-) -> Any:
+def _children(value: object) -> Sequence[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:
     """Parse YAML with a safe loader, after a look at its nesting.
-
-    Args:
-        text: The whole document.
-        loader: `yaml.SafeLoader` or a subclass.
-        max_bytes: Longest text accepted.
-        max_depth: Deepest nesting accepted.
 
     Raises:
         UntrustedDataError: If it exceeds a bound, or has an alias, a tag or a number that cannot be built.
         yaml.YAMLError: If it is not YAML.
     """
-    if len(text) > max_bytes:
-        raise UntrustedDataError(f"it has {len(text):,} characters, more than {max_bytes:,}")
+    if len(text) > MAX_TEXT_BYTES:
+        raise UntrustedDataError(f"it has {len(text):,} characters, more than {MAX_TEXT_BYTES:,}")
     depth = 0
     for event in yaml.parse(text, Loader=loader):  # the event parser does not recurse
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
-            if depth > max_depth:
-                raise _too_deep(max_depth)
+            if depth > MAX_DEPTH:
+                raise UntrustedDataError(_TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         elif isinstance(event, yaml.AliasEvent):
@@ -93,28 +77,11 @@ def load_yaml(
         raise UntrustedDataError(f"it has a value that cannot be read: {error}") from None
 
 
-def _children(value: object) -> Sequence[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
-
-
-def _too_deep(max_depth: int) -> UntrustedDataError:
-    return UntrustedDataError(f"it is nested more than {max_depth} deep")
-
-
 def build_dataclass(kind: type[Built], content: object, where: str = "it") -> Built:
     """Build a dataclass or named tuple from parsed JSON, with every value checked against the type of its field.
 
-    Keys without a field are ignored, so that newer files stay readable.
-
-    Args:
-        kind: Class whose fields are plain values, lists, dicts, tuples, unions and such classes.
-        content: Parsed JSON.
-        where: Name of the content in messages.
-
-    Raises:
-        UntrustedDataError: If a field is missing or of another type, or a number is not finite.
+    Fields are plain values, lists, dicts, tuples, unions and such classes. Keys without a field are ignored, so that
+    newer files stay readable. `UntrustedDataError` if a field is missing or of another type, or a number is not finite.
     """
     if not isinstance(content, Mapping):
         raise UntrustedDataError(f"{where} must be an object, got {_short(content)}")
