@@ -77,21 +77,26 @@ class TrainingCheckpoint:
     model: str
     files: Mapping[str, StoredFile]
 
-    def verify(self, *, contents: bool = True) -> None:
-        """Raise `CheckpointError` with the first file whose size or, unless told otherwise, contents differ."""
+    def damage(self, *, contents: bool = True) -> str | None:
+        """Return what is wrong with the first file whose size or, unless told otherwise, contents differ; or None."""
         for name, stored in self.files.items():
             path = self.path / name
             try:
                 found = path.lstat()
+                if not stat.S_ISREG(found.st_mode):
+                    return f"{path} is a link or not a regular file, expected a file; {USE_ANOTHER}"
+                if found.st_size != stored.size:
+                    return f"{path} is damaged: it has {found.st_size} bytes, expected {stored.size}; {USE_ANOTHER}"
+                if contents and _checksum(path) != stored.sha256:
+                    return f"{path} is damaged: its contents do not match its checksum; {USE_ANOTHER}"
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be found ({error.strerror}); {USE_ANOTHER}") from error
-            if not stat.S_ISREG(found.st_mode):
-                raise CheckpointError(f"{path} is a link or not a regular file, expected a file; {USE_ANOTHER}")
-            if found.st_size != stored.size:
-                size = f"it has {found.st_size} bytes, expected {stored.size}"
-                raise CheckpointError(f"{path} is damaged: {size}; {USE_ANOTHER}")
-            if contents and _checksum(path) != stored.sha256:
-                raise CheckpointError(f"{path} is damaged: its contents do not match its checksum; {USE_ANOTHER}")
+                return f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}"
+        return None
+
+    def verify(self) -> None:
+        """Raise `CheckpointError` if a file is damaged."""
+        if (reason := self.damage()) is not None:
+            raise CheckpointError(reason)
 
     def load(self) -> LoadedCheckpoint:
         """Verify and read all files. Nothing in them is run: code is an `UnsafeCheckpointError`."""
@@ -221,11 +226,8 @@ def _render(content: Mapping[str, Any]) -> bytes:
 
 
 def _checksum(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}") from error
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_state(path: Path) -> dict[str, Any]:

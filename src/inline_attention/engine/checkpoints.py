@@ -150,7 +150,7 @@ class CheckpointStore:
         with _only_warning(saved):
             same_step = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()}
             replaced = same_step - {saved.path}
-            complete = [checkpoint for checkpoint in (*earlier, saved) if _is_complete(checkpoint)]
+            complete = [checkpoint for checkpoint in (*earlier, saved) if checkpoint.damage(contents=False) is None]
             current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
             best = self._best_first(current)[: self.keep_best]
             kept = {checkpoint.path for checkpoint in (*_newest_first(current)[: self.keep_last], *best)}
@@ -203,21 +203,10 @@ def _newest_first(checkpoints: Iterable[TrainingCheckpoint]) -> list[TrainingChe
 
 def _first_valid(checkpoints: Iterable[TrainingCheckpoint]) -> TrainingCheckpoint | None:
     for checkpoint in checkpoints:
-        try:
-            checkpoint.verify()
-        except CheckpointError as error:
-            logger.warning("skipped a checkpoint: %s", printable(error))
-        else:
+        if (reason := checkpoint.damage()) is None:
             return checkpoint
+        logger.warning("skipped a checkpoint: %s", printable(reason))
     return None
-
-
-def _is_complete(checkpoint: TrainingCheckpoint) -> bool:
-    try:
-        checkpoint.verify(contents=False)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _step_of(folder: Path) -> int | None:

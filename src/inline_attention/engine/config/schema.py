@@ -35,7 +35,7 @@ class TaskSection:
     """What the model learns."""
 
     name: Literal["classification", "detection", "segmentation"] = setting(
-        "classification", "classification, detection (of objects) or segmentation (of pixels)."
+        "classification", "classification, detection or segmentation."
     )
 
 
@@ -43,19 +43,15 @@ class TaskSection:
 class ModelSection:
     """The network and its initial weights."""
 
-    name: str = setting("inline_deit_tiny", "Model (`inline models --all`) or timm's; for dense tasks: the backbone.")
+    name: str = setting("inline_deit_tiny", "Model or backbone (`inline models --all`), or timm's.")
     arguments: Mapping[str, Any] = setting({}, "Further model arguments, such as {depth: 4, patch_size: 2}.")
-    num_classes: int | None = setting(
-        None, "Number of classes; null: as many as the data has.", at_least=1, at_most=10**6
-    )
+    num_classes: int | None = setting(None, "Classes; null: as many as the data has.", at_least=1, at_most=10**6)
     img_size: int | tuple[int, int] | None = setting(
-        None, "Image side in pixels, or [height, width]; null: the model's own.", at_least=1
+        None, "Image side or [height, width]; null: the model's.", at_least=1
     )
     in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
-    drop_path: float | None = setting(
-        None, "Stochastic depth rate of the last block; null: the model's own.", at_least=0, below=1
-    )
-    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes starts anew.")
+    drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
+    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
     require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
 
     def __post_init__(self) -> None:
@@ -69,21 +65,15 @@ class OptimizerSection:
 
     name: str = setting("adamw", "Optimizer of timm.")
     lr: float = setting(5e-4, "Peak learning rate, per lr_base_size images.", at_least=0)
-    lr_base_size: int | None = setting(
-        512, "Learning rates are multiplied by images per update / this; null: unscaled.", at_least=1
-    )
+    lr_base_size: int | None = setting(512, "Rates are multiplied by images per update / this; null: by 1.", at_least=1)
     weight_decay: float = setting(0.05, "Weight decay.", at_least=0)
     momentum: float = setting(0.9, "Momentum of optimizers that have one, such as sgd.", at_least=0, below=1)
     betas: tuple[float, float] | None = setting(
-        (0.9, 0.999), "Betas of optimizers like Adam; null: the optimizer's own.", at_least=0, below=1
+        (0.9, 0.999), "Betas, as of Adam; null: the optimizer's own.", at_least=0, below=1
     )
     eps: float | None = setting(1e-8, "Epsilon of optimizers that have one; null: the optimizer's own.", above=0)
     layer_decay: float | None = setting(
-        None,
-        "Learning rate factor per layer, from top to bottom; null: none.",
-        tasks=CLASSIFICATION,
-        above=0,
-        at_most=1,
+        None, "Learning rate factor per layer from the top; null: none.", tasks=CLASSIFICATION, above=0, at_most=1
     )
 
 
@@ -98,9 +88,7 @@ class ScheduleSection:
     min_lr: float = setting(5e-6, "Final learning rate, scaled as optimizer.lr.", at_least=0)
     cooldown_epochs: int = setting(0, "Epochs at min_lr after training.epochs.", at_least=0)
     decay_epochs: int = setting(30, "Epochs between steps of the step schedule.", at_least=1)
-    decay_milestones: tuple[int, ...] = setting(
-        (), "Epochs after which the multistep schedule lowers the rate.", at_least=1
-    )
+    decay_milestones: tuple[int, ...] = setting((), "Epochs after which multistep lowers the rate.", at_least=1)
     decay_rate: float = setting(0.1, "Factor of each step; power of the poly schedule.", above=0)
 
 
@@ -117,9 +105,7 @@ class EmaSection:
 
     enabled: bool = setting(False, "Keep averaged weights.")
     decay: float = setting(0.9996, "Decay per update of decay_base_size images.", at_least=0, below=1)
-    decay_base_size: int | None = setting(
-        4096, "decay is raised to (images per update) / decay_base_size; null: no scaling.", at_least=1
-    )
+    decay_base_size: int | None = setting(4096, "decay is raised to images per update / this; null: to 1.", at_least=1)
     warmup: bool = setting(False, "Start with a small decay, for short runs.")
 
 
@@ -129,28 +115,19 @@ class TrainingSection:
 
     epochs: int = setting(300, "Epochs, without the schedule's cool-down.", at_least=0)
     updates: int | None = setting(None, "Number of weight updates; null: use epochs.", at_least=1)
-    batch_size: int = setting(
-        128, "Images per forward pass and device; with total_batch_size, the most.", at_least=1, at_most=2**20
-    )
+    batch_size: int = setting(128, "Largest number of images per forward pass and device.", at_least=1, at_most=2**20)
     total_batch_size: int | None = setting(
-        None,
-        "Images per update, gradients accumulated; null: batch_size × grad_accum_steps × devices.",
-        at_least=1,
-        at_most=2**24,
+        None, "Images per update; null: batch_size × grad_accum_steps × devices.", at_least=1, at_most=2**24
     )
-    grad_accum_steps: int | None = setting(
-        None, "Forward passes per update; null: as total_batch_size needs, else 1.", at_least=1
-    )
-    validation_batch_size: int | None = setting(
-        None, "Images per forward pass in evaluation; null: batch_size.", at_least=1
-    )
+    grad_accum_steps: int | None = setting(None, "Forward passes per update; null: as needed.", at_least=1)
+    validation_batch_size: int | None = setting(None, "Images per pass in evaluation; null: batch_size.", at_least=1)
     validation_interval: int = setting(1, "Epochs between evaluations.", at_least=1)
     amp: Literal["bf16", "fp16", "auto", "off"] = setting(
-        "bf16", "Mixed precision: bf16, fp16, auto (bf16 if possible) or off."
+        "bf16", "Mixed precision: bf16, fp16, off, or auto: bf16 if possible."
     )
     compile: bool = setting(False, "Compile the model with torch.compile.", tasks=CLASSIFICATION)
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = setting(
-        "default", "Mode of torch.compile. reduce-overhead uses CUDA graphs, for small models.", tasks=CLASSIFICATION
+        "default", "Mode of torch.compile; reduce-overhead uses CUDA graphs.", tasks=CLASSIFICATION
     )
     grad_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, more time.")
     clip_grad: float | None = setting(None, "Clip the gradient norm; null: do not.", above=0)
@@ -166,7 +143,7 @@ class CheckpointsSection:
     interval_steps: int | None = setting(None, "Updates between checkpoints within an epoch; null: none.", at_least=1)
     keep_last: int = setting(3, "Number of newest checkpoints to keep.", at_least=1)
     keep_best: int = setting(1, "Number of best checkpoints to keep besides.", at_least=0)
-    metric: str | None = setting(None, "Metric of the best checkpoint, such as top1, box_ap, miou; null: first.")
+    metric: str | None = setting(None, "Metric of the best checkpoint, such as top1 or box_ap; null: the first.")
 
 
 @dataclass(frozen=True)
