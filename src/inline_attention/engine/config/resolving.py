@@ -63,9 +63,8 @@ class ResolvedValues:
             f"{length}{warmup}",
         ]
         if self.ema_decay is not None:
-            rule = "as given"
-            if config.ema.decay_base_size is not None:
-                rule = f"{config.ema.decay:g} ^ ({total}/{config.ema.decay_base_size})"
+            base_size = config.ema.decay_base_size
+            rule = "as given" if base_size is None else f"{config.ema.decay:g} ^ ({total}/{base_size})"
             lines.append(f"averaged weights: decay {self.ema_decay:.6g} ({rule})")
         return lines
 
