@@ -108,10 +108,10 @@ def train_without_room(overrides, rank):
     return train(overrides, rank)
 
 
-def measure(path, options, rank):
+def measure(path, data, batch_size, rank):
     """As `inline eval` does."""
     del rank
-    metrics = evaluate.evaluate_checkpoint(path, **options)
+    metrics = evaluate.evaluate_checkpoint(path, data, batch_size=batch_size)
     return metrics and vars(metrics)
 
 

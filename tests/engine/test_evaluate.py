@@ -77,19 +77,19 @@ def expected(pictures, checkpoint):
 @pytest.mark.parametrize("name", ["inline_swin_tiny", "softmax_pvt_tiny", "resnet18"])
 def test_a_model_of_another_family_than_the_file_s_is_refused_in_a_sentence(checkpoint, pictures, name):
     with pytest.raises(CheckpointError, match=f"is of inline_deit_tiny, not of {name}; leave --model out") as refused:
-        evaluate_checkpoint(checkpoint[0], data_dir=pictures, model_name=name, workers=0)
+        evaluate_checkpoint(checkpoint[0], DataSection(dir=str(pictures), workers=0), model_name=name)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("batch_size", [5, 16, 37, 64])
 def test_a_ragged_last_batch_counts_as_it_should(checkpoint, pictures, expected, batch_size):
-    metrics = evaluate_checkpoint(checkpoint[0], data_dir=pictures, batch_size=batch_size, workers=0)
+    metrics = evaluate_checkpoint(checkpoint[0], DataSection(dir=str(pictures), workers=0), batch_size=batch_size)
     assert (metrics.top1, metrics.top5, metrics.count) == (*expected, 37)
 
 
 def test_two_processes_count_nobody_twice(checkpoint, pictures, expected):
-    options = {"data_dir": pictures, "batch_size": 6, "workers": 1}  # 19 pictures and 18, in four batches and three
-    main, other = in_pair(pair.measure, checkpoint[0], options)
+    data = DataSection(dir=str(pictures), workers=1)
+    main, other = in_pair(pair.measure, checkpoint[0], data, 6)  # 19 pictures and 18, in four batches and three
     assert (main.error, other.error) == (None, None), main.message
     assert (main.value["top1"], main.value["top5"], main.value["count"]) == (*expected, 37)
     assert other.value is None  # one of them speaks
@@ -106,7 +106,7 @@ def test_the_command_writes_the_same_figures(checkpoint, pictures, expected, tmp
 
 def test_an_unknown_precision_is_refused(checkpoint, pictures):
     with pytest.raises(ValueError, match="amp must be bf16, fp16, auto or off, got 'bfloat16'"):
-        evaluate_checkpoint(checkpoint[0], data_dir=pictures, workers=0, amp="bfloat16")
+        evaluate_checkpoint(checkpoint[0], DataSection(dir=str(pictures), workers=0), amp="bfloat16")
 
 
 def test_results_are_not_written_onto_a_folder(checkpoint, pictures, tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_too_little_memory_is_a_sentence(checkpoint, pictures, monkeypatch):
 
 def test_a_classifier_asks_for_data_of_either_kind(checkpoint):
     with pytest.raises(ValueError, match="is of a classifier: name the data with --data-dir, or with --dataset digits"):
-        evaluate_checkpoint(checkpoint[0], workers=0)
+        evaluate_checkpoint(checkpoint[0], DataSection(workers=0))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_detector_is_measured_with_its_backbone_in_bfloat16(detector, monkeypa
         return forward(self, images, *rest)
 
     monkeypatch.setattr(Detector, "forward", noted)
-    metrics = evaluate_checkpoint(path, data_dir=scenes, amp=amp, workers=0, repair=True, device="cpu")
+    metrics = evaluate_checkpoint(path, DataSection(dir=str(scenes), workers=0, repair=True), amp=amp, device="cpu")
     assert set(seen) == {(of_backbone, torch.float32)}
     assert metrics is not None
 
@@ -180,7 +180,9 @@ def test_a_detector_looks_at_another_size_as_it_does_to_predict(detector, monkey
         return forward(self, images, *rest)
 
     monkeypatch.setattr(Detector, "forward", noted)
-    evaluate_checkpoint(path, data_dir=scenes, size=128, batch_size=1, workers=0, repair=True, device="cpu")
+    evaluate_checkpoint(
+        path, DataSection(dir=str(scenes), workers=0, repair=True), size=128, batch_size=1, device="cpu"
+    )
     evaluated = seen.copy()
     seen.clear()
     pictures = sorted((scenes / "images" / "validation").iterdir())
@@ -214,7 +216,7 @@ def test_what_was_repaired_is_said_and_recorded(detector, tmp_path):
 def test_folders_of_segmenters_are_refused_for_others(detector):
     scenes, path = detector
     with pytest.raises(ValueError, match="leave out --image-folder"):
-        evaluate_checkpoint(path, data_dir=scenes, map_folder="masks", workers=0, device="cpu")
+        evaluate_checkpoint(path, DataSection(dir=str(scenes), map_folder="masks", workers=0), device="cpu")
 
 
 def test_few_images_at_once_where_they_are_large(detector, monkeypatch):
@@ -227,5 +229,5 @@ def test_few_images_at_once_where_they_are_large(detector, monkeypatch):
 
     monkeypatch.setattr(Detector, "forward", noted)
     monkeypatch.setattr("inline_attention.engine.evaluate.OTHERS_BATCH", 2)
-    evaluate_checkpoint(path, data_dir=scenes, workers=0, repair=True, device="cpu")
+    evaluate_checkpoint(path, DataSection(dir=str(scenes), workers=0, repair=True), device="cpu")
     assert seen == [2, 1]

@@ -59,6 +59,7 @@ def evaluate(
             fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
         results_file.parent.mkdir(parents=True, exist_ok=True)
     from inline_attention.engine.evaluate import evaluate_checkpoint
+    from inline_attention.tasks.task import DataSection
 
     notes: list[str] = []
 
@@ -66,11 +67,13 @@ def evaluate(
         notes.append(text)
         say(text, err=True)
 
+    data = DataSection(
+        dataset or "folder", None if data_dir is None else str(data_dir), val_split=split, repair=repair,
+        image_folder=image_folder, map_folder=map_folder, allow_outside_files=allow_outside_files, workers=workers,
+    )  # fmt: skip
     metrics = evaluate_checkpoint(
-        checkpoint, data_dir=data_dir, dataset=dataset, split=split, repair=repair,
-        allow_outside_files=allow_outside_files, model_name=model, size=size, use_ema=use_ema,
-        image_folder=image_folder, map_folder=map_folder, batch_size=batch_size, workers=workers, amp=amp,
-        device=device, on_note=note,
+        checkpoint, data, model_name=model, size=size, use_ema=use_ema, batch_size=batch_size, amp=amp, device=device,
+        on_note=note,
     )  # fmt: skip
     if metrics is None:
         return  # under torchrun the first process prints

@@ -53,28 +53,28 @@ CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images per forward pass; a detector's
 
 def evaluate_checkpoint(
     path: Path,
+    data: DataSection,
     *,
-    dataset: str | None = None,
-    data_dir: Path | None = None,
-    split: str = "validation",
-    repair: bool = False,
-    allow_outside_files: bool = False,
     model_name: str | None = None,
     size: int | None = None,
     use_ema: bool = False,
-    image_folder: str | None = None,
-    map_folder: str | None = None,
     batch_size: int | None = None,
-    workers: int = 4,
     amp: str = "off",
     device: str = "auto",
     on_note: Callable[[str], None] | None = None,
 ) -> Metrics | None:
     """Evaluate the model of a file of weights, a run or a training checkpoint. Returns None on all ranks but 0.
 
-    `dataset` (see `open_dataset`) and `model_name` are for classifiers, `image_folder` and `map_folder` (see
-    `find_pair_folders`) for segmenters. `size` is the image side, of dense tasks the shorter one; None is the model's
-    own. `use_ema` requires averaged weights. Rank 0 calls `on_note` with each note on repairs.
+    Args:
+        path: File, run or checkpoint.
+        data: Validation data. Detectors and segmenters know its kind.
+        model_name: Model of a classifier; None for the file's.
+        size: Image side, or shorter side for detectors and segmenters; None for the model's own.
+        use_ema: Require averaged weights.
+        batch_size: Images per forward pass; None for 64 (classifiers) or 4.
+        amp: "bf16", "fp16", "auto" or "off".
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        on_note: Called on rank 0 with each note on repairs.
 
     Raises:
         CheckpointError: If the file cannot be read or does not fit.
@@ -86,23 +86,14 @@ def evaluate_checkpoint(
         use_ema = False  # the file has no others
     file = open_checkpoint(path, use_ema=use_ema or None)
     kind = file.metadata.get(TASK)  # None for classifiers
-    data = DataSection(
-        dataset or "folder",
-        None if data_dir is None else str(data_dir),
-        val_split=split,
-        repair=repair,
-        image_folder=image_folder,
-        map_folder=map_folder,
-        allow_outside_files=allow_outside_files,
-    )
     if kind is None:
-        if dataset is None and data_dir is None:
+        if data.dataset == "folder" and data.dir is None:
             raise ValueError(f"{path} is of a classifier: name the data with --data-dir, or with --dataset digits")
-    elif dataset or model_name:
+    elif data.dataset != "folder" or model_name:
         raise ValueError(f"{path} is of a model for {kind}, which knows its model and kind of data; give --data-dir")
-    elif data_dir is None:
+    elif data.dir is None:
         raise ValueError(f"{path} is of a model for {kind}: name the data with --data-dir")
-    elif (image_folder or map_folder) and kind != SegmentationTask.name:
+    elif (data.image_folder or data.map_folder) and kind != SegmentationTask.name:
         message = f"{path} is of a model for {kind}, whose data says where its images are"
         raise ValueError(f"{message}; leave out --image-folder and --map-folder")
     with joined_processes(device) as processes:
@@ -123,7 +114,7 @@ def evaluate_checkpoint(
         reading = Reading(
             batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH),
             processes.device,
-            workers=workers,
+            workers=data.workers,
             rank=processes.rank,
             world_size=processes.world_size,
         )
