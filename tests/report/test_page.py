@@ -160,4 +160,4 @@ def test_numbers_in_figures_are_not_cut(complete):
     from inline_attention.support.figures import Chart, Panel
 
     panel = Panel("", lambda axes: axes.set_xlabel("0.123456 #c85000"))
-    assert "0.123456 #c85000" in Chart([panel]).svgs("a")[0].content
+    assert "0.123456 #c85000" in Chart([panel]).svgs("a")[0][2]

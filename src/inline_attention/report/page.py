@@ -1,15 +1,15 @@
-"""The report as one HTML page: sections with sentences, figures and tables, rendered by a Jinja2 template.
+"""The report as one HTML page: the numbers, figures and tables that the Jinja2 template `page.html` puts into words.
 
 The template escapes all text. Only our own figures are inserted as markup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -23,39 +23,12 @@ from inline_attention.analysis.masking import TERM_LABELS, WHERE_LABELS, masking
 from inline_attention.analysis.training_curves import curves_chart
 from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_chart
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
-from inline_attention.report.measurement import AblationFile, Evidence, png_address
+from inline_attention.report.measurement import Evidence, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
 LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one exists
-
-
-class Table(NamedTuple):
-    """A table; the first `text_columns` columns are text, the others numbers."""
-
-    caption: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text_columns: int = 1
-
-
-class Part(NamedTuple):
-    """A chart with its table, and a heading and a note where a section has several."""
-
-    chart: Chart | None
-    table: Table
-    heading: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a section says in two sentences, its charts and tables, and explanations."""
-
-    lead: str = ""
-    parts: Sequence[Part] = ()
-    notes: Sequence[str] = ()
 
 
 def write_page(evidence: Evidence, path: Path) -> None:
@@ -74,83 +47,65 @@ def render(evidence: Evidence) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     styles = numbered_styles({run.label: run.kind for run in evidence.runs})
-    query = [float(value) for value in collision_cases()[0].queries[2]]
+    missing = {name: [f"Left out: {reason}" for reason in reasons] for name, reasons in evidence.missing.items()}
+    missing["answers"] = list(dict.fromkeys(missing.get("answers", []) + missing.get("pictures", [])))
     page = environment.get_template("page.html").render(
         light=LIGHT,
         dark=DARK,
-        plane={"keys": KEYS, "query": query, "same": COLLISION_TOLERANCE, "smallest": SMALLEST_MEAN_SCORE},
         labels=KIND_LABELS,
-        runs=_run_table(evidence),
-        sections=[_section(evidence, name, *section, styles) for name, section in SECTIONS.items()],
-        cards=_cards(evidence, styles),
+        runs=_run_rows(evidence),
+        sections={
+            "injectivity": _injectivity(),
+            "confusion": _confusion(evidence, styles),
+            "locality": _locality(evidence, styles),
+            "masking": _masking(evidence),
+            "ablation": _ablation(evidence),
+            "cost": _cost(evidence),
+            "curves": _curves(evidence, styles),
+            "answers": _answers(evidence, styles),
+        },
+        missing=missing,
         facts=_facts(evidence.environment, ("machine", "gpu", "timm", "inline_attention", "commit", "date")),
     )
     return f"{page.strip()}\n"
 
 
-def _section(
-    evidence: Evidence, name: str, title: str, make: Callable[..., Content | None], styles: Mapping[str, Style]
-) -> dict[str, Any]:
-    """Return a section for the template: its content, and the reasons why something is left out."""
-    missing = evidence.missing.get(name, []) + (evidence.missing.get("pictures", []) if name == "answers" else [])
-    reasons = [f"Left out: {reason}" for reason in dict.fromkeys(missing)]
-    content = make(evidence, styles)
-    if content is None:
-        content = Content(notes=[] if reasons else ["Left out: no run has the data for it."])
-    return {"name": name, "title": title, **vars(content), "notes": [*content.notes, *reasons]}
-
-
-def _run_table(evidence: Evidence) -> Table:
+def _run_rows(evidence: Evidence) -> list[list[str]]:
+    """Return a row per run; the model is left out if it is the label of all."""
     rows = []
     for run in evidence.runs:
         epochs = [] if run.curves is None else run.curves.epochs
         top1 = _number(epochs[-1].best_known_top1 if epochs else None, 2)
         rows.append([run.label, top1, str(len(epochs)), run.dataset, run.model_name])
-    header = ["run", "top-1 %", "epochs", "data", "model"]
-    if all(run.label == run.model_name for run in evidence.runs):
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    return Table("Runs, with the accuracy after their last epoch", header, rows)
+    return [row[:-1] for row in rows] if all(run.label == run.model_name for run in evidence.runs) else rows
 
 
-def _injectivity(_evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
+def _injectivity() -> dict[str, Any]:
+    query = [float(value) for value in collision_cases()[0].queries[2]]
     rows = [
         [result.case.name, KIND_LABELS[result.kind], result.feature_map_name, f"{result.smallest_difference:.1e}",
          "the same" if result.verdict == "collide" else "different"]
         for result in measure_injectivity()
     ]  # fmt: skip
-    header = ["queries", "attention", "φ", "smallest difference of weights", "weights"]
-    return Content(
-        "A query is a point in this plane, and each bar is the weight it gives to one of six keys. Drag the query: a "
-        "second one, on the same ray, always gets the same weights from linear attention, which cannot tell the two "
-        "apart; softmax and InLine can.",
-        [Part(None, Table("Queries constructed to collide, measured in float64", header, rows, 3))],
-        ["Linear attention divides the scores of a query by their sum, so the length of the query is lost. InLine "
-         "subtracts their mean instead; its weights also sum to one, and may be negative. With ReLU, InLine also loses "
-         "what ReLU drops: drag the query to the lower left. The paper's φ, the identity, drops nothing."],
-    )  # fmt: skip
+    plane = {"keys": KEYS, "query": query, "same": COLLISION_TOLERANCE, "smallest": SMALLEST_MEAN_SCORE}
+    return {"plane": plane, "rows": rows}
 
 
-def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
+def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
     images = {run.label: run.confusion for run in evidence.runs if run.confusion}
     if not images:
         return None
     shares = {label: [item.percent for item in items] for label, items in images.items()}
-    means = _listed(f"{fmean(values):.2g} % with {label}" for label, values in shares.items())
     rows = [
         [label, str(len(values)), *(f"{summary(values):.2f}" for summary in (min, median, fmean, max))]
         for label, values in shares.items()
     ]
-    return Content(
-        "Each dot is one validation picture: the share of its query pairs, over all layers and heads, whose rows of "
-        f"weights are equal although the queries differ. On average that is {means}.",
-        [Part(Chart([confusion_panel(styles, images)]),
-              Table("Confused pairs", ["model", "pictures", "least %", "median %", "mean %", "most %"], rows))],
-        [f"Equal: ‖w − w′‖ ≤ {TOLERANCE:g} of the rows' difference from uniform attention. Linear attention "
-         "can confuse queries, but need not do so here. Softmax confuses queries that attend to one key only."],
-    )  # fmt: skip
+    means = _listed(f"{fmean(values):.2g} % with {label}" for label, values in shares.items())
+    chart = Chart([confusion_panel(styles, images)])
+    return {"means": means, "tolerance": f"{TOLERANCE:g}", "chart": chart, "rows": rows}
 
 
-def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
+def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
     measured = {run.label: run.locality for run in evidence.runs if run.locality}
     if not measured:
         return None
@@ -171,16 +126,11 @@ def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None
         for label, items in measured.items()
         for item in items
     ]  # fmt: skip
-    header = ["model", "layer", "tokens", "with 3×3 term", "share of |w| %", "uniform %"]
-    return Content(
-        "Each line follows one model through its layers: the share of its attention |w| that a token spends on the "
-        f"tokens around it. The {least}×{least} neighborhood gets, on average over layers, {means}; uniform attention "
-        f"would spend {uniform:.0f} % there.",
-        [Part(locality_chart(styles, measured), Table("Locality", header, rows))],
-    )
+    chart = locality_chart(styles, measured)
+    return {"side": f"{least}×{least}", "means": means, "uniform": f"{uniform:.0f}", "chart": chart, "rows": rows}
 
 
-def _masking(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None:
+def _masking(evidence: Evidence) -> dict[str, Any] | None:
     results = {run.label: run.masking for run in evidence.runs if run.masking}
     if not results:
         return None
@@ -195,54 +145,37 @@ def _masking(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None
         for label, items in results.items()
         for item in items
     ]  # fmt: skip
-    header = ["model", "3×3 term", "hidden", "tokens", "top-1 %", "points lost", "± points", "pictures"]
-    return Content(
-        "The bars are the accuracy when every token is kept from seeing the tokens around it, or as many others drawn "
-        f"at random; the dashed line is with nothing hidden. Hiding the smallest neighborhood costs {_listed(costs)}.",
-        [Part(masking_chart(results), Table("Accuracy with tokens hidden", header, rows, 4))],
-    )
+    return {"costs": _listed(costs), "chart": masking_chart(results), "rows": rows}
 
 
-def _ablation(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
+def _ablation(evidence: Evidence) -> dict[str, Any] | None:
     if not evidence.ablations:
-        note = "No ablation was given: `inline ablate` trains one, and `inline report --ablation` shows it here."
-        return Content(notes=[note])
+        return None
+    files = []
+    for file in evidence.ablations:
+        rows = [
+            [*(str(value).lower() for value in result.values.values()),
+             mean_and_spread(result.top1_mean, result.top1_std), str(result.seeds),
+             _number(result.parameters, 2, 1e6), _number(result.macs, 1, 1e6), _number(result.images_per_second, 0),
+             result.note]
+            for result in file.results
+        ]  # fmt: skip
+        has_means = any(result.top1_mean is not None for result in file.results)
+        chart = Chart([ablation_panel([asdict(result) for result in file.results])]) if has_means else None
+        axes = [axis.replace("_", " ") for axis in file.results[0].values]
+        facts = _facts(file.environment, ("machine", "gpu", "torch", "commit", "date"))
+        files.append({"title": file.title, "chart": chart, "axes": axes, "rows": rows, "facts": facts})
     results = [result for file in evidence.ablations for result in file.results if result.top1_mean is not None]
     best = max(results, key=lambda result: result.top1_mean or 0, default=None)
-    found = "" if best is None else (
-        f" The highest mean is {mean_and_spread(best.top1_mean, best.top1_std)} % ({best.label})."
-    )  # fmt: skip
-    return Content(
-        f"One recipe with one thing changed per row: each dot is a run with its own seed, the bar their mean.{found}",
-        [_ablation_part(file) for file in evidence.ablations],
-    )
+    highest = "" if best is None else f"{mean_and_spread(best.top1_mean, best.top1_std)} % ({best.label})"
+    return {"highest": highest, "files": files}
 
 
-def _ablation_part(file: AblationFile) -> Part:
-    axes = list(file.results[0].values)
-    rows = [
-        [*(str(value).lower() for value in result.values.values()),
-         mean_and_spread(result.top1_mean, result.top1_std), str(result.seeds),
-         _number(result.parameters, 2, 1e6), _number(result.macs, 1, 1e6), _number(result.images_per_second, 0),
-         result.note]
-        for result in file.results
-    ]  # fmt: skip
-    names = [axis.replace("_", " ") for axis in axes]
-    header = [*names, "top-1 %", "seeds", "parameters M", "MACs M", "images/s", "note"]
-    has_means = any(result.top1_mean is not None for result in file.results)
-    return Part(
-        Chart([ablation_panel([asdict(result) for result in file.results])]) if has_means else None,
-        Table(f"{file.title}: mean ± standard deviation", header, rows, len(axes)),
-        heading=file.title,
-        note=f"{_facts(file.environment, ('machine', 'gpu', 'torch', 'commit', 'date'))}.",
-    )
-
-
-def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
+def _cost(evidence: Evidence) -> dict[str, Any] | None:
     points = evidence.cost
     sizes = sorted({point.tokens for point in points})
     if len(sizes) < 2:
-        return Content(notes=["Left out: the cost of attention was not measured."])
+        return None
     growth: list[str] = []
     for kind in dict.fromkeys(point.kind for point in points):
         times = {point.tokens: point.milliseconds for point in points if point.kind == kind}
@@ -253,37 +186,27 @@ def _cost(evidence: Evidence, _styles: Mapping[str, Style]) -> Content:
          _number(point.peak_bytes, 1, 2**20), point.note]
         for point in points
     ]  # fmt: skip
-    return Content(
-        "Both axes are logarithmic, so a steeper line is a higher power of the number of tokens. From "
-        f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many, "
-        f"time grows {_listed(growth)}.",
-        [Part(cost_chart(points),
-              Table("Cost of one forward call", ["attention", "tokens", "ms", "MiB", "note"], rows))],
-        [f"One image, {HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.cost_machine}."],
-    )  # fmt: skip
+    sizes = f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many"
+    settings = f"{HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.cost_machine}"
+    return {"sizes": sizes, "growth": _listed(growth), "settings": settings, "chart": cost_chart(points), "rows": rows}
 
 
-def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> Content | None:
+def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
     runs = [run.curves for run in evidence.runs if run.curves is not None]
     if not runs:
         return None
     lasts = [(run.label, run.epochs[-1].best_known_top1) for run in runs]
-    ended = _listed(f"{label} {top1:.1f} %" for label, top1 in lasts if top1 is not None)
     rows = [
         [run.label, str(epoch.epoch), _number(epoch.train_loss, 3), _number(epoch.validation_loss, 3),
          _number(epoch.best_known_top1, 2)]
         for run in runs
         for epoch in run.epochs
     ]  # fmt: skip
-    return Content(
-        "Left, accuracy on the validation pictures after every epoch; right, the loss that training lowers."
-        + (f" They end at {ended}." if ended else ""),
-        [Part(curves_chart(styles, runs),
-              Table("Epochs of every run", ["run", "epoch", "training loss", "validation loss", "top-1 %"], rows))],
-    )  # fmt: skip
+    ended = _listed(f"{label} {top1:.1f} %" for label, top1 in lasts if top1 is not None)
+    return {"ended": ended, "chart": curves_chart(styles, runs), "rows": rows}
 
 
-def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None:
+def _answers(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
     if not any(run.shown for run in evidence.runs):
         return None
     rights = _listed(
@@ -297,26 +220,7 @@ def _answers(evidence: Evidence, _styles: Mapping[str, Style]) -> Content | None
         for run in evidence.runs
         for picture, answer in run.shown
     ]  # fmt: skip
-    header = ["model", "picture", "true class", "answer", "probability %", "of the true class %"]
-    return Content(
-        "These are the pictures that the models, taken together, find hardest; each map shows which tokens the ringed "
-        f"token attends to, orange above zero and blue below. Of all pictures tried, there were {rights}.",
-        [Part(None, Table("Answers to the pictures shown", header, rows, 4))],
-        ["Maps: mean over the heads of the middle layer, without the 3×3 term; one scale for all maps of a picture, "
-         f"fully colored at the largest weight, or at {LEAST_FULL:g} times uniform attention."],
-    )  # fmt: skip
-
-
-SECTIONS: Mapping[str, tuple[str, Callable[..., Content | None]]] = {
-    "injectivity": ("Injectivity: different queries, different weights?", _injectivity),
-    "confusion": ("Confusion: different queries, same attention", _confusion),
-    "locality": ("Locality: how much attention stays near", _locality),
-    "masking": ("Masking: what is lost without the neighborhood", _masking),
-    "ablation": ("Ablation: which part does what", _ablation),
-    "cost": ("Cost: time and memory against tokens", _cost),
-    "curves": ("Learning: epoch by epoch", _curves),
-    "answers": ("Answers: the hardest pictures, and where the models look", _answers),
-}
+    return {"rights": rights, "full": f"{LEAST_FULL:g}", "cards": _cards(evidence, styles), "rows": rows}
 
 
 def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, Any]]:

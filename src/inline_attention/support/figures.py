@@ -110,14 +110,6 @@ class Panel(NamedTuple):
     height: float = PANEL[1]
 
 
-class PageSvg(NamedTuple):
-    """A panel as an SVG element of a page."""
-
-    panel: Panel
-    view_box: str
-    content: str
-
-
 class DotRow(NamedTuple):
     """A row of dots, one per observation, with a bar at `mark` and `text` at the right end."""
 
@@ -162,8 +154,8 @@ class Chart:
                 _add_legend(figure, self.legend)
             return save(figure, folder, name, formats)
 
-    def svgs(self, prefix: str) -> list[PageSvg]:
-        """Return one SVG per panel; ids inside start with the prefix, which differs for every chart of a page."""
+    def svgs(self, prefix: str) -> list[tuple[Panel, str, str]]:
+        """Return each panel with the view box and content of its SVG, whose ids start with the prefix."""
         import matplotlib as mpl
         from matplotlib.figure import Figure
 
@@ -178,7 +170,7 @@ class Chart:
                 # Without clipping there are no clip paths, which would have to be referred to by address.
                 for artist in axes.findobj():
                     artist.set_clip_on(False)
-                drawn.append(PageSvg(panel, *_page_svg(figure, f"{prefix}-{number}-")))
+                drawn.append((panel, *_page_svg(figure, f"{prefix}-{number}-")))
         return drawn
 
 
