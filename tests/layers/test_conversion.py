@@ -110,7 +110,7 @@ def test_what_takes_no_tokens_is_refused_and_unchanged(name):
     assert dict(model.named_modules()) == before
 
 
-@pytest.mark.parametrize("name", ["pit_ti_224", "crossvit_tiny_240", "convit_tiny"])
+@pytest.mark.parametrize("name", ["pit_ti_224", "crossvit_tiny_240"])
 def test_an_unknown_prefix_is_refused_where_it_matters(name):
     model = create_empty(name)
     before = dict(model.named_modules())
@@ -119,6 +119,18 @@ def test_an_unknown_prefix_is_refused_where_it_matters(name):
     assert dict(model.named_modules()) == before
     names = convert_attention(model, local_residual=False)
     assert all(isinstance(model.get_submodule(name), InLineAttention) for name in names)
+
+
+def test_a_class_token_added_half_way_is_known_from_the_model_or_refused():
+    model = timm.create_model("convit_tiny", img_size=64, depth=3, local_up_to_layer=2)
+    if getattr(model, "num_prefix_tokens", None) is None:  # timm before 1.0.31 does not say it
+        with pytest.raises(ValueError, match=r"cls_token.* but no num_prefix_tokens"):
+            convert_attention(model)
+        return
+    (name,) = convert_attention(model)  # the two blocks before have no class token and another attention
+    assert name == "blocks.2.attn"
+    assert model.get_submodule(name).num_prefix_tokens == 1
+    assert model(torch.randn(2, 3, 64, 64)).isfinite().all()
 
 
 def test_conversion_calls_nothing_that_is_watched():
