@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BROWSER := $(VENV)/.browser
 WORKERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup -rs
 DENSE := out/demo-dense
 
 .DEFAULT_GOAL := help
@@ -46,10 +47,10 @@ test: $(READY) $(BROWSER)  ## Lint, type check, and all tests that need no GPU a
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest --numprocesses $(WORKERS) -rs
+	$(PYTEST)
 
 test-all: $(READY) $(BROWSER)  ## All tests this machine can run (GPU tests where there is one)
-	$(BIN)/pytest --numprocesses $(WORKERS) -rs -m 'slow or not slow'
+	$(PYTEST) -m 'slow or not slow'
 
 lint: $(READY)  ## Lint and type check
 	$(BIN)/ruff check .

@@ -61,10 +61,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors_of(linked), f"{page.name} links to {target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],  # which names files of earlier versions
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_source_files_exist(page):
-    if page.name == "CHANGELOG.md":
-        pytest.skip("names files of earlier versions")
     for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cu))\b", page.read_text()):
         assert (ROOT / name).exists() or (SOURCE / name).exists(), f"{page.name} names {name}"
 

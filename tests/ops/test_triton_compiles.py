@@ -10,6 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from functools import cache
+from unittest import mock
 
 import pytest
 
@@ -36,9 +39,10 @@ CASES = {
     "magnitude_relu": MAIN | {"feature_map": "relu", "normalization": "magnitude"},
     "chunked": MAIN | {"batch": 1, "grid": [64, 64]},
 }
-QUICK = {"sm80": ["main"], "sm90": ["main", "chunked", "divide_exp"], "sm100": ["main"], "gfx942": ["main"]}
+QUICK = [(target, "main") for target in TARGETS] + [("sm90", "chunked"), ("sm90", "divide_exp")]
 
 
+@cache
 def in_a_fresh_process(*arguments: str) -> list:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -48,8 +52,7 @@ def in_a_fresh_process(*arguments: str) -> list:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def check(target: str, case: str) -> None:
-    kernels = in_a_fresh_process(target, case)
+def check(target: str, case: str, kernels: list[dict]) -> None:
     assert len(kernels) >= 4
     for kernel in kernels:
         assert kernel["shared"] <= LARGEST_SHARED[TARGETS[target][0]], kernel
@@ -57,24 +60,24 @@ def check(target: str, case: str) -> None:
             assert kernel["stack"] == 0, f"registers spill: {kernel}"
 
 
-@pytest.mark.parametrize(("target", "case"), [(target, case) for target in TARGETS for case in QUICK[target]])
+@pytest.mark.xdist_group("triton_compiles")  # one process compiles for all of these tests
+@pytest.mark.parametrize(("target", "case"), QUICK)
 def test_main_kernels_compile(target, case):
-    check(target, case)
+    compiled = in_a_fresh_process("compile", json.dumps(QUICK))
+    check(target, case, compiled[QUICK.index((target, case))])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_compiles(target, case):
-    check(target, case)
+    check(target, case, in_a_fresh_process("compile", json.dumps([(target, case)]))[0])
 
 
 def test_another_size_needs_no_other_binary():
     """Images of any size: compiling takes seconds."""
-    grids = [[40, 40], [37, 43], [1, 1601]]
-    binaries = [
-        in_a_fresh_process("specializations", json.dumps(MAIN | {"masked": True, "grid": grid})) for grid in grids
-    ]
+    cases = [MAIN | {"masked": True, "grid": grid} for grid in ([40, 40], [37, 43], [1, 1601])]
+    binaries = in_a_fresh_process("specialize", json.dumps(cases))
     assert len(binaries[0]) >= 6
     assert all(binary == binaries[0] for binary in binaries)
 
@@ -95,10 +98,12 @@ def recorded_launches(case: dict) -> list[tuple]:
         def __getitem__(self, grid):
             return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
 
-    for module in (forward, backward):
-        for name, value in list(vars(module).items()):
-            if name.endswith("_kernel"):
-                setattr(module, name, Recorder(value))
+    patches = [
+        mock.patch.object(module, name, Recorder(kernel))
+        for module in (forward, backward)
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
+    ]
 
     dtype = getattr(torch, case["dtype"])
     B, H, D, DV = case.get("batch", 64), 6, case["head_dim"], case["value_dim"]
@@ -115,8 +120,11 @@ def recorded_launches(case: dict) -> list[tuple]:
     problem = Problem(
         D**-0.5, case.get("feature_map", "identity"), case.get("normalization", "subtract"), *grid, num_prefix_tokens=0
     )
-    out, state = forward.forward(q, k, v, mask, local_weight, problem, keep_state=True, overwrite_q=False)
-    backward.backward(torch.empty_like(out), q, k, v, mask, local_weight, state, problem, *grads)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        out, state = forward.forward(q, k, v, mask, local_weight, problem, keep_state=True, overwrite_q=False)
+        backward.backward(torch.empty_like(out), q, k, v, mask, local_weight, state, problem, *grads)
     return launches
 
 
@@ -176,11 +184,8 @@ def resource_usage(cubin: bytes | None) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def main(target: str, case: str) -> None:
-    if target == "specializations":
-        launches = recorded_launches(json.loads(case))
-        print(json.dumps([repr((kernel.__name__, *specialization(kernel, given))) for kernel, given, _ in launches]))
-        return
+def compiled_kernels(target: str, case: str) -> list[dict]:
+    """What each kernel of a case needs on a target."""
     figures = []
     for kernel, arguments, options in recorded_launches(CASES[case]):
         compiled = compile_launch(kernel, arguments, options, target)
@@ -192,7 +197,19 @@ def main(target: str, case: str) -> None:
                 **resource_usage(compiled.asm.get("cubin")),
             }
         )
-    print(json.dumps(figures))
+    return figures
+
+
+def specializations(case: dict) -> list[str]:
+    return [repr((kernel.__name__, *specialization(kernel, given))) for kernel, given, _ in recorded_launches(case)]
+
+
+def main(job: str, cases: str) -> None:
+    if job == "specialize":
+        results = [specializations(case) for case in json.loads(cases)]
+    else:
+        results = [compiled_kernels(*case) for case in json.loads(cases)]
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
