@@ -13,19 +13,17 @@ from torchvision.transforms import functional as TF
 
 from data.conftest import noise
 from inline_attention.data.on_device import (
+    CHANGES,
+    WARP,
     ColorJitter,
-    Operation,
     PaddedCropAndFlip,
     RandAugment,
     RandomErasing,
-    blend,
-    pixel_noise,
-    replace_values,
+    recolor,
     training_augmentation,
     unsupported_policy,
 )
 
-CPU = torch.device("cpu")
 STRONG = "rand-m9-mstd0.5-inc1"
 OPERATIONS = [*rand_augment_transform("rand-inc1").ops, *rand_augment_transform("rand-inc0").ops]
 SIZE = (40, 48)
@@ -52,7 +50,7 @@ def generator(seed=0):
 def test_each_operation_of_randaugment_does_what_timm_does(name, magnitude, pictures, monkeypatch):
     step = RandAugment(f"rand-m{magnitude}-n1-p1-inc{int('Increasing' in name)}", size=SIZE, mean=GREY)
     monkeypatch.setattr(step, "_names", [name])
-    plan = step.draw(len(pictures), generator(), CPU)
+    plan = step.draw(len(pictures), generator())
     got = step(as_tensor(pictures), plan)
     assert got.dtype == torch.uint8
     for picture, image in zip(pictures, got, strict=True):
@@ -75,18 +73,18 @@ def test_layers_follow_one_another_and_both_signs_occur(pictures):
     once = RandAugment("rand-m9-n1-p1-inc1", size=SIZE, mean=GREY)
     twice = RandAugment("rand-m9-n2-p1-inc1", size=SIZE, mean=GREY)
     images = as_tensor(pictures)
-    plan = twice.draw(len(images), generator(), CPU)
+    plan = twice.draw(len(images), generator())
     first, second = plan.chunk(2, dim=1)
     assert torch.equal(twice(images, plan), once(once(images, first), second))
-    plans = RandAugment("rand-m9-n1-p1-inc1", size=SIZE, mean=GREY).draw(2000, generator(), CPU)
-    shears = plans[plans[:, 0] == Operation.WARP, 2]
+    plans = RandAugment("rand-m9-n1-p1-inc1", size=SIZE, mean=GREY).draw(2000, generator())
+    shears = plans[plans[:, 0] == WARP, 2]
     assert shears.min() < 0 < shears.max()
 
 
 def test_half_of_the_layers_do_nothing_and_leave_every_byte(pictures):
     step = RandAugment("rand-m9-n1-inc1", size=SIZE, mean=GREY)
-    plan = step.draw(4000, generator(), CPU)
-    idle = plan[:, 0] == Operation.NONE
+    plan = step.draw(4000, generator())
+    idle = plan[:, 0] == 0
     assert 0.45 < idle.float().mean() < 0.55
     images = as_tensor(pictures)
     assert torch.equal(step(images, plan[idle][: len(images)]), images)
@@ -126,49 +124,54 @@ def test_timm_forgets_a_description_after_reading_it():
     assert RandAugment("rand-m9", size=SIZE, mean=GREY)._spread == 0
 
 
+def recolored(change, images, arguments):
+    numbers = torch.full((len(images),), 1 + CHANGES.index(change))
+    return recolor(images, numbers, torch.as_tensor(arguments).expand(len(images)))
+
+
 @pytest.mark.parametrize(
-    ("kind", "function"),
+    ("change", "function"),
     [
-        (Operation.BRIGHTNESS, TF.adjust_brightness),
-        (Operation.CONTRAST, TF.adjust_contrast),
-        (Operation.COLOR, TF.adjust_saturation),
-        (Operation.SHARPNESS, TF.adjust_sharpness),
+        ("brightness", TF.adjust_brightness),
+        ("contrast", TF.adjust_contrast),
+        ("color", TF.adjust_saturation),
+        ("sharpness", TF.adjust_sharpness),
     ],
 )
-def test_blends_are_torchvision_s(kind, function, pictures):
+def test_blends_are_torchvision_s(change, function, pictures):
     images = as_tensor(pictures)
     factors = torch.linspace(0, 2, len(images))
-    got = blend(images.float(), torch.full((len(images),), int(kind)), factors)
+    got = recolored(change, images, factors)
     for image, factor, result in zip(images, factors.tolist(), got, strict=True):
-        assert (function(image, factor).float() - result).abs().max() <= 2  # its grey is not rounded before it is used
+        difference = function(image, factor).int() - result.int()
+        assert difference.abs().max() <= 2  # its grey is not rounded before it is used
 
 
 @pytest.mark.parametrize(
-    ("kind", "argument", "function"),
+    ("change", "argument", "function"),
     [
-        (Operation.POSTERIZE, 0b11100000, lambda image: TF.posterize(image, 3)),
-        (Operation.SOLARIZE, 77, lambda image: TF.solarize(image, 77)),
-        (Operation.SOLARIZE, 0, TF.invert),
-        (Operation.AUTO_CONTRAST, 0, TF.autocontrast),
-        (Operation.EQUALIZE, 0, TF.equalize),
+        ("posterize", 0b11100000, lambda image: TF.posterize(image, 3)),
+        ("solarize", 77, lambda image: TF.solarize(image, 77)),
+        ("solarize", 0, TF.invert),
+        ("auto contrast", 0, TF.autocontrast),
+        ("equalize", 0, TF.equalize),
     ],
 )
-def test_tables_are_torchvision_s(kind, argument, function, pictures):
+def test_changes_of_values_are_torchvision_s(change, argument, function, pictures):
     images = as_tensor(pictures)
-    got = replace_values(images, torch.full((len(images),), int(kind)), torch.full((len(images),), argument))
-    for image, result in zip(images, got, strict=True):
+    for image, result in zip(images, recolored(change, images, argument), strict=True):
         assert (function(image).int() - result.int()).abs().max() <= 1
 
 
 def test_images_of_a_pixel_can_be_changed():
     images = torch.randint(0, 256, (64, 3, 1, 1), dtype=torch.uint8)
     step = RandAugment("rand-m9-n2-p1-inc1", size=(1, 1), mean=GREY)
-    assert step(images, step.draw(64, generator(), CPU)).shape == images.shape
+    assert step(images, step.draw(64, generator())).shape == images.shape
 
 
 def test_colour_jitter_draws_order_and_factors_per_image(pictures):
     step = ColorJitter(0.4)
-    plan = step.draw(3000, generator(), CPU)
+    plan = step.draw(3000, generator())
     assert len({tuple(row) for row in plan[:, :3].int().tolist()}) == 6
     assert 0.6 <= plan[:, 3:].min() < 0.61
     assert 1.39 < plan[:, 3:].max() <= 1.4
@@ -181,7 +184,7 @@ def test_colour_jitter_draws_order_and_factors_per_image(pictures):
 
 
 def test_strong_jitter_goes_no_further_than_black():
-    assert ColorJitter(2.0).draw(1000, generator(), CPU)[:, 3:].min() >= 0
+    assert ColorJitter(2.0).draw(1000, generator())[:, 3:].min() >= 0
 
 
 def test_crop_and_flip_against_one_by_one():
@@ -195,7 +198,7 @@ def test_crop_and_flip_against_one_by_one():
 
 
 def test_flips_happen_as_often_as_asked():
-    plan = PaddedCropAndFlip(2, hflip=0.3, vflip=0.1).draw(20_000, generator(), CPU)
+    plan = PaddedCropAndFlip(2, hflip=0.3, vflip=0.1).draw(20_000, generator())
     assert plan[:, :2].unique().tolist() == [0, 1, 2, 3, 4]
     assert plan[:, 2:].mean(0).tolist() == pytest.approx([0.3, 0.1], abs=0.01)
 
@@ -203,7 +206,7 @@ def test_flips_happen_as_often_as_asked():
 class TestErasing:
     def erased(self, mode="const", count=1, probability=1.0, number=3000, size=(32, 24)):
         step = RandomErasing(probability, size=size, mode=mode, largest_count=count)
-        return step(torch.full((number, 3, *size), 9.0), step.draw(number, generator(), CPU))
+        return step(torch.full((number, 3, *size), 9.0), step.draw(number, generator()))
 
     def test_a_rectangle_is_filled_as_often_as_asked(self):
         holes = self.erased(probability=0.25)[:, 0] == 0
@@ -237,10 +240,11 @@ class TestErasing:
         assert self.erased(size=(1, 1), number=10).shape == (10, 3, 1, 1)
 
 
-def test_noise_depends_on_its_key_alone_and_is_normal():
-    keys = torch.arange(200) * 83_000
-    values = pixel_noise(keys, (3, 16, 16))
-    assert torch.equal(pixel_noise(keys[7:8], (3, 16, 16))[0], values[7])
+def test_noise_depends_on_its_place_alone_and_is_normal():
+    step = RandomErasing(1.0, size=(16, 16), mode="pixel", largest_count=1)
+    places = torch.arange(200) * 83_000
+    values = step.noise_from(places, (3, 16, 16))
+    assert torch.equal(step.noise_from(places[7:8], (3, 16, 16))[0], values[7])
     assert values.isfinite().all()
     assert values.mean().item() == pytest.approx(0, abs=0.01)
     assert values.var().item() == pytest.approx(1, abs=0.01)
@@ -251,16 +255,16 @@ def test_noise_depends_on_its_key_alone_and_is_normal():
 
 def test_a_step_more_leaves_the_others_as_they_were():
     options = {"size": SIZE, "mean": GREY, "std": GREY, "crop_padding": 2, "hflip": 0.5}
-    plain = training_augmentation(**options).draw(50, 1, 2, CPU)
-    strong = training_augmentation(**options, auto_augment=STRONG, re_prob=0.25).draw(50, 1, 2, CPU)
+    plain = training_augmentation(**options).draw(50, 1, 2)
+    strong = training_augmentation(**options, auto_augment=STRONG, re_prob=0.25).draw(50, 1, 2)
     assert (len(plain), len(strong)) == (1, 3)
     assert torch.equal(plain[0], strong[0])
 
 
 def test_as_in_timm_colour_jitter_makes_way_for_a_policy():
     options = {"size": SIZE, "mean": GREY, "std": GREY, "color_jitter": 0.4}
-    assert [plan.shape[1] for plan in training_augmentation(**options).draw(5, 0, 0, CPU)] == [6]
-    assert [plan.shape[1] for plan in training_augmentation(**options, auto_augment=STRONG).draw(5, 0, 0, CPU)] == [14]
+    assert [plan.shape[1] for plan in training_augmentation(**options).draw(5, 0, 0)] == [6]
+    assert [plan.shape[1] for plan in training_augmentation(**options, auto_augment=STRONG).draw(5, 0, 0)] == [14]
 
 
 @pytest.mark.gpu
@@ -269,10 +273,10 @@ def test_a_gpu_draws_and_does_the_same(pictures):
     augmentation = training_augmentation(
         SIZE, mean=GREY, std=GREY, crop_padding=2, hflip=0.5, vflip=0.1, auto_augment=STRONG, re_prob=0.25, re_count=2
     )
-    here = augmentation(images, augmentation.draw(len(images), 1, 2, CPU))
+    here = augmentation(images, augmentation.draw(len(images), 1, 2))
     augmentation, device = augmentation.cuda(), torch.device("cuda")
     with torch.cuda.device(device):
-        plans = augmentation.draw(len(images), 1, 2, device)
+        plans = [plan.to(device) for plan in augmentation.draw(len(images), 1, 2)]
         images = images.to(device)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
