@@ -10,17 +10,10 @@ from PIL import Image
 
 from data.coco_files import SQUARE, annotation, some_mask, write_coco
 from data.conftest import noise
-from inline_attention.data.coco import (
-    CocoSource,
-    MaskError,
-    decode_mask,
-    encode_mask,
-    find_annotation_file,
-    find_image_folder,
-    open_and_check_coco,
-    read_annotations,
-)
-from inline_attention.data.coco.masks import MaskSizeError, mask_extent
+from inline_attention.data.coco.annotations import find_annotation_file, find_image_folder, read_annotations
+from inline_attention.data.coco.checks import open_and_check_coco
+from inline_attention.data.coco.masks import MaskError, MaskSizeError, decode_mask, encode_mask, mask_extent
+from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 
