@@ -37,10 +37,6 @@ CHECKED_IMAGES = 16
 NAMED = 5  # classes listed in a message
 
 
-class OpenedData(OpenedSplits[ImageSource]):
-    """Training and validation images, as far as they could be opened, and all that is wrong with them."""
-
-
 def digits(split: str) -> ArraySource:
     """The digits as RGB images of 8×8 pixels, white on black: 1,437 to train on, 360 to validate on."""
     part = slice(None, TRAINING_SAMPLES) if is_training_split(split, "digits") else slice(TRAINING_SAMPLES, None)
@@ -151,7 +147,7 @@ def open_and_check(
     train_split: str = "train",
     validation_split: str = "validation",
     num_classes: int | None = None,
-) -> OpenedData:
+) -> OpenedSplits[ImageSource]:
     """Open both splits of a dataset and check them.
 
     Args:
@@ -183,7 +179,7 @@ def open_and_check(
             validation = validation.with_classes(train.class_names)
     if validation is not None:
         problems += check_readable(validation)
-    return OpenedData(train, validation, each_once(problems))
+    return OpenedSplits(train, validation, each_once(problems))
 
 
 def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:

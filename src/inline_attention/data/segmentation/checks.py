@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from inline_attention.data.findings import DataReport, OpenedSplits, each_once
-from inline_attention.data.images import READERS, ImageError, image_size
+from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.segmentation.pairs import (
     ColoredMapError,
-    FoundPairs,
     LabelRules,
     Pair,
     SegmentationSource,
@@ -34,8 +32,7 @@ SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map
 LEFT_OUT = "left out"
 
 
-class OpenedPairs(OpenedSplits[SegmentationSource]):
-    """Training and validation pairs, as far as they could be opened, and all that is wrong with them."""
+OpenedPairs = OpenedSplits[SegmentationSource]
 
 
 def open_and_check_pairs(
@@ -88,9 +85,8 @@ def open_and_check_pairs(
                     "measures nothing; name the split in image_folder and map_folder, such as images/{split}"
                 )
             location = f"{Path(data_dir)} ({split})"
-            found = find_pairs(*folders)
             sources[training], report = check_pairs(
-                found, location, names, rules, every_class=training, repair=repair, on_progress=on_progress
+                folders, location, names, rules, every_class=training, repair=repair, on_progress=on_progress
             )
             reports.append(report)
             problems += report.problems
@@ -99,19 +95,8 @@ def open_and_check_pairs(
     return OpenedPairs(sources.get(True), sources.get(False), each_once(problems), reports)
 
 
-class CheckedPairs(NamedTuple):
-    """Images with maps, repaired if that was asked for, and what was found wrong with them.
-
-    Attributes:
-        source: None if there are faults and they were not to be repaired, or cannot be.
-    """
-
-    source: SegmentationSource | None
-    report: DataReport
-
-
 def check_pairs(
-    found: FoundPairs,
+    folders: tuple[Path, Path],
     location: str,
     class_names: Sequence[str],
     rules: LabelRules,
@@ -119,35 +104,33 @@ def check_pairs(
     every_class: bool = True,
     repair: bool = False,
     on_progress: Callable[[], None] | None = None,
-) -> CheckedPairs:
+) -> tuple[SegmentationSource | None, DataReport]:
     """Check all pairs: every map in full, every image by the first bytes of its file.
 
     Args:
-        found: The files.
+        folders: Folder of images, folder of label maps.
         location: Their place, for messages.
         class_names: Name of each class.
         rules: Rules that turn numbers in files into labels; what they forbid is a fault.
         every_class: Require a pixel of each class, as it takes one to be learned; not in validation data.
         repair: Return what can be used after repairing; nothing, if no pixel is labeled.
         on_progress: Called after each pair.
+
+    Returns:
+        The pairs, None if there are faults that were not repaired; and the faults.
     """
+    found = find_pairs(*folders)
     report = DataReport(location, f"{len(found.pairs):,} pairs", repaired=repair)
-    for path in found.images_alone:
-        report.add("images without a label map", str(path), LEFT_OUT)
-    for path in found.maps_alone:
-        report.add("label maps without an image", str(path), LEFT_OUT)
-    for path in found.ambiguous:
-        report.add("files that differ from another in their suffix alone", str(path), LEFT_OUT)
+    for fault, paths in found.faults.items():
+        for path in paths:
+            report.add(fault, str(path), LEFT_OUT)
     kept: list[Pair] = []
     seen = np.zeros(len(class_names), dtype=bool)
-    with ThreadPoolExecutor(READERS) as executor:
-        for pair, read in zip(found.pairs, executor.map(_read, found.pairs), strict=True):
-            labels = _check_pair(pair, read, rules, report)
-            if labels is not None:
-                kept.append(pair)
-                seen[labels] = True
-            if on_progress is not None:
-                on_progress()
+    for pair, read in zip(found.pairs, read_in_threads(_read, found.pairs, on_progress), strict=True):
+        labels = _check_pair(pair, read, rules, report)
+        if labels is not None:
+            kept.append(pair)
+            seen[labels] = True
     if every_class:
         for label in np.flatnonzero(~seen).tolist():
             kept_classes = "kept, so that labels stay the same; nothing will be learned of them"
@@ -158,10 +141,10 @@ def check_pairs(
             repairing = "not possible; label them, or correct the list of classes or reduce_zero_label"
             report.add("maps without a labeled pixel, and there are no others", str(pair.label_map), repairing)
     if report.problems:
-        return CheckedPairs(None, report)
+        return None, report
     if repair:
         rules = replace(rules, outside_ignored=True, resize=True)
-    return CheckedPairs(SegmentationSource(location, class_names, kept, rules), report)
+    return SegmentationSource(location, class_names, kept, rules), report
 
 
 class _Read(NamedTuple):
@@ -172,12 +155,8 @@ class _Read(NamedTuple):
     numbers: np.ndarray
 
 
-def _read(pair: Pair) -> _Read | ImageError:
-    try:
-        size = image_size(pair.image)
-        values = read_label_map(pair.label_map)
-    except ImageError as error:
-        return error
+def _read(pair: Pair) -> _Read:
+    size, values = image_size(pair.image), read_label_map(pair.label_map)
     return _Read(size, values.shape, np.unique(values))
 
 

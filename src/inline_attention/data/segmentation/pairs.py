@@ -82,21 +82,11 @@ class Pair(NamedTuple):
     label_map: Path
 
 
-@dataclass(frozen=True)
-class FoundPairs:
-    """Files of two folders, matched by name.
+class FoundPairs(NamedTuple):
+    """Sorted pairs of files of two folders, and the other files by what is wrong with them."""
 
-    Attributes:
-        pairs: Those that belong together, sorted.
-        images_alone: Images without a map.
-        maps_alone: Maps without an image.
-        ambiguous: Files that share their name, without the suffix, with another of their folder.
-    """
-
-    pairs: tuple[Pair, ...]
-    images_alone: tuple[Path, ...]
-    maps_alone: tuple[Path, ...]
-    ambiguous: tuple[Path, ...]
+    pairs: list[Pair]
+    faults: dict[str, list[Path]]
 
 
 def find_pair_folders(
@@ -121,34 +111,29 @@ def find_pair_folders(
         DataError: If there are none, or one is outside of `root`.
     """
     root = Path(root)
-    for setting, given in (("image_folder", image_folder), ("map_folder", map_folder)):
-        reason = None if given is None or allow_outside else why_outside(root, given.replace("{split}", split))
-        if reason is not None:
+    settings = (("image_folder", image_folder), ("map_folder", map_folder))
+    for setting, given in settings if not allow_outside else ():
+        if given is not None and (reason := why_outside(root, given.replace("{split}", split))) is not None:
             raise DataError(f"{setting} {given!r} {reason}; allow it with {ALLOW_OUTSIDE}")
-    return (
-        _find_folder(root, split, image_folder, IMAGE_FOLDERS, "images", "image_folder"),
-        _find_folder(root, split, map_folder, MAP_FOLDERS, "label maps", "map_folder"),
-    )
+    images, maps = (_find_folder(root, split, setting, given) for setting, given in settings)
+    return images, maps
 
 
-def _find_folder(root: Path, split: str, given: str | None, kinds: tuple[str, ...], what: str, setting: str) -> Path:
+def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Path:
+    kinds, what = (IMAGE_FOLDERS, "images") if setting == "image_folder" else (MAP_FOLDERS, "label maps")
     splits = tuple(dict.fromkeys((split, *split_names(split))))
-    if given is not None:
-        candidates = [root / given.replace("{split}", name) for name in splits]
-    else:
-        candidates = [
-            folder for kind in kinds for name in splits for folder in (root / kind / name, root / name / kind)
-        ]
-    if found := next((folder for folder in candidates if folder.is_dir()), None):
+    usual = [folder for kind in kinds for name in splits for folder in (f"{kind}/{name}", f"{name}/{kind}")]
+    names = usual if given is None else [given.replace("{split}", name) for name in splits]
+    if found := next((root / name for name in names if (root / name).is_dir()), None):
         return found
     if given is not None:
         raise DataError(
             f"{root} has no folder {given}, where {what} of the split {split!r} are said to be, "
             f"{{split}} being one of {', '.join(splits)}; correct {setting}"
         )
-    usual = next((name for name in ADE20K_SPLITS if name in splits), split)
+    expected = next((name for name in ADE20K_SPLITS if name in splits), split)
     raise DataError(
-        f"{root} has no folder with {what} of the split {split!r}; expected {kinds[0]}/{usual}, or one of "
+        f"{root} has no folder with {what} of the split {split!r}; expected {kinds[0]}/{expected}, or one of "
         f"{', '.join(kinds)} with one of {', '.join(splits)}; another is named by {setting}, such as "
         f"{kinds[0]}_{{split}}"
     )
@@ -168,12 +153,12 @@ def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLi
             f"no image in {Path(image_folder)} ({len(images)} found) has the name of a label map in {Path(map_folder)} "
             f"({len(maps)} found); expected pairs such as a/1.jpg and b/1.png"
         )
-    return FoundPairs(
-        tuple(Pair(images[stem], maps[stem]) for stem in both),
-        tuple(images[stem] for stem in sorted(images.keys() - maps.keys())),
-        tuple(maps[stem] for stem in sorted(maps.keys() - images.keys())),
-        (*same_images, *same_maps),
-    )
+    faults = {
+        "images without a label map": [images[stem] for stem in sorted(images.keys() - maps.keys())],
+        "label maps without an image": [maps[stem] for stem in sorted(maps.keys() - images.keys())],
+        "files that differ from another in their suffix alone": same_images + same_maps,
+    }
+    return FoundPairs([Pair(images[stem], maps[stem]) for stem in both], faults)
 
 
 def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:
