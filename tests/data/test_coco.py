@@ -169,9 +169,9 @@ def test_targets_are_those_of_torchvision(tmp_path):
         "area": (0,),
         "iscrowd": (0,),
     }
-    with_crowds = CocoSource(annotations, folder, crowds=True, masks=False).target(0)
-    assert with_crowds["iscrowd"].tolist() == [0, 0, 1]
-    assert "masks" not in with_crowds
+    plain = CocoSource(annotations, folder, masks=False).target(0)
+    assert plain["iscrowd"].tolist() == [0, 0], "crowds are left out"
+    assert "masks" not in plain
     filled = CocoSource(annotations, folder, skip_empty=True)
     assert filled.image_ids.tolist() == [1, 3]
     assert filled.target(1)["boxes"].shape == (1, 4)

@@ -29,6 +29,10 @@ MULTI_SCALE = tuple(range(480, SHORTER_SIDE + 1, 32))
 LONGEST_TO_SHORTEST = 4  # label maps of longer images are scaled by their longer side
 CROP_ATTEMPTS = 10
 LABELS = "labels"
+# Not torchvision's `RandomPhotometricDistort`, which also swaps red, green and blue in every second image: after that
+# colors tell a network nothing.
+_RANGES = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
+RECOLOR = v2.Compose([v2.RandomApply([v2.ColorJitter(**{name: limits})], p=0.5) for name, limits in _RANGES.items()])
 DetectionTransform = Callable[[Image.Image, Target], tuple[Tensor, Target]]
 SegmentationTransform = Callable[[Image.Image, np.ndarray], tuple[Tensor, Tensor]]
 
@@ -86,7 +90,6 @@ def segmentation_training_transform(
     scale: tuple[float, float] = (0.5, 2.0),
     largest_class_share: float = 0.75,
     flip: float = 0.5,
-    photometric: bool = True,
 ) -> SegmentationTransform:
     """Return a transform that scales, crops, flips and recolors at random, as is usual on ADE20K.
 
@@ -98,20 +101,8 @@ def segmentation_training_transform(
         scale: Smallest and largest share of `crop` that the shorter side is resized to.
         largest_class_share: Largest share of a crop that one class may take, if a few attempts can avoid more.
         flip: Probability of a left-right flip.
-        photometric: Change brightness, contrast, saturation and hue.
     """
-    # Not torchvision's `RandomPhotometricDistort`, which also swaps red, green and blue in every second image: after
-    # that colors tell a network nothing.
-    ranges = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
-    recolor = [v2.RandomApply([v2.ColorJitter(**{name: limits})], p=0.5) for name, limits in ranges.items()]
-    return partial(
-        _transform_labels,
-        crop=crop,
-        scale=scale,
-        largest_share=largest_class_share,
-        flip=flip,
-        recolor=recolor if photometric else [],
-    )
+    return partial(_transform_labels, crop=crop, scale=scale, largest_share=largest_class_share, flip=flip)
 
 
 def segmentation_evaluation_transform(shorter_side: int = 512) -> SegmentationTransform:
@@ -149,7 +140,6 @@ def _transform_labels(
     scale: tuple[float, float],
     largest_share: float,
     flip: float,
-    recolor: Sequence[v2.Transform],
 ) -> tuple[Tensor, Tensor]:
     shorter_side = crop * float(torch.empty(()).uniform_(*scale))
     size = fitted_size((image.height, image.width), shorter_side, LONGEST_TO_SHORTEST * shorter_side)
@@ -159,9 +149,7 @@ def _transform_labels(
     pixels, mask = transforms.crop(pixels, *window), transforms.crop(mask, *window)
     if float(torch.rand(())) < flip:
         pixels, mask = transforms.horizontal_flip(pixels), transforms.horizontal_flip(mask)
-    for change in recolor:
-        pixels = change(pixels)
-    return pixels, mask.long()
+    return RECOLOR(pixels), mask.long()
 
 
 def _varied_window(labels: Tensor, crop: int, largest_share: float) -> tuple[int, int, int, int]:

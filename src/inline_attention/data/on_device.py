@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -204,7 +205,7 @@ def training_augmentation(
     if crop_padding or hflip or vflip:
         on_bytes.append(PaddedCropAndFlip(crop_padding, hflip=hflip, vflip=vflip))
     if auto_augment is not None:
-        on_bytes.append(RandAugment(auto_augment, size=size, mean=mean))
+        on_bytes.append(RandAugment(auto_augment, mean=mean))
     elif color_jitter:
         on_bytes.append(ColorJitter(color_jitter))
     erasing = [RandomErasing(re_prob, size=size, mode=re_mode, largest_count=re_count)] if re_prob else []
@@ -240,7 +241,7 @@ class PaddedCropAndFlip(Step):
         return cropped.permute(0, 3, 1, 2)
 
 
-def _blend(images: Tensor, duller: Tensor | float, factors: Tensor) -> Tensor:
+def blend(images: Tensor, duller: Tensor, factors: Tensor) -> Tensor:
     """Mix bytes with a duller image: factor 0 returns the duller one, 1 the image, and more exaggerates it."""
     return (duller + factors * (images - duller)).clamp(0, 255).to(torch.uint8)
 
@@ -258,134 +259,105 @@ def _smoothed(images: Tensor) -> Tensor:
     return smoothed
 
 
-# Changes of bytes `[B, 3, H, W]` by an argument for each image, `[B, 1, 1, 1]`.
-COLOR_CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "brightness": lambda images, factor: _blend(images, 0.0, factor),
-    "contrast": lambda images, factor: _blend(images, _gray(images).mean((1, 2, 3), keepdim=True).round(), factor),
-    "color": lambda images, factor: _blend(images, _gray(images), factor),
-    "sharpness": lambda images, factor: _blend(images, _smoothed(images), factor),
-    "posterize": lambda images, mask: images & mask.to(torch.uint8),
-    "solarize": lambda images, threshold: torch.where(images < threshold, images, 255 - images),
-    "solarize add": lambda images, added: torch.where(images < 128, images + added.to(torch.uint8), images),
-    "auto contrast": lambda images, _: transforms.autocontrast(images),
-    "equalize": lambda images, _: transforms.equalize(images),
+# What an image is blended with.
+DULLER: dict[str, Callable[[Tensor], Tensor]] = {
+    "Brightness": lambda images: torch.zeros_like(images, dtype=torch.float32),
+    "Contrast": lambda images: _gray(images).mean((1, 2, 3), keepdim=True).round(),
+    "Color": _gray,
+    "Sharpness": _smoothed,
 }
-JITTERED = ("brightness", "contrast", "color")
-
-
-def recolor(images: Tensor, numbers: Tensor, arguments: Tensor, names: Iterable[str] = COLOR_CHANGES) -> Tensor:
-    """Change images `[B, 3, H, W]` uint8, each by the change of its number `[B]`, from 1 on, and its argument `[B]`.
-
-    Images of another number stay as they are. All changes are made to all images: to look for those that need one, the
-    CPU would have to wait for the GPU.
-    """
-    numbers, arguments = numbers[:, None, None, None], arguments[:, None, None, None]
-    recolored = images
-    for number, name in enumerate(names, start=1):
-        recolored = torch.where(numbers == number, COLOR_CHANGES[name](images, arguments), recolored)
-    return recolored
-
-
-def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """Resample images `[B, C, H, W]` uint8 bilinearly; points from outside are filled with `fill` `[C]`.
-
-    Matrices `[B, 6]` are a, b, c, d, e, f as Pillow has them: the point (x, y) of the result is taken from
-    (ax + by + c, dx + ey + f), in pixels from the upper left corner.
-    """
-    height, width = images.shape[-2:]
-    # Not by `affine_grid`: its matrix product may use TensorFloat32, whose three digits are too few for a position.
-    x = torch.arange(width, device=images.device) + 0.5  # centers of pixels
-    y = (torch.arange(height, device=images.device) + 0.5)[:, None]
-    a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
-    from_x = (a * x + b * y + c) * (2 / width) - 1  # [B, H, W] from -1 at one border to 1 at the other
-    from_y = (d * x + e * y + f) * (2 / height) - 1
-    grid = torch.stack([from_x, from_y], dim=-1)
-    taken = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
-    inside = (from_x.abs() <= 1) & (from_y.abs() <= 1)
-    return torch.where(inside[:, None], taken, fill[:, None, None]).round().to(torch.uint8)
 
 
 class ColorJitter(Step):
     """Changes brightness, contrast and saturation by factors from 1 - strength, but at least 0, to 1 + strength."""
 
     purpose = "colour jitter"  # seeds depend on the text
+    names = ("Brightness", "Contrast", "Color")
 
     def __init__(self, strength: float):
         super().__init__()
         self._lowest, self._highest = max(0.0, 1 - strength), 1 + strength
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Three numbers of changes in random order, then their factors."""
-        order, shares = torch.rand(2, count, len(JITTERED), generator=generator)
-        return torch.cat([1 + order.argsort(dim=1), self._lowest + (self._highest - self._lowest) * shares], dim=1)
+        """The three blends in random order, by their numbers, then their factors."""
+        order, shares = torch.rand(2, count, len(self.names), generator=generator)
+        return torch.cat([order.argsort(dim=1), self._lowest + (self._highest - self._lowest) * shares], dim=1)
 
     def forward(self, images: Tensor, plan: Tensor) -> Tensor:
         """Blend three times."""
-        numbers, factors = plan.chunk(2, dim=1)
-        for turn in range(len(JITTERED)):
-            images = recolor(images, numbers[:, turn], factors[:, turn], JITTERED)
+        order, factors = plan[..., None, None, None].chunk(2, dim=1)
+        for turn in range(len(self.names)):
+            blended = images
+            for number, name in enumerate(self.names):
+                changed = blend(images, DULLER[name](images), factors[:, turn])
+                blended = torch.where(order[:, turn] == number, changed, blended)
+            images = blended
         return images
 
 
-class _Strength(NamedTuple):
-    """Strength for each sample, `[N]` from 0 to 1, or more if a description allows; and the size of images."""
+class Strength(NamedTuple):
+    """Strength of an operation for each image, `[B, 1, 1, 1]`: from 0 to 1, or more if a description allows."""
 
     level: Tensor
-    signed: Tensor
-    height: int
-    width: int
+    signed: Tensor  # with a random sign
 
 
-def _factor(strength: _Strength) -> tuple[Tensor]:
-    return (0.1 + 1.8 * strength.level,)
+def _enhance(duller: Callable[[Tensor], Tensor], images: Tensor, by: Strength) -> Tensor:
+    return blend(images, duller(images), 0.1 + 1.8 * by.level)
 
 
-def _increasing_factor(strength: _Strength) -> tuple[Tensor]:
-    """Factor that moves away from 1 with the strength, on either side."""
-    return ((1 + 0.9 * strength.signed).clamp(min=0.1),)
+def _enhance_increasingly(duller: Callable[[Tensor], Tensor], images: Tensor, by: Strength) -> Tensor:
+    """Blend by a factor that moves away from 1 with the strength, on either side."""
+    return blend(images, duller(images), (1 + 0.9 * by.signed).clamp(min=0.1))
 
 
-def _high_bits(count: Tensor) -> tuple[Tensor]:
-    """A mask that keeps the `count` highest of eight bits."""
-    return (256 - 2.0 ** (8 - count.clamp(0, 8)),)
+def _posterize(images: Tensor, bits: Tensor) -> Tensor:
+    """Keep the highest bits."""
+    return images & (256 - 2 ** (8 - bits.clamp(0, 8))).to(torch.uint8)
 
 
-def _rotation(strength: _Strength) -> tuple[Tensor, ...]:
-    """Counter-clockwise about the center, up to 30 degrees."""
-    angle = -math.radians(30) * strength.signed
-    x, y = strength.width / 2, strength.height / 2
-    cos, sin = angle.cos(), angle.sin()
-    return cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y
+def _solarize(images: Tensor, threshold: Tensor) -> Tensor:
+    return torch.where(images < threshold, images, 255 - images)
 
 
-# The operations of RandAugment (Cubuk et al., 2019) by timm's names: the change, its arguments by timm's strengths.
+# The operations of RandAugment (Cubuk et al., 2019) by timm's names, with timm's strengths, on bytes `[B, 3, H, W]`.
 # Results differ from Pillow's by at most one unit of 255.
-_RAND_AUGMENT: dict[str, tuple[str, Callable[[_Strength], tuple[Tensor | float, ...]]]] = {
-    "Brightness": ("brightness", _factor),
-    "Contrast": ("contrast", _factor),
-    "Color": ("color", _factor),
-    "Sharpness": ("sharpness", _factor),
-    "BrightnessIncreasing": ("brightness", _increasing_factor),
-    "ContrastIncreasing": ("contrast", _increasing_factor),
-    "ColorIncreasing": ("color", _increasing_factor),
-    "SharpnessIncreasing": ("sharpness", _increasing_factor),
-    "AutoContrast": ("auto contrast", lambda _: ()),
-    "Equalize": ("equalize", lambda _: ()),
-    "Invert": ("solarize", lambda _: ()),
-    "Posterize": ("posterize", lambda by: _high_bits((4 * by.level).floor())),
-    "PosterizeIncreasing": ("posterize", lambda by: _high_bits(4 - (4 * by.level).floor())),
-    "Solarize": ("solarize", lambda by: ((256 * by.level).floor(),)),
-    "SolarizeIncreasing": ("solarize", lambda by: (256 - (256 * by.level).floor(),)),
-    "SolarizeAdd": ("solarize add", lambda by: ((110 * by.level).floor().clamp(max=128),)),
-    "Rotate": ("warp", _rotation),
-    "ShearX": ("warp", lambda by: (1.0, 0.3 * by.signed, 0.0, 0.0, 1.0, 0.0)),
-    "ShearY": ("warp", lambda by: (1.0, 0.0, 0.0, 0.3 * by.signed, 1.0, 0.0)),
-    "TranslateXRel": ("warp", lambda by: (1.0, 0.0, 0.45 * by.width * by.signed, 0.0, 1.0, 0.0)),
-    "TranslateYRel": ("warp", lambda by: (1.0, 0.0, 0.0, 0.0, 1.0, 0.45 * by.height * by.signed)),
+RECOLORING: dict[str, Callable[[Tensor, Strength], Tensor]] = {
+    **{name: partial(_enhance, duller) for name, duller in DULLER.items()},
+    **{f"{name}Increasing": partial(_enhance_increasingly, duller) for name, duller in DULLER.items()},
+    "AutoContrast": lambda images, _: transforms.autocontrast(images),
+    "Equalize": lambda images, _: transforms.equalize(images),
+    "Invert": lambda images, _: 255 - images,
+    "Posterize": lambda images, by: _posterize(images, (4 * by.level).floor()),
+    "PosterizeIncreasing": lambda images, by: _posterize(images, 4 - (4 * by.level).floor()),
+    "Solarize": lambda images, by: _solarize(images, (256 * by.level).floor()),
+    "SolarizeIncreasing": lambda images, by: _solarize(images, 256 - (256 * by.level).floor()),
+    "SolarizeAdd": lambda images, by: torch.where(
+        images < 128, images + (110 * by.level).clamp(max=128).to(torch.uint8), images
+    ),
 }
-ARGUMENTS = 6  # of a warp; others have fewer
-CHANGES = (*COLOR_CHANGES, "warp")  # numbered from 1
-WARP = len(CHANGES)
+WARPS = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
+
+
+def warp(images: Tensor, strengths: Sequence[Tensor], fill: Tensor) -> Tensor:
+    """Rotate, shear and translate images `[B, C, H, W]` uint8, resampled bilinearly, by strengths `[B, 1, 1]`.
+
+    At most one of an image's strengths, in the order of `WARPS`, is not zero. Points from outside are filled with
+    `fill` `[C]`.
+    """
+    turn, shear_x, shear_y, move_x, move_y = strengths
+    cos, sin = (math.radians(-30) * turn).cos(), (math.radians(-30) * turn).sin()
+    height, width = images.shape[-2:]
+    # Not by `affine_grid`: its matrix product may use TensorFloat32, whose three digits are too few for a position.
+    x = torch.arange(width, device=images.device) + 0.5  # centers of pixels, from the upper left corner
+    y = (torch.arange(height, device=images.device) + 0.5)[:, None]
+    right, down = x - width / 2, y - height / 2  # from the center of the image, around which it turns
+    from_x = cos * right + sin * down + width / 2 + 0.3 * shear_x * y + 0.45 * width * move_x  # [B, H, W]
+    from_y = cos * down - sin * right + height / 2 + 0.3 * shear_y * x + 0.45 * height * move_y
+    grid = torch.stack([from_x * (2 / width) - 1, from_y * (2 / height) - 1], dim=-1)  # from -1 to 1 within the image
+    taken = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+    inside = (grid.abs() <= 1).all(-1)
+    return torch.where(inside[:, None], taken, fill[:, None, None]).round().to(torch.uint8)
 
 
 class RandAugment(Step):
@@ -394,8 +366,8 @@ class RandAugment(Step):
     purpose = "RandAugment"
     fill: Tensor
 
-    def __init__(self, description: str, *, size: tuple[int, int], mean: Sequence[float]):
-        """Read timm's description; the mean fills what a warp of images of a (height, width) leaves empty.
+    def __init__(self, description: str, *, mean: Sequence[float]):
+        """Read timm's description; the mean fills what a warp leaves empty.
 
         Raises:
             ValueError: If the policy is not one that batches can take.
@@ -409,26 +381,18 @@ class RandAugment(Step):
         self._names = [operation.name for operation in policy.ops]
         self._layers, self._probability, self._magnitude = policy.num_layers, first.prob, float(first.magnitude)
         self._spread, self._largest = first.magnitude_std, first.magnitude_max or LARGEST_MAGNITUDE
-        self._size = size
         self.register_buffer("fill", torch.tensor([float(min(255, round(255 * value))) for value in mean]))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """For each layer the number of the change, 0 for none, and its arguments."""
-        return torch.cat([self._draw_layer(count, generator) for _ in range(self._layers)], dim=1)
-
-    def _draw_layer(self, count: int, generator: torch.Generator) -> Tensor:
-        chosen = torch.randint(len(self._names), (count,), generator=generator)
-        is_done = torch.rand(count, generator=generator) < self._probability
-        sign = torch.where(torch.rand(count, generator=generator) < 0.5, 1.0, -1.0)
-        level = self._draw_magnitudes(count, generator) / LARGEST_MAGNITUDE
-        plan = torch.zeros(count, 1 + ARGUMENTS)
-        for number, name in enumerate(self._names):
-            rows = is_done & (chosen == number)
-            change, arguments = _RAND_AUGMENT[name]
-            strength = _Strength(level[rows], (level * sign)[rows], *self._size)
-            for column, value in enumerate((1 + CHANGES.index(change), *arguments(strength))):
-                plan[rows, column] = value
-        return plan
+        """For each layer the number of the operation, from 1, or 0 for none; its strength; the same with a sign."""
+        columns: list[Tensor] = []
+        for _ in range(self._layers):
+            chosen = torch.randint(len(self._names), (count,), generator=generator)
+            is_done = torch.rand(count, generator=generator) < self._probability
+            sign = torch.where(torch.rand(count, generator=generator) < 0.5, 1.0, -1.0)
+            level = self._draw_magnitudes(count, generator) / LARGEST_MAGNITUDE
+            columns += [(1.0 + chosen) * is_done, level, level * sign]
+        return torch.stack(columns, dim=1)
 
     def _draw_magnitudes(self, count: int, generator: torch.Generator) -> Tensor:
         if math.isinf(self._spread):  # timm's way to ask for any up to the one that is named
@@ -437,12 +401,20 @@ class RandAugment(Step):
         return magnitudes.clamp(0, self._largest)
 
     def forward(self, images: Tensor, plan: Tensor) -> Tensor:
-        """Warp or recolor, layer by layer."""
+        """Recolor or warp, layer by layer.
+
+        All operations are computed for all images: to find those that need one, the CPU would wait for the GPU.
+        """
         for layer in plan.chunk(self._layers, dim=1):
-            numbers, arguments = layer[:, 0], layer[:, 1:]
-            recolored = recolor(images, numbers, arguments[:, 0])
-            is_warped = (numbers == WARP)[:, None, None, None]
-            images = torch.where(is_warped, warp(images, arguments, self.fill), recolored)
+            chosen, level, signed = layer[..., None, None, None].unbind(1)
+            recolored, warps = images, dict.fromkeys(WARPS, torch.zeros_like(level[:, 0]))
+            for number, name in enumerate(self._names, start=1):
+                if name in warps:
+                    warps[name] = torch.where(chosen == number, signed, 0.0)[:, 0]
+                else:
+                    changed = RECOLORING[name](images, Strength(level, signed))
+                    recolored = torch.where(chosen == number, changed, recolored)
+            images = warp(recolored, list(warps.values()), self.fill)
         return images
 
 
@@ -462,7 +434,9 @@ def unsupported_policy(description: str) -> str | None:
         return f"is no description that timm can read ({error or type(error).__name__}); try rand-m9-mstd0.5-inc1"
     if policy.num_layers < 1:
         return "does nothing; use null for that"
-    if policy.choice_weights is not None or any(operation.name not in _RAND_AUGMENT for operation in policy.ops):
+    if policy.choice_weights is not None or any(
+        operation.name not in {*RECOLORING, *WARPS} for operation in policy.ops
+    ):
         return "chooses from a set of its own, which whole batches cannot; leave its part that starts with t out"
     return None
 

@@ -42,7 +42,6 @@ class CocoSource:
         image_folder: ListedFiles | str | os.PathLike[str],
         *,
         masks: bool = True,
-        crowds: bool = False,
         skip_empty: bool = False,
     ):
         """Take annotations as they are: `check_annotations` first.
@@ -51,7 +50,6 @@ class CocoSource:
             annotations: The annotations.
             image_folder: Folder that their file names are relative to.
             masks: Add masks to targets.
-            crowds: Add crowds to targets; losses do not know what to do with them.
             skip_empty: Leave out images without an object, as is usual in training.
 
         Raises:
@@ -62,7 +60,7 @@ class CocoSource:
         labels = annotations.category_to_label
         by_image: defaultdict[int, list[CocoObject]] = defaultdict(list)
         for item in annotations.objects:
-            if crowds or not item.is_crowd:
+            if not item.is_crowd:  # losses do not know what to do with crowds
                 by_image[item.image_id].append(item)
         images = [image for image in annotations.images if by_image[image.id] or not skip_empty]
         if not images:
@@ -114,7 +112,7 @@ class CocoSource:
             "labels": torch.tensor([item["label"] for item in objects], dtype=torch.int64),
             "image_id": torch.tensor(int(self.image_ids[index])),
             "area": torch.tensor([item["area"] for item in objects], dtype=torch.float32),
-            "iscrowd": torch.tensor([item["crowd"] for item in objects], dtype=torch.int64),
+            "iscrowd": torch.zeros(len(objects), dtype=torch.int64),
         }
         if self._masks:
             target["masks"] = self._decoded(objects, index)
@@ -146,6 +144,5 @@ def _packed(item: CocoObject, labels: dict[int, int]) -> dict[str, Any]:
         "box": item.box,
         "label": labels[item.category_id],
         "area": item.box_area if item.area is None else item.area,
-        "crowd": int(item.is_crowd),
         "segmentation": item.segmentation,
     }
