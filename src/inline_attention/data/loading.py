@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import multiprocessing
 import os
 import re
@@ -111,25 +110,19 @@ class SampleLoader(Loader[BatchType]):
         self._device = torch.device(device)
         self._normalize = normalize.to(self._device) if normalize is not None else None
         self._batches, self._broken, self._timeout = batches, broken, timeout
-        self._keys = _PendingKeys()
-        options: dict[str, Any] = {}
+        self._keys: list[BatchKey] = []  # of the epoch; workers outlive it, so batches travel as keys
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(workers, cores)
-        if workers:
-            _end_workers_at_exit()
-            options = {
-                "persistent_workers": True,
-                "timeout": min(timeout, CHECK_INTERVAL),
-                "worker_init_fn": _ignore_signals,
-            }
         self._loader: DataLoader[BatchType] = DataLoader(
             _SampleReader(samples, seed, broken.allowed, replace_broken),
             batch_size=None,  # a key is a batch
-            sampler=self._keys,  # pyright: ignore[reportArgumentType] (any iterable is one)
+            sampler=self._keys,
             num_workers=workers,
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # torch draws a seed per epoch, from the global generator unless told
-            **options,
+            persistent_workers=workers > 0,
+            timeout=min(timeout, CHECK_INTERVAL) if workers else 0,
+            worker_init_fn=_ignore_signals,
         )
 
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
@@ -141,7 +134,7 @@ class SampleLoader(Loader[BatchType]):
             BrokenImagesError: If more images are broken than allowed.
             DataWorkerError: If a worker dies or hangs.
         """
-        self._keys.keys = self._batches.keys(epoch, start_batch)
+        self._keys[:] = self._batches.keys(epoch, start_batch)
         try:
             iterator = self._iterator()
             while (batch := self._next(iterator)) is not None:
@@ -220,16 +213,6 @@ def named_worker_error(error: BaseException) -> DataWorkerError | None:
     )
 
 
-class _PendingKeys:
-    """The batches that torch's loader is to ask for next; workers outlive an epoch, so they travel as keys."""
-
-    def __init__(self):
-        self.keys: Iterator[BatchKey] = iter(())
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        return self.keys
-
-
 class _LabeledImages(Samples):
     """Images and their classes; the far ends of very long ones are cut off before anything is resized."""
 
@@ -292,13 +275,9 @@ def _stack(images: list[Tensor]) -> Tensor:
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
-@functools.cache
-def _end_workers_at_exit() -> None:
-    """Arrange it once: Python waits without end for workers that no loader closed, as they ignore its signal to end."""
-    atexit.register(_end_remaining_workers)
-
-
+@atexit.register
 def _end_remaining_workers() -> None:
+    """End workers that no loader closed. They ignore Python's signal to end, and Python would wait for them forever."""
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises their deaths
     daemons = [child for child in multiprocessing.active_children() if child.daemon]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inline_attention.data.coco.masks import with_whole_size
-from inline_attention.data.listed_files import ListedFiles, OutsideError, is_plain
+from inline_attention.data.listed_files import ListedFiles, is_plain
 from inline_attention.data.sources import DataError, split_names
 from inline_attention.support.files import read_bounded
 
@@ -213,7 +213,7 @@ def find_image_folder(
         held = [sum(map(files.has, looked_for)) for files in folders]
         if any(held):
             return existing[held.index(max(held))]
-    if existing and not plain and all(isinstance(folders[0].path_or_error(name), OutsideError) for name in names):
+    if existing and not plain and all(map(folders[0].is_outside, names)):
         return existing[0]  # there is something wrong that a check says better
     raise DataError(
         f"none of the images in {annotations.location}, such as {names[0]!r}, is in any of "
