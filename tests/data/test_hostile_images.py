@@ -16,7 +16,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.images import ImageError, find_images, image_size, load_image, load_image_bytes
 from inline_attention.data.loading import ImageLoader
 from inline_attention.data.sampling import EvaluationBatches
-from inline_attention.data.segmentation.pairs import read_label_map
+from inline_attention.data.segmentation import read_label_map
 from inline_attention.data.sources import FolderSource
 from inline_attention.data.transforms import evaluation_transform
 

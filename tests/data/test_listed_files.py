@@ -11,7 +11,7 @@ from inline_attention.data.coco.annotations import read_annotations
 from inline_attention.data.coco.checks import check_annotations, open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
-from inline_attention.data.segmentation.pairs import find_pair_folders
+from inline_attention.data.segmentation import find_pair_folders
 from inline_attention.data.sources import DataError
 
 OUTSIDE = "images whose file is outside of the data folder"

@@ -25,7 +25,7 @@ from inline_attention.data.scenes.rendering import (
     category_number,
 )
 from inline_attention.data.scenes.writing import MANIFEST, leftovers
-from inline_attention.data.segmentation.checks import open_and_check_pairs
+from inline_attention.data.segmentation import open_and_check_pairs
 from inline_attention.data.sources import DataError
 
 PLAN = ScenesPlan(images=6, validation_images=2, size=96, seed=3)

@@ -9,12 +9,12 @@ from PIL import Image
 
 from data.conftest import bomb, noise
 from inline_attention.data.images import ImageError
-from inline_attention.data.segmentation.checks import open_and_check_pairs
-from inline_attention.data.segmentation.pairs import (
+from inline_attention.data.segmentation import (
     IGNORED,
     LabelRules,
     find_pair_folders,
     find_pairs,
+    open_and_check_pairs,
     read_class_names,
     read_label_map,
 )

@@ -80,7 +80,7 @@ def check(
 ) -> None:
     """Check a dataset before training: count the faults, name the first, suggest what to do."""
     from inline_attention.data.coco.checks import open_and_check_coco
-    from inline_attention.data.segmentation.checks import open_and_check_pairs
+    from inline_attention.data.segmentation import open_and_check_pairs
 
     with progress_bar(make_console(stderr=True)) as progress:
         counter = progress.add_task("checking", total=None)

@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as transforms
 
 from inline_attention.data.batch import Target
 from inline_attention.data.loading import Samples
-from inline_attention.data.segmentation.pairs import IGNORED
+from inline_attention.data.segmentation import IGNORED
 
 SHORTER_SIDE, LONGEST_SIDE = 800, 1333
 MULTI_SCALE = tuple(range(480, SHORTER_SIDE + 1, 32))

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from inline_attention.data.segmentation.pairs import IGNORED
+from inline_attention.data.segmentation import IGNORED
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator
 from tasks.largest_result import LargestResult
 

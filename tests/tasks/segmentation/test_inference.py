@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inline_attention.data.segmentation.pairs import IGNORED
+from inline_attention.data.segmentation import IGNORED
 from inline_attention.tasks.segmentation.models import (
     SegmentationOptions,
     SlidingWindows,

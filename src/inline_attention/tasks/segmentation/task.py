@@ -17,12 +17,14 @@ from inline_attention.data.dense import (
     segmentation_evaluation_transform,
     segmentation_training_transform,
 )
-from inline_attention.data.segmentation.checks import OpenedPairs, check_pairs, open_and_check_pairs
-from inline_attention.data.segmentation.pairs import (
+from inline_attention.data.segmentation import (
     LabelRules,
+    OpenedPairs,
     SegmentationSource,
+    check_pairs,
     find_class_file,
     find_pair_folders,
+    open_and_check_pairs,
     read_class_names,
 )
 from inline_attention.data.sources import DataError
