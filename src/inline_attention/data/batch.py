@@ -44,15 +44,15 @@ class AnyBatch(Generic[Images, Targets]):
         return len(self.indices)
 
     def pin_memory(self) -> Self:
-        """A copy that a GPU can fetch by itself; called by torch's data loader."""
+        """Return a copy in pinned memory; called by torch's data loader."""
         return self._mapped(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Self:
-        """A copy on the device, without waiting for it."""
+        """Return a copy on the device, without waiting for it."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def normalized(self, normalize: Normalize) -> Self:
-        """A copy with normalized images."""
+        """Return a copy with normalized images."""
         return replace(self, images=tree_map(normalize, self.images))
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:

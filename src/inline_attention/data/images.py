@@ -156,7 +156,7 @@ def most_bytes(max_pixels: int) -> int:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """The orientation that metadata of an opened image give, 1 if none, as far as its file was read."""
+    """Return the orientation in the metadata of an opened image that were read so far; 1 if there is none."""
     try:
         # Not `image.getexif`, which for a PNG decodes all pixels to see what is behind them.
         return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
@@ -165,7 +165,7 @@ def exif_orientation(image: Image.Image) -> int:
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Files as they are given, and for each folder the images below it, sorted.
+    """Return files as they are given, and for each folder the images below it, sorted.
 
     A file is an image by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
     when they are read.
@@ -271,7 +271,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """(height, width) of an image, upright as `load_image` would return it. Only the start of the file is read."""
+    """Return (height, width) of an image as `load_image` turns it. Only the start of the file is read."""
     with open_image(path) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]

@@ -118,7 +118,7 @@ class MemoryLoader(Loader[Batch]):
         self._batches, self._seed = batches, seed
 
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from `start_batch` on."""
+        """Yield the batches of an epoch, from `start_batch` on."""
         plans = self._augmentation.draw(len(self._targets), self._seed, epoch)
         plans = [plan.to(self._device) for plan in plans]
         for key in self._batches.keys(epoch, start_batch):
@@ -222,7 +222,7 @@ class PaddedCropAndFlip(Step):
         self._padding, self._hflip, self._vflip = padding, hflip, vflip
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Top and left of the crop in the padded image, then 1 or 0 for each flip."""
+        """Draw top and left of the crop in the padded image, then 1 or 0 for each flip."""
         corners = torch.randint(2 * self._padding + 1, (count, 2), generator=generator)
         mirrored = torch.rand(count, 1, generator=generator) < self._hflip
         upside_down = torch.rand(count, 1, generator=generator) < self._vflip
@@ -279,7 +279,7 @@ class ColorJitter(Step):
         self._lowest, self._highest = max(0.0, 1 - strength), 1 + strength
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """The three blends in random order, by their numbers, then their factors."""
+        """Draw the order of the three blends, by their numbers, then their factors."""
         order, shares = torch.rand(2, count, len(self.names), generator=generator)
         return torch.cat([order.argsort(dim=1), self._lowest + (self._highest - self._lowest) * shares], dim=1)
 
@@ -384,7 +384,7 @@ class RandAugment(Step):
         self.register_buffer("fill", torch.tensor([float(min(255, round(255 * value))) for value in mean]))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """For each layer the number of the operation, from 1, or 0 for none; its strength; the same with a sign."""
+        """Draw for each layer the operation, from 1, or 0 for none; its strength; the strength with a sign."""
         columns: list[Tensor] = []
         for _ in range(self._layers):
             chosen = torch.randint(len(self._names), (count,), generator=generator)
@@ -459,7 +459,7 @@ class RandomErasing(Step):
         self.register_buffer("noise", torch.randn(NOISE_VALUES, generator=generator))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """A place in the noise, then top, bottom, left and right of each rectangle; empty ones where there is none.
+        """Draw a place in the noise, then top, bottom, left and right of each rectangle; missing ones are empty.
 
         Where a rectangle does not fit timm tries others; here it is cut to fit, which is rare.
         """

@@ -101,7 +101,7 @@ def find_pair_folders(
     *,
     allow_outside: bool = False,
 ) -> tuple[Path, Path]:
-    """The folders of images and of maps of a split: `images/training` and `annotations/training` in ADE20K.
+    """Return the folders of images and maps of a split: `images/training` and `annotations/training` in ADE20K.
 
     Args:
         root: Folder of the dataset.
@@ -179,7 +179,7 @@ def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], l
 
 
 def find_class_file(root: str | os.PathLike[str]) -> Path:
-    """The first of `CLASS_FILES` in a folder.
+    """Return the first of `CLASS_FILES` in a folder.
 
     Raises:
         DataError: If there is none.
@@ -191,7 +191,7 @@ def find_class_file(root: str | os.PathLike[str]) -> Path:
 
 
 def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = False) -> tuple[str, ...]:
-    """Names in the order of the labels in masks.
+    """Read the names of classes in the order of their labels.
 
     Args:
         path: A text with a name on each line; a table with tabs and a column "Name", as ADE20K's objectInfo150.txt; or
@@ -254,21 +254,19 @@ class LabelRules:
     Attributes:
         num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well.
         reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
-        outside_ignored: Ignore numbers out of range, which are an error otherwise.
-        resize: Resize a map to the size of its image, if they differ, which is an error otherwise.
+        repair: Ignore numbers out of range, and resize a map to the size of its image; both are errors otherwise.
     """
 
     num_classes: int
     reduce_zero_label: bool = False
-    outside_ignored: bool = False
-    resize: bool = False
+    repair: bool = False
 
     def __post_init__(self):
         if not 1 <= self.num_classes <= IGNORED:
             raise DataError(f"there may be 1 to {IGNORED} classes, got {self.num_classes}")
 
     def labels(self, values: np.ndarray) -> np.ndarray:
-        """Labels as they follow from numbers in files, of the same shape; -1 where they are out of range."""
+        """Turn numbers in files into labels of the same shape; -1 where they are out of range."""
         labels = values.astype(np.int32) - int(self.reduce_zero_label)
         labels[(labels < 0) | (labels >= self.num_classes)] = -1
         labels[values == IGNORED] = IGNORED
@@ -298,11 +296,11 @@ class SegmentationSource:
         return len(self._images)
 
     def name(self, index: int) -> str:
-        """The image's path."""
+        """Return the image's path."""
         return os.fsdecode(self._images[index])
 
     def load(self, index: int) -> Image.Image:
-        """The image, upright and in RGB.
+        """Return the image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read.
@@ -310,7 +308,7 @@ class SegmentationSource:
         return load_image(self.name(index))
 
     def target(self, index: int, size: tuple[int, int]) -> np.ndarray:
-        """`[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
+        """Return `[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
 
         Args:
             index: Number of the pair.
@@ -322,18 +320,19 @@ class SegmentationSource:
         path = os.fsdecode(self._maps[index])
         values = read_label_map(path)
         if values.shape != size:
-            if not self.rules.resize:
+            if not self.rules.repair:
                 raise ImageError(path, f"is {values.shape[1]}×{values.shape[0]} pixels, its image {size[1]}×{size[0]}")
             values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
         labels = self.rules.labels(values)
         outside = labels < 0
-        if outside.any() and not self.rules.outside_ignored:
+        if outside.any() and not self.rules.repair:
             raise ImageError(path, f"has the label {values[outside][0]}, which is not in the list of classes")
         labels[outside] = IGNORED
         return labels.astype(np.uint8)
 
 
 OpenedPairs = OpenedSplits[SegmentationSource]
+_Read = tuple[tuple[int, int], tuple[int, ...], np.ndarray]  # size of an image, of its map, and numbers in the map
 
 
 def open_and_check_pairs(
@@ -443,22 +442,12 @@ def check_pairs(
             report.add("maps without a labeled pixel, and there are no others", str(pair.label_map), repairing)
     if report.problems:
         return None, report
-    if repair:
-        rules = replace(rules, outside_ignored=True, resize=True)
-    return SegmentationSource(location, class_names, kept, rules), report
-
-
-class _Read(NamedTuple):
-    """Sizes (height, width) of an image and its map, and the numbers that occur in the map."""
-
-    image_size: tuple[int, int]
-    map_size: tuple[int, ...]
-    numbers: np.ndarray
+    return SegmentationSource(location, class_names, kept, replace(rules, repair=repair)), report
 
 
 def _read(pair: Pair) -> _Read:
     size, values = image_size(pair.image), read_label_map(pair.label_map)
-    return _Read(size, values.shape, np.unique(values))
+    return size, values.shape, np.unique(values)
 
 
 def _check_pair(pair: Pair, read: _Read | ImageError, rules: LabelRules, report: DataReport) -> np.ndarray | None:
@@ -468,20 +457,20 @@ def _check_pair(pair: Pair, read: _Read | ImageError, rules: LabelRules, report:
         fault = "maps of colors instead of labels" if colors else "files that cannot be read"
         report.add(fault, str(read), LEFT_OUT)
         return None
-    (height, width), (map_height, map_width) = read.image_size, read.map_size
+    (height, width), (map_height, map_width), numbers = read
     if (map_height, map_width) != (height, width):
         detail = f"{pair.label_map}: {map_width}×{map_height} for an image of {width}×{height}"
         if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
             report.add("maps of another shape than their image", detail, LEFT_OUT)
             return None
         report.add("maps of another size than their image", detail, "brought to the image's size")
-    labels = rules.labels(read.numbers)
-    outside = read.numbers[labels < 0].tolist()
+    labels = rules.labels(numbers)
+    outside = numbers[labels < 0].tolist()
     if outside:
         repair = "those pixels ignored"
         if outside == [rules.num_classes] and not rules.reduce_zero_label:
             repair += "; or set reduce_zero_label (--reduce-zero-label), if files count classes from 1, as scenes and "
             repair += "ADE20K do"
-        numbers = ", ".join(map(str, outside[:3])) + (", …" if len(outside) > 3 else "")
-        report.add("maps with labels outside of the list of classes", f"{pair.label_map}: {numbers}", repair)
+        first = ", ".join(map(str, outside[:3])) + (", …" if len(outside) > 3 else "")
+        report.add("maps with labels outside of the list of classes", f"{pair.label_map}: {first}", repair)
     return labels[(labels >= 0) & (labels < rules.num_classes)]

@@ -169,7 +169,7 @@ def check_annotations(
 
 
 def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -> list[str]:
-    """Categories whose id or name differs between two files: their labels would not mean the same."""
+    """Report categories whose id or name differs between two files: their labels would not mean the same."""
     ours, theirs = train.category_names, validation.category_names
     different = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
     if not different:

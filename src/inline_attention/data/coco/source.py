@@ -57,7 +57,7 @@ class CocoSource:
         """
         self.location, self.class_names = annotations.location, annotations.class_names
         self._files, self._masks = ListedFiles.of(image_folder), masks
-        labels = annotations.category_to_label
+        labels = {number: label for label, number in annotations.label_to_category.items()}
         by_image: defaultdict[int, list[CocoObject]] = defaultdict(list)
         for item in annotations.objects:
             if not item.is_crowd:  # losses do not know what to do with crowds
@@ -77,11 +77,11 @@ class CocoSource:
         return len(self.image_ids)
 
     def name(self, index: int) -> str:
-        """The image's path."""
+        """Return the image's path."""
         return os.path.join(self._files.folder, os.fsdecode(self._names[index]))
 
     def load(self, index: int) -> Image.Image:
-        """The image, upright and in RGB.
+        """Return the image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read, is outside of the data folder, or is not of the annotated size.
@@ -119,7 +119,7 @@ class CocoSource:
         return target
 
     def without_masks(self) -> Self:
-        """The same images, with targets that hold no masks."""
+        """Return the same images with targets without masks."""
         plain = copy.copy(self)
         plain._masks = False
         return plain
