@@ -19,7 +19,6 @@ from inline_attention.data.on_device import (
     PaddedCropAndFlip,
     RandAugment,
     RandomErasing,
-    Strength,
     blend,
     training_augmentation,
     unsupported_policy,
@@ -158,7 +157,7 @@ def test_blends_are_torchvision_s(name, function, pictures):
 def test_changes_of_values_are_torchvision_s(name, level, function, pictures):
     images = as_tensor(pictures)
     levels = torch.full((len(images), 1, 1, 1), float(level))
-    for image, result in zip(images, RECOLORING[name](images, Strength(levels, levels)), strict=True):
+    for image, result in zip(images, RECOLORING[name](images, levels), strict=True):
         assert (function(image).int() - result.int()).abs().max() <= 1
 
 

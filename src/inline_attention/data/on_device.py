@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +260,7 @@ def _smoothed(images: Tensor) -> Tensor:
 
 # What an image is blended with.
 DULLER: dict[str, Callable[[Tensor], Tensor]] = {
-    "Brightness": lambda images: torch.zeros_like(images, dtype=torch.float32),
+    "Brightness": lambda images: torch.zeros((), device=images.device),
     "Contrast": lambda images: _gray(images).mean((1, 2, 3), keepdim=True).round(),
     "Color": _gray,
     "Sharpness": _smoothed,
@@ -287,53 +286,36 @@ class ColorJitter(Step):
         """Blend three times."""
         order, factors = plan[..., None, None, None].chunk(2, dim=1)
         for turn in range(len(self.names)):
-            blended = images
+            duller = images.float()
             for number, name in enumerate(self.names):
-                changed = blend(images, DULLER[name](images), factors[:, turn])
-                blended = torch.where(order[:, turn] == number, changed, blended)
-            images = blended
+                duller = torch.where(order[:, turn] == number, DULLER[name](images), duller)
+            images = blend(images, duller, factors[:, turn])
         return images
-
-
-class Strength(NamedTuple):
-    """Strength of an operation for each image, `[B, 1, 1, 1]`: from 0 to 1, or more if a description allows."""
-
-    level: Tensor
-    signed: Tensor  # with a random sign
-
-
-def _enhance(duller: Callable[[Tensor], Tensor], images: Tensor, by: Strength) -> Tensor:
-    return blend(images, duller(images), 0.1 + 1.8 * by.level)
-
-
-def _enhance_increasingly(duller: Callable[[Tensor], Tensor], images: Tensor, by: Strength) -> Tensor:
-    """Blend by a factor that moves away from 1 with the strength, on either side."""
-    return blend(images, duller(images), (1 + 0.9 * by.signed).clamp(min=0.1))
 
 
 def _posterize(images: Tensor, bits: Tensor) -> Tensor:
     """Keep the highest bits."""
-    return images & (256 - 2 ** (8 - bits.clamp(0, 8))).to(torch.uint8)
+    return images & (256 - torch.exp2(8 - bits.clamp(0, 8))).round().to(torch.uint8)
 
 
 def _solarize(images: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(images < threshold, images, 255 - images)
 
 
-# The operations of RandAugment (Cubuk et al., 2019) by timm's names, with timm's strengths, on bytes `[B, 3, H, W]`.
+# The operations of RandAugment (Cubuk et al., 2019) by timm's names, with timm's strengths: functions of bytes
+# `[B, 3, H, W]` and of a level for each image, `[B, 1, 1, 1]`, from 0 to 1, or more if a description allows.
 # Results differ from Pillow's by at most one unit of 255.
-RECOLORING: dict[str, Callable[[Tensor, Strength], Tensor]] = {
-    **{name: partial(_enhance, duller) for name, duller in DULLER.items()},
-    **{f"{name}Increasing": partial(_enhance_increasingly, duller) for name, duller in DULLER.items()},
+BLENDS = {**DULLER, **{f"{name}Increasing": duller for name, duller in DULLER.items()}}
+RECOLORING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "AutoContrast": lambda images, _: transforms.autocontrast(images),
     "Equalize": lambda images, _: transforms.equalize(images),
     "Invert": lambda images, _: 255 - images,
-    "Posterize": lambda images, by: _posterize(images, (4 * by.level).floor()),
-    "PosterizeIncreasing": lambda images, by: _posterize(images, 4 - (4 * by.level).floor()),
-    "Solarize": lambda images, by: _solarize(images, (256 * by.level).floor()),
-    "SolarizeIncreasing": lambda images, by: _solarize(images, 256 - (256 * by.level).floor()),
-    "SolarizeAdd": lambda images, by: torch.where(
-        images < 128, images + (110 * by.level).clamp(max=128).to(torch.uint8), images
+    "Posterize": lambda images, level: _posterize(images, (4 * level).floor()),
+    "PosterizeIncreasing": lambda images, level: _posterize(images, 4 - (4 * level).floor()),
+    "Solarize": lambda images, level: _solarize(images, (256 * level).floor()),
+    "SolarizeIncreasing": lambda images, level: _solarize(images, 256 - (256 * level).floor()),
+    "SolarizeAdd": lambda images, level: torch.where(
+        images < 128, images + (110 * level).clamp(max=128).to(torch.uint8), images
     ),
 }
 WARPS = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
@@ -379,6 +361,7 @@ class RandAugment(Step):
         policy = _read_policy(description)
         first = policy.ops[0]
         self._names = [operation.name for operation in policy.ops]
+        self._increasing = any(name.endswith("Increasing") for name in self._names)
         self._layers, self._probability, self._magnitude = policy.num_layers, first.prob, float(first.magnitude)
         self._spread, self._largest = first.magnitude_std, first.magnitude_max or LARGEST_MAGNITUDE
         self.register_buffer("fill", torch.tensor([float(min(255, round(255 * value))) for value in mean]))
@@ -407,15 +390,22 @@ class RandAugment(Step):
         """
         for layer in plan.chunk(self._layers, dim=1):
             chosen, level, signed = layer[..., None, None, None].unbind(1)
-            recolored, warps = images, dict.fromkeys(WARPS, torch.zeros_like(level[:, 0]))
-            for number, name in enumerate(self._names, start=1):
-                if name in warps:
-                    warps[name] = torch.where(chosen == number, signed, 0.0)[:, 0]
-                else:
-                    changed = RECOLORING[name](images, Strength(level, signed))
-                    recolored = torch.where(chosen == number, changed, recolored)
-            images = warp(recolored, list(warps.values()), self.fill)
+            duller = images.float()
+            for number, name in self._numbered(BLENDS):
+                duller = torch.where(chosen == number, BLENDS[name](images), duller)
+            # An increasing factor moves away from 1 with the strength, on either side.
+            factors = (1 + 0.9 * signed).clamp(min=0.1) if self._increasing else 0.1 + 1.8 * level
+            images = blend(images, duller, factors)
+            for number, name in self._numbered(RECOLORING):
+                images = torch.where(chosen == number, RECOLORING[name](images, level), images)
+            warps: dict[str, Tensor] = dict.fromkeys(WARPS, torch.zeros_like(signed[:, 0]))
+            for number, name in self._numbered(WARPS):
+                warps[name] = torch.where(chosen == number, signed, 0.0)[:, 0]
+            images = warp(images, list(warps.values()), self.fill)
         return images
+
+    def _numbered(self, names: Collection[str]) -> list[tuple[int, str]]:
+        return [(number, name) for number, name in enumerate(self._names, start=1) if name in names]
 
 
 def _read_policy(description: str) -> Any:
@@ -435,7 +425,7 @@ def unsupported_policy(description: str) -> str | None:
     if policy.num_layers < 1:
         return "does nothing; use null for that"
     if policy.choice_weights is not None or any(
-        operation.name not in {*RECOLORING, *WARPS} for operation in policy.ops
+        operation.name not in {*BLENDS, *RECOLORING, *WARPS} for operation in policy.ops
     ):
         return "chooses from a set of its own, which whole batches cannot; leave its part that starts with t out"
     return None
