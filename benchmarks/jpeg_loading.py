@@ -25,10 +25,13 @@ from torchvision.datasets import ImageFolder
 
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
-from inline_attention.data import ImageLoader, Normalize, TrainingBatches, training_transform
+from inline_attention.data.batch import Normalize
 from inline_attention.data.broken import BrokenImages
+from inline_attention.data.loading import ImageLoader
+from inline_attention.data.sampling import TrainingBatches
 from inline_attention.data.scenes import render_scene
 from inline_attention.data.sources import FolderSource
+from inline_attention.data.transforms import training_transform
 
 RESULTS = Path(__file__).parent / "results"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -24,7 +24,9 @@ from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.benchmark.timing import synchronize
 from inline_attention.cli.bench import resolve_device
-from inline_attention.data import Batch, MemoryImages, MemoryLoader, TrainingBatches, training_augmentation
+from inline_attention.data.batch import Batch
+from inline_attention.data.on_device import MemoryImages, MemoryLoader, training_augmentation
+from inline_attention.data.sampling import TrainingBatches
 
 RESULTS = Path(__file__).parent / "results"
 CLASSES, SIDE = 10, 32

@@ -10,17 +10,10 @@ from PIL import Image
 
 from data.coco_files import SQUARE, annotation, some_mask, write_coco
 from data.conftest import noise
-from inline_attention.data.coco import (
-    CocoSource,
-    MaskError,
-    decode_mask,
-    encode_mask,
-    find_annotation_file,
-    find_image_folder,
-    open_and_check_coco,
-    read_annotations,
-)
-from inline_attention.data.coco.masks import MaskSizeError, mask_extent
+from inline_attention.data.coco.annotations import find_annotation_file, find_image_folder, read_annotations
+from inline_attention.data.coco.checks import open_and_check_coco
+from inline_attention.data.coco.masks import MaskError, MaskSizeError, decode_mask, encode_mask, mask_extent
+from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 
@@ -143,7 +136,6 @@ def test_targets_are_those_of_torchvision(tmp_path):
     file = write_coco(tmp_path, objects)
     annotations = read_annotations(file)
     assert annotations.class_names == ("car", "train", "kite")
-    assert annotations.category_to_label == {3: 1, 7: 2, 90: 3}
     assert annotations.label_to_category == {1: 3, 2: 7, 3: 90}
     assert find_annotation_file(tmp_path, "train") == file
     folder = find_image_folder(tmp_path, annotations, "train")
@@ -176,9 +168,9 @@ def test_targets_are_those_of_torchvision(tmp_path):
         "area": (0,),
         "iscrowd": (0,),
     }
-    with_crowds = CocoSource(annotations, folder, crowds=True, masks=False).target(0)
-    assert with_crowds["iscrowd"].tolist() == [0, 0, 1]
-    assert "masks" not in with_crowds
+    plain = CocoSource(annotations, folder, masks=False).target(0)
+    assert plain["iscrowd"].tolist() == [0, 0], "crowds are left out"
+    assert "masks" not in plain
     filled = CocoSource(annotations, folder, skip_empty=True)
     assert filled.image_ids.tolist() == [1, 3]
     assert filled.target(1)["boxes"].shape == (1, 4)

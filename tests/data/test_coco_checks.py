@@ -6,14 +6,10 @@ from PIL import Image
 
 from data.coco_files import SQUARE, annotation, some_mask, write_coco
 from data.conftest import noise
-from inline_attention.data.coco import (
-    CocoSource,
-    check_annotations,
-    decode_mask,
-    encode_mask,
-    open_and_check_coco,
-    read_annotations,
-)
+from inline_attention.data.coco.annotations import read_annotations
+from inline_attention.data.coco.checks import check_annotations, open_and_check_coco
+from inline_attention.data.coco.masks import decode_mask, encode_mask
+from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
 

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from data.conftest import add_to_tar, jpeg, noise, write_pictures
-from inline_attention.data import BrokenImages, EvaluationBatches, ImageLoader, evaluation_transform
+from inline_attention.data.broken import BrokenImages
 from inline_attention.data.cifar10 import CLASS_NAMES
 from inline_attention.data.datasets import open_and_check, open_dataset
 from inline_attention.data.images import ImageError
+from inline_attention.data.loading import ImageLoader
+from inline_attention.data.sampling import EvaluationBatches
 from inline_attention.data.sources import DataError
+from inline_attention.data.transforms import evaluation_transform
 
 
 def test_digits_need_no_files():

@@ -126,9 +126,7 @@ def test_no_class_fills_a_crop_where_it_can_be_avoided():
     image = Image.new("RGB", (256, 64))
 
     def shares(largest):
-        transform = segmentation_training_transform(
-            64, scale=(1.0, 1.0), largest_class_share=largest, flip=0, photometric=False
-        )
+        transform = segmentation_training_transform(64, scale=(1.0, 1.0), largest_class_share=largest, flip=0)
         torch.manual_seed(0)
         return [torch.bincount(transform(image, labels)[1].flatten()).max().item() / 64**2 for _ in range(60)]
 

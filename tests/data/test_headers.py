@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from data.conftest import bomb, noise
-from inline_attention.data.images import ImageError, image_size, image_sizes, load_image
+from inline_attention.data.images import ImageError, image_size, load_image, read_in_threads
 
 
 def turned(orientation):
@@ -95,7 +95,7 @@ def test_threads_open_files_at_the_same_time_and_leave_no_trace(tmp_path, monkey
 
     monkeypatch.setattr(Image, "open", open_together)
     filters = list(warnings.filters)
-    assert list(image_sizes(paths)) == [(40, 48)] * 8
+    assert list(read_in_threads(image_size, paths)) == [(40, 48)] * 8
     assert (Image.MAX_IMAGE_PIXELS, warnings.filters) == (100, filters)
 
 
@@ -103,9 +103,8 @@ def test_errors_come_among_the_sizes(tmp_path):
     noise(0).save(tmp_path / "x.png")
     (tmp_path / "empty.png").touch()
     Image.fromarray(np.zeros((4, 4), dtype=np.uint8)).save(tmp_path / "x.dds")
-    empty, absent, foreign, good = image_sizes(
-        tmp_path / name for name in ("empty.png", "absent.png", "x.dds", "x.png")
-    )
+    paths = [tmp_path / name for name in ("empty.png", "absent.png", "x.dds", "x.png")]
+    empty, absent, foreign, good = read_in_threads(image_size, paths)
     assert str(empty).startswith(f"{tmp_path}/empty.png: is empty; expected JPEG")
     assert str(absent) == f"{tmp_path}/absent.png: cannot be opened: No such file or directory"
     assert "is damaged or no image; expected JPEG" in str(foreign)

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import sys
-from inline_attention.data.coco import open_and_check_coco
+from inline_attention.data.coco.checks import open_and_check_coco
 from inline_attention.data.segmentation import open_and_check_pairs
 assert open_and_check_coco("absent").problems and open_and_check_pairs("absent").problems
 models = ("timm", "inline_attention.models")

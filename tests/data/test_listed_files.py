@@ -7,7 +7,9 @@ import pytest
 
 from data.coco_files import annotation, write_coco
 from data.conftest import noise
-from inline_attention.data.coco import CocoSource, check_annotations, open_and_check_coco, read_annotations
+from inline_attention.data.coco.annotations import read_annotations
+from inline_attention.data.coco.checks import check_annotations, open_and_check_coco
+from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
 from inline_attention.data.segmentation import find_pair_folders
 from inline_attention.data.sources import DataError

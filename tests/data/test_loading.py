@@ -18,21 +18,13 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from data.conftest import bomb, noise, write_pictures
-from inline_attention.data import (
-    BrokenImageLimit,
-    BrokenImages,
-    BrokenImagesError,
-    DataWorkerError,
-    EvaluationBatches,
-    ImageLoader,
-    Normalize,
-    SeededMixup,
-    TrainingBatches,
-    evaluation_transform,
-    loading,
-    open_dataset,
-    training_transform,
-)
+from inline_attention.data import loading
+from inline_attention.data.batch import Normalize
+from inline_attention.data.broken import BrokenImageLimit, BrokenImages, BrokenImagesError
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.loading import DataWorkerError, ImageLoader
+from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
+from inline_attention.data.transforms import SeededMixup, evaluation_transform, training_transform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HEAVY = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.5, "re_mode": "pixel"}

@@ -2,17 +2,10 @@ import pytest
 import torch
 
 from data.conftest import write_pictures
-from inline_attention.data import (
-    BrokenImages,
-    BrokenImagesError,
-    EvaluationBatches,
-    MemoryImages,
-    MemoryLoader,
-    TrainingBatches,
-    decode_to_memory,
-    open_dataset,
-)
-from inline_attention.data.on_device import training_augmentation
+from inline_attention.data.broken import BrokenImages, BrokenImagesError
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.on_device import MemoryImages, MemoryLoader, decode_to_memory, training_augmentation
+from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 
 STATISTICS = {"mean": [0.0] * 3, "std": [1.0] * 3}
 # Everything that could depend on where in which batch an image lies.

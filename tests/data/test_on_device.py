@@ -13,19 +13,17 @@ from torchvision.transforms import functional as TF
 
 from data.conftest import noise
 from inline_attention.data.on_device import (
+    DULLER,
+    RECOLORING,
     ColorJitter,
-    Operation,
     PaddedCropAndFlip,
     RandAugment,
     RandomErasing,
     blend,
-    pixel_noise,
-    replace_values,
     training_augmentation,
     unsupported_policy,
 )
 
-CPU = torch.device("cpu")
 STRONG = "rand-m9-mstd0.5-inc1"
 OPERATIONS = [*rand_augment_transform("rand-inc1").ops, *rand_augment_transform("rand-inc0").ops]
 SIZE = (40, 48)
@@ -50,9 +48,9 @@ def generator(seed=0):
 @pytest.mark.parametrize("name", sorted({operation.name for operation in OPERATIONS}))
 @pytest.mark.parametrize("magnitude", [0, 3, 9, 10])
 def test_each_operation_of_randaugment_does_what_timm_does(name, magnitude, pictures, monkeypatch):
-    step = RandAugment(f"rand-m{magnitude}-n1-p1-inc{int('Increasing' in name)}", size=SIZE, mean=GREY)
+    step = RandAugment(f"rand-m{magnitude}-n1-p1-inc{int('Increasing' in name)}", mean=GREY)
     monkeypatch.setattr(step, "_names", [name])
-    plan = step.draw(len(pictures), generator(), CPU)
+    plan = step.draw(len(pictures), generator())
     got = step(as_tensor(pictures), plan)
     assert got.dtype == torch.uint8
     for picture, image in zip(pictures, got, strict=True):
@@ -72,21 +70,22 @@ def test_each_operation_of_randaugment_does_what_timm_does(name, magnitude, pict
 
 
 def test_layers_follow_one_another_and_both_signs_occur(pictures):
-    once = RandAugment("rand-m9-n1-p1-inc1", size=SIZE, mean=GREY)
-    twice = RandAugment("rand-m9-n2-p1-inc1", size=SIZE, mean=GREY)
+    once = RandAugment("rand-m9-n1-p1-inc1", mean=GREY)
+    twice = RandAugment("rand-m9-n2-p1-inc1", mean=GREY)
     images = as_tensor(pictures)
-    plan = twice.draw(len(images), generator(), CPU)
+    plan = twice.draw(len(images), generator())
     first, second = plan.chunk(2, dim=1)
     assert torch.equal(twice(images, plan), once(once(images, first), second))
-    plans = RandAugment("rand-m9-n1-p1-inc1", size=SIZE, mean=GREY).draw(2000, generator(), CPU)
-    shears = plans[plans[:, 0] == Operation.WARP, 2]
-    assert shears.min() < 0 < shears.max()
+    plans = RandAugment("rand-m9-n1-p1-inc1", mean=GREY).draw(2000, generator())
+    level, signed = plans[:, 1], plans[:, 2]
+    assert torch.equal(signed.abs(), level)
+    assert signed.min() < 0 < signed.max()
 
 
 def test_half_of_the_layers_do_nothing_and_leave_every_byte(pictures):
-    step = RandAugment("rand-m9-n1-inc1", size=SIZE, mean=GREY)
-    plan = step.draw(4000, generator(), CPU)
-    idle = plan[:, 0] == Operation.NONE
+    step = RandAugment("rand-m9-n1-inc1", mean=GREY)
+    plan = step.draw(4000, generator())
+    idle = plan[:, 0] == 0
     assert 0.45 < idle.float().mean() < 0.55
     images = as_tensor(pictures)
     assert torch.equal(step(images, plan[idle][: len(images)]), images)
@@ -97,7 +96,7 @@ def test_half_of_the_layers_do_nothing_and_leave_every_byte(pictures):
     [("rand-m9-mstd0", 9, 9, 9), ("rand-m10-mstd101", 0, 5, 10), ("rand-m4-mstd2", 0, 4, 10)],
 )
 def test_magnitudes(description, lowest, mean, highest):
-    magnitudes = RandAugment(description, size=SIZE, mean=GREY)._draw_magnitudes(10_000, generator())
+    magnitudes = RandAugment(description, mean=GREY)._draw_magnitudes(10_000, generator())
     assert lowest <= magnitudes.min() <= lowest + 0.1
     assert highest - 0.1 <= magnitudes.max() <= highest
     assert magnitudes.mean().item() == pytest.approx(mean, abs=0.1)
@@ -117,62 +116,64 @@ def test_magnitudes(description, lowest, mean, highest):
 def test_policies_that_batches_cannot_take_are_refused_with_a_reason(description, reason):
     assert reason in unsupported_policy(description)
     with pytest.raises(ValueError, match=reason):
-        RandAugment(description, size=SIZE, mean=GREY)
+        RandAugment(description, mean=GREY)
 
 
 def test_timm_forgets_a_description_after_reading_it():
-    RandAugment("rand-mstd3", size=SIZE, mean=GREY)
-    assert RandAugment("rand-mstd0.5", size=SIZE, mean=GREY)._spread == 0.5
-    assert RandAugment("rand-m9", size=SIZE, mean=GREY)._spread == 0
+    RandAugment("rand-mstd3", mean=GREY)
+    assert RandAugment("rand-mstd0.5", mean=GREY)._spread == 0.5
+    assert RandAugment("rand-m9", mean=GREY)._spread == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "function"),
+    ("name", "function"),
     [
-        (Operation.BRIGHTNESS, TF.adjust_brightness),
-        (Operation.CONTRAST, TF.adjust_contrast),
-        (Operation.COLOR, TF.adjust_saturation),
-        (Operation.SHARPNESS, TF.adjust_sharpness),
+        ("Brightness", TF.adjust_brightness),
+        ("Contrast", TF.adjust_contrast),
+        ("Color", TF.adjust_saturation),
+        ("Sharpness", TF.adjust_sharpness),
     ],
 )
-def test_blends_are_torchvision_s(kind, function, pictures):
+def test_blends_are_torchvision_s(name, function, pictures):
     images = as_tensor(pictures)
     factors = torch.linspace(0, 2, len(images))
-    got = blend(images.float(), torch.full((len(images),), int(kind)), factors)
+    got = blend(images, DULLER[name](images), factors[:, None, None, None])
     for image, factor, result in zip(images, factors.tolist(), got, strict=True):
-        assert (function(image, factor).float() - result).abs().max() <= 2  # its grey is not rounded before it is used
+        difference = function(image, factor).int() - result.int()
+        assert difference.abs().max() <= 2  # its grey is not rounded before it is used
 
 
 @pytest.mark.parametrize(
-    ("kind", "argument", "function"),
+    ("name", "level", "function"),
     [
-        (Operation.POSTERIZE, 0b11100000, lambda image: TF.posterize(image, 3)),
-        (Operation.SOLARIZE, 77, lambda image: TF.solarize(image, 77)),
-        (Operation.SOLARIZE, 0, TF.invert),
-        (Operation.AUTO_CONTRAST, 0, TF.autocontrast),
-        (Operation.EQUALIZE, 0, TF.equalize),
+        ("Posterize", 0.75, lambda image: TF.posterize(image, 3)),
+        ("Solarize", 77 / 256, lambda image: TF.solarize(image, 77)),
+        ("Solarize", 0, TF.invert),
+        ("Invert", 0, TF.invert),
+        ("AutoContrast", 0, TF.autocontrast),
+        ("Equalize", 0, TF.equalize),
     ],
 )
-def test_tables_are_torchvision_s(kind, argument, function, pictures):
+def test_changes_of_values_are_torchvision_s(name, level, function, pictures):
     images = as_tensor(pictures)
-    got = replace_values(images, torch.full((len(images),), int(kind)), torch.full((len(images),), argument))
-    for image, result in zip(images, got, strict=True):
+    levels = torch.full((len(images), 1, 1, 1), float(level))
+    for image, result in zip(images, RECOLORING[name](images, levels), strict=True):
         assert (function(image).int() - result.int()).abs().max() <= 1
 
 
 def test_images_of_a_pixel_can_be_changed():
     images = torch.randint(0, 256, (64, 3, 1, 1), dtype=torch.uint8)
-    step = RandAugment("rand-m9-n2-p1-inc1", size=(1, 1), mean=GREY)
-    assert step(images, step.draw(64, generator(), CPU)).shape == images.shape
+    step = RandAugment("rand-m9-n2-p1-inc1", mean=GREY)
+    assert step(images, step.draw(64, generator())).shape == images.shape
 
 
 def test_colour_jitter_draws_order_and_factors_per_image(pictures):
     step = ColorJitter(0.4)
-    plan = step.draw(3000, generator(), CPU)
+    plan = step.draw(3000, generator())
     assert len({tuple(row) for row in plan[:, :3].int().tolist()}) == 6
     assert 0.6 <= plan[:, 3:].min() < 0.61
     assert 1.39 < plan[:, 3:].max() <= 1.4
-    functions = {1: TF.adjust_brightness, 2: TF.adjust_contrast, 3: TF.adjust_saturation}
+    functions = [TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation]
     images = as_tensor(pictures)
     for image, row, result in zip(images, plan.tolist(), step(images, plan[: len(images)]), strict=False):
         for kind, factor in zip(row[:3], row[3:], strict=True):
@@ -181,7 +182,7 @@ def test_colour_jitter_draws_order_and_factors_per_image(pictures):
 
 
 def test_strong_jitter_goes_no_further_than_black():
-    assert ColorJitter(2.0).draw(1000, generator(), CPU)[:, 3:].min() >= 0
+    assert ColorJitter(2.0).draw(1000, generator())[:, 3:].min() >= 0
 
 
 def test_crop_and_flip_against_one_by_one():
@@ -195,7 +196,7 @@ def test_crop_and_flip_against_one_by_one():
 
 
 def test_flips_happen_as_often_as_asked():
-    plan = PaddedCropAndFlip(2, hflip=0.3, vflip=0.1).draw(20_000, generator(), CPU)
+    plan = PaddedCropAndFlip(2, hflip=0.3, vflip=0.1).draw(20_000, generator())
     assert plan[:, :2].unique().tolist() == [0, 1, 2, 3, 4]
     assert plan[:, 2:].mean(0).tolist() == pytest.approx([0.3, 0.1], abs=0.01)
 
@@ -203,7 +204,7 @@ def test_flips_happen_as_often_as_asked():
 class TestErasing:
     def erased(self, mode="const", count=1, probability=1.0, number=3000, size=(32, 24)):
         step = RandomErasing(probability, size=size, mode=mode, largest_count=count)
-        return step(torch.full((number, 3, *size), 9.0), step.draw(number, generator(), CPU))
+        return step(torch.full((number, 3, *size), 9.0), step.draw(number, generator()))
 
     def test_a_rectangle_is_filled_as_often_as_asked(self):
         holes = self.erased(probability=0.25)[:, 0] == 0
@@ -237,10 +238,11 @@ class TestErasing:
         assert self.erased(size=(1, 1), number=10).shape == (10, 3, 1, 1)
 
 
-def test_noise_depends_on_its_key_alone_and_is_normal():
-    keys = torch.arange(200) * 83_000
-    values = pixel_noise(keys, (3, 16, 16))
-    assert torch.equal(pixel_noise(keys[7:8], (3, 16, 16))[0], values[7])
+def test_noise_depends_on_its_place_alone_and_is_normal():
+    step = RandomErasing(1.0, size=(16, 16), mode="pixel", largest_count=1)
+    places = torch.arange(200) * 83_000
+    values = step.noise_from(places, (3, 16, 16))
+    assert torch.equal(step.noise_from(places[7:8], (3, 16, 16))[0], values[7])
     assert values.isfinite().all()
     assert values.mean().item() == pytest.approx(0, abs=0.01)
     assert values.var().item() == pytest.approx(1, abs=0.01)
@@ -251,16 +253,16 @@ def test_noise_depends_on_its_key_alone_and_is_normal():
 
 def test_a_step_more_leaves_the_others_as_they_were():
     options = {"size": SIZE, "mean": GREY, "std": GREY, "crop_padding": 2, "hflip": 0.5}
-    plain = training_augmentation(**options).draw(50, 1, 2, CPU)
-    strong = training_augmentation(**options, auto_augment=STRONG, re_prob=0.25).draw(50, 1, 2, CPU)
+    plain = training_augmentation(**options).draw(50, 1, 2)
+    strong = training_augmentation(**options, auto_augment=STRONG, re_prob=0.25).draw(50, 1, 2)
     assert (len(plain), len(strong)) == (1, 3)
     assert torch.equal(plain[0], strong[0])
 
 
 def test_as_in_timm_colour_jitter_makes_way_for_a_policy():
     options = {"size": SIZE, "mean": GREY, "std": GREY, "color_jitter": 0.4}
-    assert [plan.shape[1] for plan in training_augmentation(**options).draw(5, 0, 0, CPU)] == [6]
-    assert [plan.shape[1] for plan in training_augmentation(**options, auto_augment=STRONG).draw(5, 0, 0, CPU)] == [14]
+    assert [plan.shape[1] for plan in training_augmentation(**options).draw(5, 0, 0)] == [6]
+    assert [plan.shape[1] for plan in training_augmentation(**options, auto_augment=STRONG).draw(5, 0, 0)] == [6]
 
 
 @pytest.mark.gpu
@@ -269,10 +271,10 @@ def test_a_gpu_draws_and_does_the_same(pictures):
     augmentation = training_augmentation(
         SIZE, mean=GREY, std=GREY, crop_padding=2, hflip=0.5, vflip=0.1, auto_augment=STRONG, re_prob=0.25, re_count=2
     )
-    here = augmentation(images, augmentation.draw(len(images), 1, 2, CPU))
+    here = augmentation(images, augmentation.draw(len(images), 1, 2))
     augmentation, device = augmentation.cuda(), torch.device("cuda")
     with torch.cuda.device(device):
-        plans = augmentation.draw(len(images), 1, 2, device)
+        plans = [plan.to(device) for plan in augmentation.draw(len(images), 1, 2)]
         images = images.to(device)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

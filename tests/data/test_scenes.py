@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inline_attention.data.coco import check_annotations, decode_mask, read_annotations
+from inline_attention.data.coco.annotations import read_annotations
+from inline_attention.data.coco.checks import check_annotations
+from inline_attention.data.coco.masks import decode_mask
 from inline_attention.data.images import load_image
 from inline_attention.data.scenes import OBJECT_KINDS, SEMANTIC_CLASSES, ScenesPlan, render_scene, write_scenes
 from inline_attention.data.scenes.rendering import (

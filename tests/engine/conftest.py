@@ -2,7 +2,7 @@
 
 import pytest
 
-from inline_attention.data import open_dataset
+from inline_attention.data.datasets import open_dataset
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from engine import pair
 from engine import runs as digits
 from engine.pair import in_pair
-from inline_attention.data import open_dataset
+from inline_attention.data.datasets import open_dataset
 from inline_attention.engine import train
 from inline_attention.engine.config import with_overrides
 from inline_attention.recipes import get_recipe

@@ -79,7 +79,7 @@ def check(
     allow_outside_files: OutsideFiles = False,
 ) -> None:
     """Check a dataset before training: count the faults, name the first, suggest what to do."""
-    from inline_attention.data.coco import open_and_check_coco
+    from inline_attention.data.coco.checks import open_and_check_coco
     from inline_attention.data.segmentation import open_and_check_pairs
 
     with progress_bar(make_console(stderr=True)) as progress:

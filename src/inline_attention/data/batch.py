@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from inline_attention.data.broken import BrokenImage
 
@@ -43,24 +44,20 @@ class AnyBatch(Generic[Images, Targets]):
         return len(self.indices)
 
     def pin_memory(self) -> Self:
-        """A copy that a GPU can fetch by itself; called by torch's data loader."""
+        """Return a copy in pinned memory; called by torch's data loader."""
         return self._mapped(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Self:
-        """A copy on the device, without waiting for it."""
+        """Return a copy on the device, without waiting for it."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def normalized(self, normalize: Normalize) -> Self:
-        """A copy with normalized images."""
-        return replace(self, images=_map(normalize, self.images))
+        """Return a copy with normalized images."""
+        return replace(self, images=tree_map(normalize, self.images))
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return replace(
-            self,
-            images=_map(function, self.images),
-            targets=_map(function, self.targets),
-            indices=function(self.indices),
-        )
+        images, targets, indices = tree_map(function, (self.images, self.targets, self.indices))
+        return replace(self, images=images, targets=targets, indices=indices)
 
 
 class Batch(AnyBatch[Tensor, Tensor]):
@@ -69,14 +66,6 @@ class Batch(AnyBatch[Tensor, Tensor]):
 
 class UnequalBatch(AnyBatch[tuple[Tensor, ...], tuple[Target, ...]]):
     """Images `[C, H, W]`, each of its own size, with a target each."""
-
-
-def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _map(function, item) for name, item in value.items()}
-    return tuple(_map(function, item) for item in value)
 
 
 class Normalize(nn.Module):

@@ -59,7 +59,7 @@ class BrokenImageLimit:
             )
 
     def allowed(self, total: int) -> int:
-        """Number of images that may be broken among `total`."""
+        """Return how many of `total` images may be broken."""
         return max(0, min(self.count, int(self.share * total), total - 1))
 
 

@@ -53,7 +53,7 @@ class _Version(NamedTuple):
 
 
 def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
-    """The images of a split from either version below `root`, or None if neither is there.
+    """Return the images of a split from either version below `root`, or None if neither is there.
 
     Raises:
         DataError: If there is no such split, or a file is missing, damaged, or asks for code. Nothing was run.

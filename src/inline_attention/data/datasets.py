@@ -37,12 +37,8 @@ CHECKED_IMAGES = 16
 NAMED = 5  # classes listed in a message
 
 
-class OpenedData(OpenedSplits[ImageSource]):
-    """Training and validation images, as far as they could be opened, and all that is wrong with them."""
-
-
 def digits(split: str) -> ArraySource:
-    """The digits as RGB images of 8×8 pixels, white on black: 1,437 to train on, 360 to validate on."""
+    """Return the digits as RGB images of 8×8 pixels, white on black: 1,437 to train on, 360 to validate on."""
     part = slice(None, TRAINING_SAMPLES) if is_training_split(split, "digits") else slice(TRAINING_SAMPLES, None)
     path = files("inline_attention.data") / "digits.npz"
     with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
@@ -96,7 +92,7 @@ class HubSource(ImageSource):
         return load_image(path)
 
     def name(self, index: int) -> str:
-        """The number in the dataset, which is what one looks it up by."""
+        """Return the dataset and the image's number in it."""
         return f"{self.location}[{index}]"
 
 
@@ -151,7 +147,7 @@ def open_and_check(
     train_split: str = "train",
     validation_split: str = "validation",
     num_classes: int | None = None,
-) -> OpenedData:
+) -> OpenedSplits[ImageSource]:
     """Open both splits of a dataset and check them.
 
     Args:
@@ -183,11 +179,11 @@ def open_and_check(
             validation = validation.with_classes(train.class_names)
     if validation is not None:
         problems += check_readable(validation)
-    return OpenedData(train, validation, each_once(problems))
+    return OpenedSplits(train, validation, each_once(problems))
 
 
 def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
-    """Empty classes, class numbers out of range, and the number of classes against the model's."""
+    """Report empty classes, class numbers out of range, and a number of classes that is not the model's."""
     problems: list[str] = []
     if source.empty_classes:
         empty = _listed(source.empty_classes, "empty class")
@@ -206,7 +202,7 @@ def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
 
 
 def check_same_classes(train: ImageSource, validation: ImageSource) -> list[str]:
-    """Classes that only one of them has."""
+    """Report classes that only one of the two has."""
     problems: list[str] = []
     for one, other in ((train, validation), (validation, train)):
         known = set(other.class_names)

@@ -9,6 +9,7 @@ Shapes: `n` objects, `H`, `W` height and width in pixels, `S` side of crops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,24 +21,24 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as transforms
 
 from inline_attention.data.batch import Target
-from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.loading import Samples
-from inline_attention.data.segmentation.pairs import IGNORED, SegmentationSource
+from inline_attention.data.segmentation import IGNORED
 
 SHORTER_SIDE, LONGEST_SIDE = 800, 1333
 MULTI_SCALE = tuple(range(480, SHORTER_SIDE + 1, 32))
 LONGEST_TO_SHORTEST = 4  # label maps of longer images are scaled by their longer side
 CROP_ATTEMPTS = 10
 LABELS = "labels"
+# Not torchvision's `RandomPhotometricDistort`, which also swaps red, green and blue in every second image: after that
+# colors tell a network nothing.
+_RANGES = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
+RECOLOR = v2.Compose([v2.RandomApply([v2.ColorJitter(**{name: limits})], p=0.5) for name, limits in _RANGES.items()])
 DetectionTransform = Callable[[Image.Image, Target], tuple[Tensor, Target]]
 SegmentationTransform = Callable[[Image.Image, np.ndarray], tuple[Tensor, Tensor]]
 
 
 class CocoSamples(Samples):
-    """Images with boxes and masks."""
-
-    def __init__(self, source: CocoSource, transform: DetectionTransform):
-        super().__init__(source, transform)
+    """Images of a `CocoSource` with boxes and masks, changed by a `DetectionTransform`."""
 
     def read(self, index: int) -> tuple[Tensor, Target]:
         """Return an image and its target. Evaluation finds the original height and width under `size`."""
@@ -46,10 +47,7 @@ class CocoSamples(Samples):
 
 
 class SegmentationSamples(Samples):
-    """Images with a label for each pixel."""
-
-    def __init__(self, source: SegmentationSource, transform: SegmentationTransform):
-        super().__init__(source, transform)
+    """Images of a `SegmentationSource` with a label for each pixel, changed by a `SegmentationTransform`."""
 
     def read(self, index: int) -> tuple[Tensor, Target]:
         """Return an image and its labels."""
@@ -76,14 +74,14 @@ def detection_training_transform(
     It takes an image and its target (see `CocoSource.target`) to a `[3, H, W]` uint8 tensor and its target. Areas stay
     those of the original image.
     """
-    return _TargetTransform(v2.Compose([_RandomResize(shorter_sides, longest_side), v2.RandomHorizontalFlip(flip)]))
+    return partial(_transform_target, shorter_sides=tuple(shorter_sides), longest_side=longest_side, flip=flip)
 
 
 def detection_evaluation_transform(
     shorter_side: int = SHORTER_SIDE, longest_side: int = LONGEST_SIDE
 ) -> DetectionTransform:
     """Return a transform that resizes. Arguments and result are those of `detection_training_transform`."""
-    return _TargetTransform(_RandomResize((shorter_side,), longest_side))
+    return partial(_transform_target, shorter_sides=(shorter_side,), longest_side=longest_side, flip=0.0)
 
 
 def segmentation_training_transform(
@@ -92,7 +90,6 @@ def segmentation_training_transform(
     scale: tuple[float, float] = (0.5, 2.0),
     largest_class_share: float = 0.75,
     flip: float = 0.5,
-    photometric: bool = True,
 ) -> SegmentationTransform:
     """Return a transform that scales, crops, flips and recolors at random, as is usual on ADE20K.
 
@@ -104,124 +101,73 @@ def segmentation_training_transform(
         scale: Smallest and largest share of `crop` that the shorter side is resized to.
         largest_class_share: Largest share of a crop that one class may take, if a few attempts can avoid more.
         flip: Probability of a left-right flip.
-        photometric: Change brightness, contrast, saturation and hue.
     """
-    steps = [_RandomScale(crop, scale), _VariedCrop(crop, largest_class_share), v2.RandomHorizontalFlip(flip)]
-    if photometric:
-        # Not torchvision's `RandomPhotometricDistort`, which also swaps red, green and blue in every second image:
-        # after that colors tell a network nothing.
-        ranges = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
-        steps += [v2.RandomApply([v2.ColorJitter(**{name: limits})], p=0.5) for name, limits in ranges.items()]
-    return _LabelTransform(v2.Compose(steps))
+    return partial(_transform_labels, crop=crop, scale=scale, largest_share=largest_class_share, flip=flip)
 
 
 def segmentation_evaluation_transform(shorter_side: int = 512) -> SegmentationTransform:
     """Return a transform that resizes the image. Labels keep their size, as metrics count the original pixels."""
-    return _ImageResize(shorter_side)
+    return partial(_resize_image, shorter_side=shorter_side)
 
 
-class _RandomResize(v2.Transform):
-    """Resize to a shorter side chosen at random from `shorter_sides`. With one to choose from, nothing is random.
-
-    torchvision's `RandomShortestSize` fails on an image so thin that a side vanishes.
-    """
-
-    def __init__(self, shorter_sides: Sequence[int], longest_side: int):
-        super().__init__()
-        self._shorter_sides, self._longest_side = tuple(shorter_sides), longest_side
-
-    def draw(self) -> tuple[float, float]:
-        return self._shorter_sides[int(torch.randint(len(self._shorter_sides), ()))], self._longest_side
-
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        height, width = v2.query_size(flat_inputs)
-        return {"size": list(fitted_size((height, width), *self.draw()))}
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        return transforms.resize(inpt, params["size"], antialias=True)
-
-
-class _RandomScale(_RandomResize):
-    """Resize the shorter side to a random share of the crop's size."""
-
-    def __init__(self, crop: int, scale: tuple[float, float]):
-        super().__init__((), 0)
-        self._crop, self._scale = crop, scale
-
-    def draw(self) -> tuple[float, float]:
-        shorter = self._crop * float(torch.empty(()).uniform_(*self._scale))
-        return shorter, LONGEST_TO_SHORTEST * shorter
+# The transforms are pickled for worker processes, which functions inside of functions cannot be.
+def _transform_target(
+    image: Image.Image, target: Target, *, shorter_sides: tuple[int, ...], longest_side: int, flip: float
+) -> tuple[Tensor, Target]:
+    boxes = tv_tensors.BoundingBoxes(
+        target["boxes"],
+        format=tv_tensors.BoundingBoxFormat.XYXY,  # pyright: ignore[reportCallIssue]
+        canvas_size=(image.height, image.width),
+    )
+    moved: dict[str, Any] = {"image": transforms.pil_to_tensor(image), "boxes": boxes}
+    if "masks" in target:
+        moved["masks"] = tv_tensors.Mask(target["masks"])
+    # torchvision's `RandomShortestSize` fails on an image so thin that a side vanishes.
+    shorter_side = shorter_sides[int(torch.randint(len(shorter_sides), ()))]
+    size = list(fitted_size((image.height, image.width), shorter_side, longest_side))
+    mirrored = float(torch.rand(())) < flip
+    for name, value in moved.items():
+        resized = transforms.resize(value, size, antialias=True)
+        moved[name] = (transforms.horizontal_flip(resized) if mirrored else resized).as_subclass(torch.Tensor)
+    return moved.pop("image"), {**target, **moved}
 
 
-class _VariedCrop(v2.Transform):
-    """Crop at random, several times if one class fills nearly all of the crop. Small images stay whole."""
-
-    def __init__(self, crop: int, largest_share: float):
-        super().__init__()
-        self._crop, self._largest_share = crop, largest_share
-
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        height, width = v2.query_size(flat_inputs)
-        labels = next(item for item in flat_inputs if isinstance(item, tv_tensors.Mask))
-        params: dict[str, Any] = {"height": min(height, self._crop), "width": min(width, self._crop)}
-        for _ in range(CROP_ATTEMPTS):
-            params["top"] = int(torch.randint(height - params["height"] + 1, ()))
-            params["left"] = int(torch.randint(width - params["width"] + 1, ()))
-            if _largest_share(transforms.crop(labels, **params)) <= self._largest_share:
-                break
-        return params
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        return transforms.crop(inpt, **params)
+def _transform_labels(
+    image: Image.Image,
+    labels: np.ndarray,
+    *,
+    crop: int,
+    scale: tuple[float, float],
+    largest_share: float,
+    flip: float,
+) -> tuple[Tensor, Tensor]:
+    shorter_side = crop * float(torch.empty(()).uniform_(*scale))
+    size = fitted_size((image.height, image.width), shorter_side, LONGEST_TO_SHORTEST * shorter_side)
+    pixels = transforms.resize(transforms.pil_to_tensor(image), list(size), antialias=True)
+    mask: Tensor = transforms.resize(tv_tensors.Mask(torch.from_numpy(labels)), list(size)).as_subclass(torch.Tensor)
+    window = _varied_window(mask, crop, largest_share)
+    pixels, mask = transforms.crop(pixels, *window), transforms.crop(mask, *window)
+    if float(torch.rand(())) < flip:
+        pixels, mask = transforms.horizontal_flip(pixels), transforms.horizontal_flip(mask)
+    return RECOLOR(pixels), mask.long()
 
 
-def _largest_share(labels: Tensor) -> float:
-    """Return the share of the labeled pixels that the most frequent class has, 1 if no pixel is labeled."""
-    counts = torch.bincount(labels.flatten(), minlength=IGNORED + 1)[:IGNORED]
-    total = int(counts.sum())
-    return int(counts.max()) / total if total else 1.0
+def _varied_window(labels: Tensor, crop: int, largest_share: float) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a random crop; drawn several times if one class fills nearly all of it."""
+    height, width = (min(side, crop) for side in labels.shape)
+    top = left = 0
+    for _ in range(CROP_ATTEMPTS):
+        top = int(torch.randint(labels.shape[0] - height + 1, ()))
+        left = int(torch.randint(labels.shape[1] - width + 1, ()))
+        counts = torch.bincount(labels[top : top + height, left : left + width].flatten(), minlength=IGNORED + 1)
+        labeled = int(counts[:IGNORED].sum())
+        share = int(counts[:IGNORED].max()) / labeled if labeled else 1.0
+        if share <= largest_share:
+            break
+    return top, left, height, width
 
 
-class _TargetTransform:  # not a function within a function: transforms are pickled for worker processes
-    """Apply a torchvision transform to an image and a plain target."""
-
-    def __init__(self, transform: v2.Transform):
-        self._transform = transform
-
-    def __call__(self, image: Image.Image, target: Target) -> tuple[Tensor, Target]:
-        annotated: dict[str, Any] = dict(target)
-        annotated["boxes"] = tv_tensors.BoundingBoxes(
-            target["boxes"],
-            format=tv_tensors.BoundingBoxFormat.XYXY,  # pyright: ignore[reportCallIssue]
-            canvas_size=(image.height, image.width),
-        )
-        if "masks" in target:
-            annotated["masks"] = tv_tensors.Mask(target["masks"])
-        pixels = tv_tensors.Image(transforms.pil_to_tensor(image))
-        pixels, annotated = self._transform(pixels, annotated)
-        return pixels.as_subclass(torch.Tensor), {
-            name: value.as_subclass(torch.Tensor) for name, value in annotated.items()
-        }
-
-
-class _LabelTransform:
-    """Apply a torchvision transform to an image and plain labels."""
-
-    def __init__(self, transform: v2.Transform):
-        self._transform = transform
-
-    def __call__(self, image: Image.Image, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-        pixels = tv_tensors.Image(transforms.pil_to_tensor(image))
-        pixels, mask = self._transform(pixels, tv_tensors.Mask(torch.from_numpy(labels)))
-        return pixels.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor).long()
-
-
-class _ImageResize:
-    def __init__(self, shorter_side: int):
-        self._shorter_side = shorter_side
-
-    def __call__(self, image: Image.Image, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-        longest = LONGEST_TO_SHORTEST * self._shorter_side
-        size = fitted_size((image.height, image.width), self._shorter_side, longest)
-        pixels = transforms.resize(transforms.pil_to_tensor(image), list(size), antialias=True)
-        return pixels, torch.from_numpy(labels).long()
+def _resize_image(image: Image.Image, labels: np.ndarray, *, shorter_side: int) -> tuple[Tensor, Tensor]:
+    size = fitted_size((image.height, image.width), shorter_side, LONGEST_TO_SHORTEST * shorter_side)
+    pixels = transforms.resize(transforms.pil_to_tensor(image), list(size), antialias=True)
+    return pixels, torch.from_numpy(labels).long()

@@ -61,13 +61,13 @@ class DataReport:
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each kind of fault that stands in the way of training; none if they were repaired."""
+        """One sentence for each kind of fault that prevents training; none if faults were repaired."""
         if self.repaired:
             return []
         return [printable(f"{self.location}: {finding}; repairing: {finding.repair}") for finding in self]
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         lines = [f"{self.location} ({self.checked}): {f'{len(self):,} faults' if len(self) else 'nothing wrong'}"]
         repaired = "  {0}: {0.repair}" if self.repaired else "  {0} (repairing: {0.repair})"
         lines += (repaired.format(finding) for finding in self)

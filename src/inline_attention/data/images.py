@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, Literal
+from typing import IO, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
@@ -22,6 +22,8 @@ from PIL.ExifTags import Base
 from inline_attention.support.files import NotARegularFileError, open_regular
 from inline_attention.support.text import printable
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 DEFAULT_MAX_PIXELS = 200_000_000
 SMALL_FILE = 2**26  # bytes that any file may have
 BYTES_PER_PIXEL = 8  # 16-bit RGBA, uncompressed: the most that a file needs
@@ -154,7 +156,7 @@ def most_bytes(max_pixels: int) -> int:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """The orientation that metadata of an opened image give, 1 if none, as far as its file was read."""
+    """Return the orientation in the metadata of an opened image that were read so far; 1 if there is none."""
     try:
         # Not `image.getexif`, which for a PNG decodes all pixels to see what is behind them.
         return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
@@ -163,7 +165,7 @@ def exif_orientation(image: Image.Image) -> int:
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Files as they are given, and for each folder the images below it, sorted.
+    """Return files as they are given, and for each folder the images below it, sorted.
 
     A file is an image by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
     when they are read.
@@ -269,7 +271,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """(height, width) of an image, upright as `load_image` would return it. Only the start of the file is read."""
+    """Return (height, width) of an image as `load_image` turns it. Only the start of the file is read."""
     with open_image(path) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
@@ -281,22 +283,22 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     return (width, height) if orientation in TURNED_ON_ITS_SIDE else (height, width)
 
 
-def image_sizes(
-    paths: Iterable[Path | ImageError], on_progress: Callable[[], None] | None = None
-) -> Iterator[tuple[int, int] | ImageError]:
-    """`image_size` of many files at once, in their order, or errors; those that come in place of files are kept."""
+def read_in_threads(
+    read: Callable[[Item], Result], items: Iterable[Item], on_progress: Callable[[], None] | None = None
+) -> Iterator[Result | ImageError]:
+    """Call a function for many items at once; yield its results in order, or the `ImageError`s that it raised."""
+
+    def result_or_error(item: Item) -> Result | ImageError:
+        try:
+            return read(item)
+        except ImageError as error:
+            return error
+
     with ThreadPoolExecutor(READERS) as executor:
-        for found in executor.map(_size_or_error, paths):
-            yield found
+        for result in executor.map(result_or_error, items):
+            yield result
             if on_progress is not None:
                 on_progress()
-
-
-def _size_or_error(path: Path | ImageError) -> tuple[int, int] | ImageError:
-    try:
-        return path if isinstance(path, ImageError) else image_size(path)
-    except ImageError as error:
-        return error
 
 
 def _metadata_behind_pixels(file: IO[bytes]) -> bool:

@@ -53,17 +53,17 @@ class ListedFiles:
             raise OutsideError(path, f"{reason}; if you trust the list, allow it with {ALLOW_OUTSIDE}")
         return path
 
-    def path_or_error(self, name: str) -> Path | OutsideError:
-        """Return what `path` returns or raises."""
+    def is_outside(self, name: str) -> bool:
+        """True if `path` refuses a listed file."""
         try:
-            return self.path(name)
-        except OutsideError as error:
-            return error
+            self.path(name)
+        except OutsideError:
+            return True
+        return False
 
     def has(self, name: str) -> bool:
         """True if a listed file exists and is not outside of the folders."""
-        path = self.path_or_error(name)
-        return not isinstance(path, OutsideError) and os.path.isfile(path)
+        return not self.is_outside(name) and os.path.isfile(self.folder / name)
 
     def _outside(self, path: Path) -> str | None:
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import multiprocessing
 import os
 import re
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -49,7 +48,7 @@ class Loader(ABC, Generic[BatchType]):
 
     @abstractmethod
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
-        """The batches of an epoch, from `start_batch` on."""
+        """Yield the batches of an epoch, from `start_batch` on."""
 
     def close(self) -> None:
         """End its processes, if it has any."""
@@ -67,12 +66,12 @@ class Samples(ABC):
         return len(self._source)
 
     def name(self, index: int) -> str:
-        """The image's path, or what else it can be found by."""
+        """Return the image's path or another name to find it by."""
         return self._source.name(index)
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, Any]:
-        """An image and its target. The loader has seeded the global generators, and expects an `ImageError`."""
+        """Return an image and its target, or raise `ImageError`. The loader has seeded the global generators."""
 
 
 class SampleLoader(Loader[BatchType]):
@@ -111,29 +110,23 @@ class SampleLoader(Loader[BatchType]):
         self._device = torch.device(device)
         self._normalize = normalize.to(self._device) if normalize is not None else None
         self._batches, self._broken, self._timeout = batches, broken, timeout
-        self._keys = _PendingKeys()
-        options: dict[str, Any] = {}
+        self._keys: list[BatchKey] = []  # of the epoch; workers outlive it, so batches travel as keys
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(workers, cores)
-        if workers:
-            _end_workers_at_exit()
-            options = {
-                "persistent_workers": True,
-                "timeout": min(timeout, CHECK_INTERVAL),
-                "worker_init_fn": _ignore_signals,
-            }
         self._loader: DataLoader[BatchType] = DataLoader(
             _SampleReader(samples, seed, broken.allowed, replace_broken),
             batch_size=None,  # a key is a batch
-            sampler=self._keys,  # pyright: ignore[reportArgumentType] (any iterable is one)
+            sampler=self._keys,
             num_workers=workers,
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # torch draws a seed per epoch, from the global generator unless told
-            **options,
+            persistent_workers=workers > 0,
+            timeout=min(timeout, CHECK_INTERVAL) if workers else 0,
+            worker_init_fn=_ignore_signals,
         )
 
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
-        """The batches of an epoch, from `start_batch` on, on the device.
+        """Yield the batches of an epoch, from `start_batch` on, on the device.
 
         Batches in which no image is readable are left out, which happens only if broken ones are not replaced.
 
@@ -141,7 +134,7 @@ class SampleLoader(Loader[BatchType]):
             BrokenImagesError: If more images are broken than allowed.
             DataWorkerError: If a worker dies or hangs.
         """
-        self._keys.keys = self._batches.keys(epoch, start_batch)
+        self._keys[:] = self._batches.keys(epoch, start_batch)
         try:
             iterator = self._iterator()
             while (batch := self._next(iterator)) is not None:
@@ -156,7 +149,7 @@ class SampleLoader(Loader[BatchType]):
             raise named from error
 
     def _iterator(self) -> Iterator[BatchType]:
-        """One over the pending keys. Workers that are there already first finish what they were asked for before."""
+        """Return an iterator over the keys. Running workers first finish the batches of the epoch before."""
         kept: Any = self._loader._iterator
         if kept is not None:  # torch would wait for them too, but not notice at once that one has died
             kept._sampler_iter = iter(())
@@ -165,7 +158,7 @@ class SampleLoader(Loader[BatchType]):
         return iter(self._loader)
 
     def _next(self, iterator: Iterator[BatchType]) -> BatchType | None:
-        """The next batch, or None after the last; waited for as long as the workers live and the timeout allows."""
+        """Return the next batch, None after the last. Wait as long as the workers live and the timeout allows."""
         deadline = time.monotonic() + self._timeout
         while True:
             try:
@@ -220,16 +213,6 @@ def named_worker_error(error: BaseException) -> DataWorkerError | None:
     )
 
 
-class _PendingKeys:
-    """The batches that torch's loader is to ask for next; workers outlive an epoch, so they travel as keys."""
-
-    def __init__(self):
-        self.keys: Iterator[BatchKey] = iter(())
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        return self.keys
-
-
 class _LabeledImages(Samples):
     """Images and their classes; the far ends of very long ones are cut off before anything is resized."""
 
@@ -248,34 +231,28 @@ class _SampleReader(Dataset[Any]):
         self._allowed_broken, self._replace_broken = allowed_broken, replace_broken
 
     def __getitem__(self, key: BatchKey) -> Batch | UnequalBatch:
-        images: list[Tensor] = []
-        targets: list[Any] = []
-        indices: list[int] = []
+        found: list[tuple[int, Tensor, Any]] = []
         broken: dict[int, BrokenImage] = {}
         with preserve_global_generators():
             for index in key.indices.tolist():
-                found = self._first_readable(index, key.epoch, broken)
-                if found is not None:
-                    readable, (image, target) = found
-                    images.append(image)
-                    targets.append(target)
-                    indices.append(readable)
+                sample = self._first_readable(index, key.epoch, broken)
+                if sample is not None:
+                    found.append(sample)
                 if len(broken) > self._allowed_broken:
                     break  # the main process will stop: there is no need to try the rest
+        indices, images, targets = zip(*found, strict=True) if found else ((), (), ())
         kept = torch.tensor(indices, dtype=torch.int64), tuple(broken.values())
         if not self._samples.equal_sizes:
-            return UnequalBatch(key.epoch, key.number, tuple(images), tuple(targets), *kept)
+            return UnequalBatch(key.epoch, key.number, images, targets, *kept)
         return Batch(key.epoch, key.number, _stack(images), torch.tensor(targets, dtype=torch.int64), *kept)
 
-    def _first_readable(
-        self, index: int, epoch: int, broken: dict[int, BrokenImage]
-    ) -> tuple[int, tuple[Tensor, Any]] | None:
-        """The sample, or else the next one that can be read; broken ones are added to `broken`."""
+    def _first_readable(self, index: int, epoch: int, broken: dict[int, BrokenImage]) -> tuple[int, Tensor, Any] | None:
+        """Return the sample, or else the next one that can be read; broken ones are added to `broken`."""
         while True:
             if index not in broken:
                 seed_global_generators("sample", self._seed, epoch, index)
                 try:
-                    return index, self._samples.read(index)
+                    return index, *self._samples.read(index)
                 except ImageError as error:
                     broken[index] = BrokenImage(self._samples.name(index), error.reason)
             if not self._replace_broken or len(broken) > self._allowed_broken:
@@ -283,22 +260,18 @@ class _SampleReader(Dataset[Any]):
             index = (index + 1) % len(self._samples)
 
 
-def _stack(images: list[Tensor]) -> Tensor:
-    """`[B, C, H, W]`; bytes in channels-last order, as images are decoded: they are copied, not rearranged."""
+def _stack(images: Sequence[Tensor]) -> Tensor:
+    """Return `[B, C, H, W]`; bytes stay in channels-last order, as images are decoded, and are only copied."""
     if not images:
         return torch.empty(0, 3, 0, 0)
     if images[0].is_floating_point():
-        return torch.stack(images)
+        return torch.stack(list(images))
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
-@functools.cache
-def _end_workers_at_exit() -> None:
-    """Arrange it once: Python waits without end for workers that no loader closed, as they ignore its signal to end."""
-    atexit.register(_end_remaining_workers)
-
-
+@atexit.register
 def _end_remaining_workers() -> None:
+    """End workers that no loader closed. They ignore Python's signal to end, and Python would wait for them forever."""
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises their deaths
     daemons = [child for child in multiprocessing.active_children() if child.daemon]

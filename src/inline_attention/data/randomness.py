@@ -12,7 +12,7 @@ import torch
 
 
 def derived_seed(*key: int | str) -> int:
-    """A seed below 2⁶³ from what it is for, such as `("shuffle", seed, epoch)`; the same on every machine."""
+    """Return a seed below 2⁶³ for a purpose, such as `("shuffle", seed, epoch)`; the same on every machine."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -27,7 +27,7 @@ def seed_global_generators(*key: int | str) -> None:
 
 @contextmanager
 def preserve_global_generators() -> Iterator[None]:
-    """Afterwards Python's, NumPy's and torch's global random numbers go on as if nothing had been drawn inside.
+    """Restore Python's, NumPy's and torch's global generators on the CPU at the end.
 
     Without it the dropout of a model would depend on whether its images are prepared in the same process.
     """

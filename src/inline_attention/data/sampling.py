@@ -57,7 +57,7 @@ class TrainingBatches:
         return self._length // (self._batch_size * self._world_size)
 
     def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
-        """The batches of an epoch in order, from `start_batch` on."""
+        """Yield the batches of an epoch in order, from `start_batch` on."""
         order = self._order(epoch)
         for number in range(start_batch, len(self)):
             first = (number * self._world_size + self._rank) * self._batch_size
@@ -109,7 +109,7 @@ class EvaluationBatches:
         return -(-len(self._indices) // self._batch_size)
 
     def keys(self, epoch: int, start_batch: int = 0) -> Iterator[BatchKey]:
-        """The batches in order, from `start_batch` on; the same in every epoch."""
+        """Yield the batches in order, from `start_batch` on; the same in every epoch."""
         for number in range(start_batch, len(self)):
             first = number * self._batch_size
             yield BatchKey(epoch, number, self._indices[first : first + self._batch_size])

@@ -66,12 +66,12 @@ class ShardSource(ImageSource):
         return load_image_bytes(content, name)
 
     def name(self, index: int) -> str:
-        """Archive and name in it."""
+        """Return the archive and the name in it."""
         return f"{self._shards[self._positions[index, 0]]}/{os.fsdecode(self._names[index])}"
 
 
 def find_shards(root: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """The archives a pattern names, such as `train-{0000..0099}.tar` or `train-*.tar`, in order.
+    """Return the archives that a pattern names, such as `train-{0000..0099}.tar` or `train-*.tar`, in order.
 
     Raises:
         DataError: If one that is named is missing, or none fits.
@@ -103,7 +103,7 @@ def _expand_ranges(pattern: str) -> list[str]:
 
 
 def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
-    """(name, first byte, number of bytes, class) of each image in an archive."""
+    """Yield (name, first byte, number of bytes, class) of each image in an archive."""
     images: dict[str, tarfile.TarInfo] = {}
     targets: dict[str, int] = {}
     try:

@@ -47,7 +47,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def load(self, index: int) -> Image.Image:
-        """The image, upright and in RGB.
+        """Return the image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read.
@@ -55,10 +55,10 @@ class ImageSource(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The image's path, or what else it can be found by."""
+        """Return the image's path or another name to find it by."""
 
     def with_classes(self, class_names: Sequence[str]) -> Self:
-        """The same images with classes numbered as in `class_names`, as those of the model or of the training data.
+        """Return the same images with classes numbered as in `class_names`, those of a model or of training data.
 
         Raises:
             DataError: If a class is not among them.
@@ -85,11 +85,11 @@ class ArraySource(ImageSource):
         self.images = images
 
     def load(self, index: int) -> Image.Image:
-        """The image."""
+        """Return the image."""
         return Image.fromarray(self.images[index])
 
     def name(self, index: int) -> str:
-        """Its number."""
+        """Return the location and the image's number."""
         return f"{self.location}[{index}]"
 
 
@@ -139,7 +139,7 @@ class FolderSource(ImageSource):
         return load_image(self.name(index))
 
     def name(self, index: int) -> str:
-        """The file's path."""
+        """Return the file's path."""
         return os.path.join(self.root, os.fsdecode(self._paths[index]))
 
 
@@ -158,7 +158,7 @@ def is_training_split(split: str, location: str) -> bool:
 
 
 def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
-    """The folder of a split: one of its usual names below `root`, or `root` itself if it has no split."""
+    """Return the folder of a split: one of its usual names below `root`, or `root` itself if it has no splits."""
     root, names = Path(root), split_names(split)
     for name in (split, *names):
         if (root / name).is_dir():
@@ -172,7 +172,7 @@ def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
 
 
 def _walk(root: Path) -> tuple[dict[str, str], set[str]]:
-    """The class of each image, by path below the root, and the names of folders in which there is nothing."""
+    """Return the class of each image, by path below the root, and the names of empty folders."""
     by_path: dict[str, str] = {}
     empty: set[str] = set()
     # Of each folder yet to be visited those on the way to it: a link to one of them would lead around in a circle.

@@ -25,7 +25,7 @@ Transform = Callable[[Image.Image], Tensor]
 def training_transform(
     size: tuple[int, int], *, mean: Sequence[float], std: Sequence[float], **timm_options: Any
 ) -> Transform:
-    """Random crop, flip, colors and erasing, as timm does them.
+    """Return timm's random crop, flip, colors and erasing.
 
     Args:
         size: (height, width) of the result.
@@ -58,7 +58,7 @@ def evaluation_options(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_transform(size: tuple[int, int], **timm_options: Any) -> Transform:
-    """Resize and center crop, as timm does them.
+    """Return timm's resizing and center crop.
 
     Args:
         size: (height, width) of the result.

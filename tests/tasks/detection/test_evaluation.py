@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from inline_attention.data.coco import CocoAnnotations, CocoCategory, CocoImage, CocoObject, encode_mask
+from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
+from inline_attention.data.coco.masks import encode_mask
 from inline_attention.tasks.detection.evaluation import DetectionEvaluator
 
 SIZE = (200, 260)

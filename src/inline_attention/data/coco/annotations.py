@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inline_attention.data.coco.masks import with_whole_size
-from inline_attention.data.listed_files import ListedFiles, OutsideError, is_plain
+from inline_attention.data.listed_files import ListedFiles, is_plain
 from inline_attention.data.sources import DataError, split_names
 from inline_attention.support.files import read_bounded
 
@@ -63,7 +63,7 @@ class CocoObject:
 
     @property
     def box_area(self) -> float:
-        """Pixels of the box."""
+        """Area of the box in pixels."""
         _, _, width, height = self.box
         return width * height
 
@@ -111,13 +111,8 @@ class CocoAnnotations:
         """Id of the category of each label."""
         return dict(enumerate(self.category_names, start=1))
 
-    @property
-    def category_to_label(self) -> dict[int, int]:
-        """Label of each category's id."""
-        return {number: label for label, number in enumerate(self.category_names, start=1)}
-
     def to_json(self) -> dict[str, Any]:
-        """The contents in COCO's format, without entries that are malformed."""
+        """Return the contents in COCO's format, without malformed entries."""
         return {
             "images": [asdict(image) for image in self.images],
             "categories": [asdict(category) for category in self.categories],
@@ -169,7 +164,7 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
 
 
 def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
-    """The file of a split, such as `annotations/instances_val2017.json` for "validation".
+    """Return the annotation file of a split, such as `annotations/instances_val2017.json` for "validation".
 
     Raises:
         DataError: If there is none, or more than one.
@@ -213,7 +208,7 @@ def find_image_folder(
         held = [sum(map(files.has, looked_for)) for files in folders]
         if any(held):
             return existing[held.index(max(held))]
-    if existing and not plain and all(isinstance(folders[0].path_or_error(name), OutsideError) for name in names):
+    if existing and not plain and all(map(folders[0].is_outside, names)):
         return existing[0]  # there is something wrong that a check says better
     raise DataError(
         f"none of the images in {annotations.location}, such as {names[0]!r}, is in any of "
@@ -224,7 +219,7 @@ def find_image_folder(
 def _entries(
     items: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[MalformedEntry]
 ) -> tuple[Entry, ...]:
-    """The entries of a list; those that are malformed are added to `malformed` instead."""
+    """Return the entries of a list; malformed ones are added to `malformed` instead."""
     entries: list[Entry] = []
     for number, item in enumerate(items):
         try:
@@ -273,7 +268,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def _whole_number(item: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """The number under a key, which may be written as 1.0 or "1"; the default where the key is missing or null."""
+    """Return the number under a key, which may be written as 1.0 or "1"; the default if it is missing or null."""
     value = item[key] if default is None else item.get(key) or default
     try:
         number = int(value)
@@ -287,7 +282,7 @@ def _whole_number(item: Mapping[str, Any], key: str, default: int | None = None)
 
 
 def _float(value: Any) -> float:
-    """A number; NaN for anything else, and infinity for what is too large."""
+    """Return a number; NaN for anything else, and infinity for what is too large."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return math.nan
     try:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from inline_attention.data.coco.annotations import (
 from inline_attention.data.coco.masks import Extent, MaskError, MaskSizeError, decode_mask, mask_extent, valid_polygons
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.findings import DataReport, OpenedSplits, each_once
-from inline_attention.data.images import ImageError, image_sizes
+from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 from inline_attention.data.sources import DataError
 
@@ -81,11 +81,14 @@ def open_and_check_coco(
     def open_split(split: str, *, training: bool) -> tuple[CocoAnnotations | None, CocoSource | None]:
         checked = None
         try:
-            read = read_annotations(find_annotation_file(data_dir, split))
-            folder = find_image_folder(data_dir, read, split, allow_outside=allow_outside)
-            files = ListedFiles(folder, data_dir, allow_outside=allow_outside)
-            checked, report = check_annotations(
-                read, files, masks=masks, every_category=training, repair=repair, on_progress=on_progress
+            (checked, report), files = check_split(
+                data_dir,
+                split,
+                allow_outside=allow_outside,
+                masks=masks,
+                every_category=training,
+                repair=repair,
+                on_progress=on_progress,
             )
             reports.append(report)
             problems.extend(report.problems)
@@ -105,13 +108,20 @@ def open_and_check_coco(
 
 
 class CheckedAnnotations(NamedTuple):
-    """Annotations, repaired if that was asked for, and what was found wrong with them.
-
-    If nothing is wrong any more, all objects have an area.
-    """
+    """Annotations, repaired if asked, and the faults that were found. Without faults, all objects have an area."""
 
     annotations: CocoAnnotations
     report: DataReport
+
+
+def check_split(
+    data_dir: str | os.PathLike[str], split: str, *, allow_outside: bool = False, **options: Any
+) -> tuple[CheckedAnnotations, ListedFiles]:
+    """Read and check the annotations of a split, with options of `check_annotations`; also returns its images."""
+    read = read_annotations(find_annotation_file(data_dir, split))
+    folder = find_image_folder(data_dir, read, split, allow_outside=allow_outside)
+    files = ListedFiles(folder, data_dir, allow_outside=allow_outside)
+    return check_annotations(read, files, **options), files
 
 
 def check_annotations(
@@ -159,7 +169,7 @@ def check_annotations(
 
 
 def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -> list[str]:
-    """Categories whose id or name differs between two files: their labels would not mean the same."""
+    """Report categories whose id or name differs between two files: their labels would not mean the same."""
     ours, theirs = train.category_names, validation.category_names
     different = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
     if not different:
@@ -179,7 +189,7 @@ def _check_images(
     # As after joining two files: objects may be of either image.
     shared = {image.id for image in images if first.setdefault(image.id, image) != image}
     kept: dict[int, CocoImage] = {}
-    found = image_sizes((files.path_or_error(image.file_name) for image in images), on_progress)
+    found = read_in_threads(lambda image: image_size(files.path(image.file_name)), images, on_progress)
     for image, size in zip(images, found, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:

@@ -30,7 +30,7 @@ class MaskSizeError(MaskError):
 
 
 def encode_mask(mask: np.ndarray) -> dict[str, Any]:
-    """Run lengths of a `[H, W]` mask as numbers: exact, and readable without any library."""
+    """Return the run lengths of a `[H, W]` mask as numbers: exact, and readable without any library."""
     flat = np.asarray(mask, dtype=bool).ravel(order="F")
     changes = np.flatnonzero(flat[1:] != flat[:-1]) + 1
     counts = np.diff(np.concatenate([[0], changes, [flat.size]])).tolist()
@@ -52,7 +52,7 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def mask_extent(segmentation: Any, height: int, width: int) -> Extent | None:
-    """Extent of what a segmentation covers within the image; None if that is no pixel. Errors as of `decode_mask`.
+    """Return the extent of a segmentation within the image; None if it covers no pixel. Raises as `decode_mask` does.
 
     Only polygons so small or thin that they may fall between pixels are drawn for it, which makes this fit for checking
     a million of them.
@@ -70,7 +70,7 @@ def mask_extent(segmentation: Any, height: int, width: int) -> Extent | None:
 
 
 def extent_of(mask: np.ndarray) -> Extent | None:
-    """Extent of the ones in a `[H, W]` mask; None if there are none."""
+    """Return the extent of the ones in a `[H, W]` mask; None if there are none."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     if not len(rows):
         return None
@@ -78,7 +78,7 @@ def extent_of(mask: np.ndarray) -> Extent | None:
 
 
 def valid_polygons(segmentation: Any, height: int, width: int) -> list[list[float]]:
-    """The polygons of a segmentation that can be drawn: three points or more, none of them far outside of the image."""
+    """Return the polygons that can be drawn: three points or more, none of them far outside of the image."""
     polygons = segmentation if _is_sequence(segmentation) else ()
     return [polygon for polygon in polygons if _is_polygon(polygon, height, width)]
 

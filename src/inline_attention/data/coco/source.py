@@ -42,7 +42,6 @@ class CocoSource:
         image_folder: ListedFiles | str | os.PathLike[str],
         *,
         masks: bool = True,
-        crowds: bool = False,
         skip_empty: bool = False,
     ):
         """Take annotations as they are: `check_annotations` first.
@@ -51,7 +50,6 @@ class CocoSource:
             annotations: The annotations.
             image_folder: Folder that their file names are relative to.
             masks: Add masks to targets.
-            crowds: Add crowds to targets; losses do not know what to do with them.
             skip_empty: Leave out images without an object, as is usual in training.
 
         Raises:
@@ -59,10 +57,10 @@ class CocoSource:
         """
         self.location, self.class_names = annotations.location, annotations.class_names
         self._files, self._masks = ListedFiles.of(image_folder), masks
-        labels = annotations.category_to_label
+        labels = {number: label for label, number in annotations.label_to_category.items()}
         by_image: defaultdict[int, list[CocoObject]] = defaultdict(list)
         for item in annotations.objects:
-            if crowds or not item.is_crowd:
+            if not item.is_crowd:  # losses do not know what to do with crowds
                 by_image[item.image_id].append(item)
         images = [image for image in annotations.images if by_image[image.id] or not skip_empty]
         if not images:
@@ -79,11 +77,11 @@ class CocoSource:
         return len(self.image_ids)
 
     def name(self, index: int) -> str:
-        """The image's path."""
+        """Return the image's path."""
         return os.path.join(self._files.folder, os.fsdecode(self._names[index]))
 
     def load(self, index: int) -> Image.Image:
-        """The image, upright and in RGB.
+        """Return the image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read, is outside of the data folder, or is not of the annotated size.
@@ -114,14 +112,14 @@ class CocoSource:
             "labels": torch.tensor([item["label"] for item in objects], dtype=torch.int64),
             "image_id": torch.tensor(int(self.image_ids[index])),
             "area": torch.tensor([item["area"] for item in objects], dtype=torch.float32),
-            "iscrowd": torch.tensor([item["crowd"] for item in objects], dtype=torch.int64),
+            "iscrowd": torch.zeros(len(objects), dtype=torch.int64),
         }
         if self._masks:
             target["masks"] = self._decoded(objects, index)
         return target
 
     def without_masks(self) -> Self:
-        """The same images, with targets that hold no masks."""
+        """Return the same images with targets without masks."""
         plain = copy.copy(self)
         plain._masks = False
         return plain
@@ -146,6 +144,5 @@ def _packed(item: CocoObject, labels: dict[int, int]) -> dict[str, Any]:
         "box": item.box,
         "label": labels[item.category_id],
         "area": item.box_area if item.area is None else item.area,
-        "crowd": int(item.is_crowd),
         "segmentation": item.segmentation,
     }

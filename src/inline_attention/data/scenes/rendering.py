@@ -87,7 +87,7 @@ def unit_area(kind: str) -> float:
 
 
 def smooth_noise(random: np.random.Generator, height: int, width: int, grain: float) -> Pattern:
-    """Random hills and valleys, about `grain` pixels from one to the next."""
+    """Return random hills and valleys, about `grain` pixels from one to the next."""
     rows, columns = (max(2, round(side / grain) + 2) for side in (height, width))
     coarse = Image.fromarray(random.random((rows, columns), dtype=np.float32))
     return np.clip(np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)), 0, 1)
@@ -135,7 +135,7 @@ def _rotated_grid(random: np.random.Generator, height: int, width: int) -> tuple
 
 
 def _random_tones(random: np.random.Generator, cells: np.ndarray) -> Pattern:
-    """A tone for each number in `cells` (few enough numbers share one that it does not show)."""
+    """Return a tone for each number in `cells`; so few numbers share one that it does not show."""
     return random.random(997, dtype=np.float32)[cells % 997]
 
 
@@ -234,11 +234,11 @@ class Scene:
     background: np.ndarray
 
     def visible_mask(self, number: int) -> np.ndarray:
-        """`[H, W]` bool: where the object of this number, from 1, is not hidden by others."""
+        """Return `[H, W]` bool: true where the object of this number, from 1, is seen."""
         return self.instances == number
 
     def semantic_map(self) -> np.ndarray:
-        """`[H, W]` uint8: number of what is seen at each pixel."""
+        """Return `[H, W]` uint8: the class number of what is seen at each pixel."""
         by_instance = np.array([OTHER, *map(category_number, self.kinds)], dtype=np.uint8)
         return np.where(self.instances > 0, by_instance[self.instances], self.background)
 
@@ -294,14 +294,14 @@ class _Placement:
     stretch: float
 
     def distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Pixels from the outline, negative inside, at points of the image."""
+        """Return the distance of points from the outline in pixels, negative inside."""
         x, y = (x - self.center[0]) / self.radius, (y - self.center[1]) / self.radius
         cosine, sine = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
         turned_x, turned_y = x * cosine + y * sine, y * cosine - x * sine
         return SHAPES[self.kind](turned_x * self.stretch, turned_y / self.stretch) * self.radius
 
     def window(self, height: int, width: int, margin: float) -> tuple[slice, slice]:
-        """The part of the image that the object and a margin take up; its center lies in the image."""
+        """Return the part of the image that the object and a margin cover; its center is in the image."""
         reach = self.radius * REACH * math.exp(STRETCH) + margin
         columns, rows = (
             slice(max(0, int(center - reach)), min(side, int(center + reach) + 1))
@@ -324,7 +324,7 @@ class _Canvas:
         self._to_light = np.array([np.cos(direction), np.sin(direction)], dtype=np.float32)
 
     def draw_background(self) -> None:
-        """One to three materials, divided by wavy borders."""
+        """Draw one to three materials, divided by wavy borders."""
         count = int(self.random.integers(1, 4))
         materials = [str(material) for material in self.random.permutation(list(MATERIALS))[:count]]
         if self.random.random() >= SHARE_AGAINST_THE_ORDER:
@@ -346,7 +346,7 @@ class _Canvas:
             self.background[where] = category_number(material)
 
     def draw_wire(self) -> None:
-        """A straight bar from border to border that is not among the classes: not all that is there has a name."""
+        """Draw a straight bar from border to border that is of no class, as real images have such things."""
         x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
         through = self.random.uniform(0, (self.width, self.height))
         angle = self.random.uniform(0, np.pi)
@@ -358,7 +358,7 @@ class _Canvas:
         self.background[distance < 0] = OTHER
 
     def draw_object(self) -> None:
-        """One more object on top, unless no place is found where enough of it and of the others can be seen."""
+        """Draw one more object on top, unless no place is found where enough of it and of the others is seen."""
         whole = self._area()
         for _ in range(PLACING_ATTEMPTS):
             center = self.random.uniform(0, self.width), self.random.uniform(0, self.height)
@@ -370,14 +370,14 @@ class _Canvas:
                 return
 
     def _kind_at(self, x: float, y: float) -> str:
-        """A kind of object for a place: rather one that is usual on the background there."""
+        """Draw the kind of an object at a place, preferably one that is usual on the background there."""
         ground = self.background[int(y), int(x)]
         usual = np.array([category_number(OBJECT_LOOKS[kind].ground) == ground for kind in OBJECT_KINDS])
         weights = np.where(usual, PREFERENCE, 1)
         return str(self.random.choice(OBJECT_KINDS, p=weights / weights.sum()))
 
     def _area(self) -> float:
-        """Pixels of an object, were all of it seen."""
+        """Draw the area of an object in pixels, hidden parts included."""
         low, high = SCALES[self.random.choice(len(SCALES), p=SCALE_SHARES)]
         high = min(high, LARGEST_SHARE_OF_SIDE * min(self.height, self.width))
         low = min(low, high / 2)
@@ -427,7 +427,7 @@ class _Canvas:
         self.colors[window] += _coverage(distance)[..., None] * (surface * shade[..., None] - self.colors[window])
 
     def _surface(self, material: str, height: int, width: int, paint: Paint) -> np.ndarray:
-        """`[h, w, 3]` colors of a material."""
+        """Return `[h, w, 3]` colors of a material."""
         dark, light = paint
         return dark + MATERIALS[material](self.random, height, width)[..., None] * (light - dark)
 
@@ -437,5 +437,5 @@ def _enough_visible(pixels: int, whole: float) -> bool:
 
 
 def _coverage(distance: np.ndarray) -> np.ndarray:
-    """Share of each pixel that lies inside of an outline: edges without steps."""
+    """Return the share of each pixel inside of an outline, for smooth edges."""
     return np.clip(0.5 - distance, 0, 1)

@@ -29,7 +29,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
-from inline_attention.data.coco.masks import encode_mask, extent_of
+from inline_attention.data.coco.masks import Extent, encode_mask, extent_of
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.scenes.rendering import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number, render_scene
 from inline_attention.data.sources import DataError
@@ -137,7 +137,7 @@ def _draw_preview(scenes: Sequence[Scene]) -> Image.Image:
     for number, scene in enumerate(scenes):
         image = Image.fromarray(scene.image)
         draw = ImageDraw.Draw(image)
-        for kind, (left, top, right, bottom) in zip(scene.kinds, _boxes(scene), strict=True):
+        for kind, _, (left, top, right, bottom) in _objects(scene):
             draw.rectangle((left, top, right - 1, bottom - 1), outline="yellow")
             draw.text((left + 2, max(0, top - 11)), kind, fill="yellow", stroke_width=1, stroke_fill="black")
         left, top = number % columns * cell, number // columns * 2 * cell
@@ -146,11 +146,12 @@ def _draw_preview(scenes: Sequence[Scene]) -> Image.Image:
     return sheet
 
 
-def _boxes(scene: Scene) -> Iterator[tuple[float, float, float, float]]:
-    for number in range(1, len(scene.kinds) + 1):
-        extent = extent_of(scene.visible_mask(number))
+def _objects(scene: Scene) -> Iterator[tuple[str, np.ndarray, Extent]]:
+    for number, kind in enumerate(scene.kinds, start=1):
+        mask = scene.visible_mask(number)
+        extent = extent_of(mask)
         assert extent is not None, "objects of which nothing is seen are not drawn"
-        yield extent
+        yield kind, mask, extent
 
 
 def _write_scene(folder: Path, plan: ScenesPlan, split: str, index: int) -> _Drawn:
@@ -162,10 +163,8 @@ def _write_scene(folder: Path, plan: ScenesPlan, split: str, index: int) -> _Dra
     Image.fromarray(scene.semantic_map()).save(folder / "annotations" / split / f"{name}.png")
     image = CocoImage(index + 1, f"{name}.jpg", *scene.instances.shape)
     objects: list[CocoObject] = []
-    for number, (kind, extent) in enumerate(zip(scene.kinds, _boxes(scene), strict=True), start=1):
-        left, top, right, bottom = extent
+    for number, (kind, mask, (left, top, right, bottom)) in enumerate(_objects(scene), start=1):
         box = left, top, right - left, bottom - top
-        mask = scene.visible_mask(number)
         category, area = category_number(kind), float(mask.sum())
         objects.append(CocoObject(number, image.id, category, box, area, encode_mask(mask), is_crowd=False))
     return image, objects
@@ -173,7 +172,7 @@ def _write_scene(folder: Path, plan: ScenesPlan, split: str, index: int) -> _Dra
 
 @contextmanager
 def _mapping(workers: int) -> Iterator[Callable[[Callable[[int], _Drawn], Iterable[int]], Iterator[_Drawn]]]:
-    """A `map` that keeps the order, in this process or over several."""
+    """Yield a `map` that keeps the order, in this process or over several."""
     if workers <= 1:
         yield map
         return
@@ -213,7 +212,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _replacing(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A fresh folder that takes the place of `folder` in the end, and is removed if anything goes wrong."""
+    """Yield a new folder that replaces `folder` at the end, or is removed on an error."""
     target = folder.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     if overwrite:

@@ -12,14 +12,10 @@ from torch import nn
 from inline_attention.data.batch import UnequalBatch
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
-    find_annotation_file,
-    find_image_folder,
-    read_annotations,
 )
-from inline_attention.data.coco.checks import OpenedCoco, check_annotations, open_and_check_coco
+from inline_attention.data.coco.checks import OpenedCoco, check_split, open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.dense import CocoSamples, detection_evaluation_transform, detection_training_transform
-from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sampling import AspectRatioBatches
 from inline_attention.data.sources import DataError
 from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
@@ -61,19 +57,20 @@ class DetectionTask(DenseTask[DetectionOptions]):
 
     def open_validation(self, class_names: Sequence[str]) -> tuple[ValidationImages, tuple[str, ...]]:
         """Open and check the validation split alone."""
-        choice, folder = self._data, self._data.dir or ""
-        outside = choice.allow_outside_files
-        read = read_annotations(find_annotation_file(folder, choice.val_split))
-        image_folder = find_image_folder(folder, read, choice.val_split, allow_outside=outside)
-        images = ListedFiles(image_folder, folder, allow_outside=outside)
-        checked = check_annotations(
-            read, images, masks=self.options.finds_masks, every_category=False, repair=choice.repair
+        choice = self._data
+        (annotations, report), images = check_split(
+            choice.dir or "",
+            choice.val_split,
+            allow_outside=choice.allow_outside_files,
+            masks=self.options.finds_masks,
+            every_category=False,
+            repair=choice.repair,
         )
-        if checked.report.problems:
-            raise DataError("\n".join(checked.report.problems))
-        check_same_classes(read.location, "categories", checked.annotations.class_names, class_names)
-        source = CocoSource(checked.annotations, images, masks=False)
-        return ValidationImages(source, checked.annotations), notes_of([checked.report])
+        if report.problems:
+            raise DataError("\n".join(report.problems))
+        check_same_classes(annotations.location, "categories", annotations.class_names, class_names)
+        source = CocoSource(annotations, images, masks=False)
+        return ValidationImages(source, annotations), notes_of([report])
 
     def sampling_options(self, batch_size: int) -> dict[str, int]:
         """A batch has images of one orientation, so its size decides which images it gets."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inline_attention.data.segmentation.pairs import IGNORED
+from inline_attention.data.segmentation import IGNORED
 from inline_attention.tasks.task import Metrics, MetricTable, import_extra
 
 

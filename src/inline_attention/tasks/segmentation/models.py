@@ -22,7 +22,7 @@ from torchvision.ops import Conv2dNormActivation
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
 from inline_attention.data.dense import LONGEST_TO_SHORTEST
-from inline_attention.data.segmentation.pairs import IGNORED
+from inline_attention.data.segmentation import IGNORED
 from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import (
     STRIDES,

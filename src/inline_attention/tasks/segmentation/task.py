@@ -17,13 +17,14 @@ from inline_attention.data.dense import (
     segmentation_evaluation_transform,
     segmentation_training_transform,
 )
-from inline_attention.data.segmentation.checks import OpenedPairs, check_pairs, open_and_check_pairs
-from inline_attention.data.segmentation.pairs import (
+from inline_attention.data.segmentation import (
     LabelRules,
+    OpenedPairs,
     SegmentationSource,
+    check_pairs,
     find_class_file,
     find_pair_folders,
-    find_pairs,
+    open_and_check_pairs,
     read_class_names,
 )
 from inline_attention.data.sources import DataError
@@ -65,11 +66,10 @@ class SegmentationTask(DenseTask[SegmentationOptions]):
             folder, choice.val_split, choice.image_folder, choice.map_folder, allow_outside=choice.allow_outside_files
         )
         location = f"{Path(folder)} ({choice.val_split})"
-        pairs = find_pairs(*folders)
-        checked = check_pairs(pairs, location, class_names, rules, every_class=False, repair=choice.repair)
-        if checked.source is None:
-            raise DataError("\n".join(checked.report.problems))
-        return checked.source, notes_of([checked.report])
+        source, report = check_pairs(folders, location, class_names, rules, every_class=False, repair=choice.repair)
+        if source is None:
+            raise DataError("\n".join(report.problems))
+        return source, notes_of([report])
 
     def evaluator(self, source: SegmentationSource, device: torch.device) -> _Evaluator:
         """Return an evaluator of mean IoU and accuracies."""

@@ -1,5 +1,6 @@
-"""Images with label maps: find and read the files of a segmentation dataset.
+"""Datasets for semantic segmentation: find, read and check images with label maps.
 
+No repair is silent and no file is changed: a repair applies to what this run uses, and the report says what was done.
 Shapes: `H`, `W` height and width in pixels.
 """
 
@@ -7,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import numpy as np
 from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
-from inline_attention.data.images import SUFFIXES, ImageError, load_image, open_image
+from inline_attention.data.findings import DataReport, OpenedSplits, each_once
+from inline_attention.data.images import SUFFIXES, ImageError, image_size, load_image, open_image, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, split_names
 from inline_attention.support.files import read_bounded
@@ -35,6 +37,8 @@ MAP_FOLDERS = ("annotations", "masks", "labels", "ann_dir", "gtFine")
 ADE20K_SPLITS = ("training", "validation")
 CLASS_FILES = ("classes.txt", "classes.json", "objectInfo150.txt")
 MAX_CLASS_FILE_BYTES = 2**20
+SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image
+LEFT_OUT = "left out"
 
 
 class ColoredMapError(ImageError):
@@ -82,21 +86,11 @@ class Pair(NamedTuple):
     label_map: Path
 
 
-@dataclass(frozen=True)
-class FoundPairs:
-    """Files of two folders, matched by name.
+class FoundPairs(NamedTuple):
+    """Sorted pairs of files of two folders, and the other files by what is wrong with them."""
 
-    Attributes:
-        pairs: Those that belong together, sorted.
-        images_alone: Images without a map.
-        maps_alone: Maps without an image.
-        ambiguous: Files that share their name, without the suffix, with another of their folder.
-    """
-
-    pairs: tuple[Pair, ...]
-    images_alone: tuple[Path, ...]
-    maps_alone: tuple[Path, ...]
-    ambiguous: tuple[Path, ...]
+    pairs: list[Pair]
+    faults: dict[str, list[Path]]
 
 
 def find_pair_folders(
@@ -107,7 +101,7 @@ def find_pair_folders(
     *,
     allow_outside: bool = False,
 ) -> tuple[Path, Path]:
-    """The folders of images and of maps of a split: `images/training` and `annotations/training` in ADE20K.
+    """Return the folders of images and maps of a split: `images/training` and `annotations/training` in ADE20K.
 
     Args:
         root: Folder of the dataset.
@@ -121,34 +115,29 @@ def find_pair_folders(
         DataError: If there are none, or one is outside of `root`.
     """
     root = Path(root)
-    for setting, given in (("image_folder", image_folder), ("map_folder", map_folder)):
-        reason = None if given is None or allow_outside else why_outside(root, given.replace("{split}", split))
-        if reason is not None:
+    settings = (("image_folder", image_folder), ("map_folder", map_folder))
+    for setting, given in settings if not allow_outside else ():
+        if given is not None and (reason := why_outside(root, given.replace("{split}", split))) is not None:
             raise DataError(f"{setting} {given!r} {reason}; allow it with {ALLOW_OUTSIDE}")
-    return (
-        _find_folder(root, split, image_folder, IMAGE_FOLDERS, "images", "image_folder"),
-        _find_folder(root, split, map_folder, MAP_FOLDERS, "label maps", "map_folder"),
-    )
+    images, maps = (_find_folder(root, split, setting, given) for setting, given in settings)
+    return images, maps
 
 
-def _find_folder(root: Path, split: str, given: str | None, kinds: tuple[str, ...], what: str, setting: str) -> Path:
+def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Path:
+    kinds, what = (IMAGE_FOLDERS, "images") if setting == "image_folder" else (MAP_FOLDERS, "label maps")
     splits = tuple(dict.fromkeys((split, *split_names(split))))
-    if given is not None:
-        candidates = [root / given.replace("{split}", name) for name in splits]
-    else:
-        candidates = [
-            folder for kind in kinds for name in splits for folder in (root / kind / name, root / name / kind)
-        ]
-    if found := next((folder for folder in candidates if folder.is_dir()), None):
+    usual = [folder for kind in kinds for name in splits for folder in (f"{kind}/{name}", f"{name}/{kind}")]
+    names = usual if given is None else [given.replace("{split}", name) for name in splits]
+    if found := next((root / name for name in names if (root / name).is_dir()), None):
         return found
     if given is not None:
         raise DataError(
             f"{root} has no folder {given}, where {what} of the split {split!r} are said to be, "
             f"{{split}} being one of {', '.join(splits)}; correct {setting}"
         )
-    usual = next((name for name in ADE20K_SPLITS if name in splits), split)
+    expected = next((name for name in ADE20K_SPLITS if name in splits), split)
     raise DataError(
-        f"{root} has no folder with {what} of the split {split!r}; expected {kinds[0]}/{usual}, or one of "
+        f"{root} has no folder with {what} of the split {split!r}; expected {kinds[0]}/{expected}, or one of "
         f"{', '.join(kinds)} with one of {', '.join(splits)}; another is named by {setting}, such as "
         f"{kinds[0]}_{{split}}"
     )
@@ -168,12 +157,12 @@ def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLi
             f"no image in {Path(image_folder)} ({len(images)} found) has the name of a label map in {Path(map_folder)} "
             f"({len(maps)} found); expected pairs such as a/1.jpg and b/1.png"
         )
-    return FoundPairs(
-        tuple(Pair(images[stem], maps[stem]) for stem in both),
-        tuple(images[stem] for stem in sorted(images.keys() - maps.keys())),
-        tuple(maps[stem] for stem in sorted(maps.keys() - images.keys())),
-        (*same_images, *same_maps),
-    )
+    faults = {
+        "images without a label map": [images[stem] for stem in sorted(images.keys() - maps.keys())],
+        "label maps without an image": [maps[stem] for stem in sorted(maps.keys() - images.keys())],
+        "files that differ from another in their suffix alone": same_images + same_maps,
+    }
+    return FoundPairs([Pair(images[stem], maps[stem]) for stem in both], faults)
 
 
 def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:
@@ -190,7 +179,7 @@ def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], l
 
 
 def find_class_file(root: str | os.PathLike[str]) -> Path:
-    """The first of `CLASS_FILES` in a folder.
+    """Return the first of `CLASS_FILES` in a folder.
 
     Raises:
         DataError: If there is none.
@@ -202,7 +191,7 @@ def find_class_file(root: str | os.PathLike[str]) -> Path:
 
 
 def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = False) -> tuple[str, ...]:
-    """Names in the order of the labels in masks.
+    """Read the names of classes in the order of their labels.
 
     Args:
         path: A text with a name on each line; a table with tabs and a column "Name", as ADE20K's objectInfo150.txt; or
@@ -265,21 +254,19 @@ class LabelRules:
     Attributes:
         num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well.
         reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
-        outside_ignored: Ignore numbers out of range, which are an error otherwise.
-        resize: Resize a map to the size of its image, if they differ, which is an error otherwise.
+        repair: Ignore numbers out of range, and resize a map to the size of its image; both are errors otherwise.
     """
 
     num_classes: int
     reduce_zero_label: bool = False
-    outside_ignored: bool = False
-    resize: bool = False
+    repair: bool = False
 
     def __post_init__(self):
         if not 1 <= self.num_classes <= IGNORED:
             raise DataError(f"there may be 1 to {IGNORED} classes, got {self.num_classes}")
 
     def labels(self, values: np.ndarray) -> np.ndarray:
-        """Labels as they follow from numbers in files, of the same shape; -1 where they are out of range."""
+        """Turn numbers in files into labels of the same shape; -1 where they are out of range."""
         labels = values.astype(np.int32) - int(self.reduce_zero_label)
         labels[(labels < 0) | (labels >= self.num_classes)] = -1
         labels[values == IGNORED] = IGNORED
@@ -309,11 +296,11 @@ class SegmentationSource:
         return len(self._images)
 
     def name(self, index: int) -> str:
-        """The image's path."""
+        """Return the image's path."""
         return os.fsdecode(self._images[index])
 
     def load(self, index: int) -> Image.Image:
-        """The image, upright and in RGB.
+        """Return the image, upright and in RGB.
 
         Raises:
             ImageError: If it cannot be read.
@@ -321,7 +308,7 @@ class SegmentationSource:
         return load_image(self.name(index))
 
     def target(self, index: int, size: tuple[int, int]) -> np.ndarray:
-        """`[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
+        """Return `[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
 
         Args:
             index: Number of the pair.
@@ -333,12 +320,157 @@ class SegmentationSource:
         path = os.fsdecode(self._maps[index])
         values = read_label_map(path)
         if values.shape != size:
-            if not self.rules.resize:
+            if not self.rules.repair:
                 raise ImageError(path, f"is {values.shape[1]}×{values.shape[0]} pixels, its image {size[1]}×{size[0]}")
             values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
         labels = self.rules.labels(values)
         outside = labels < 0
-        if outside.any() and not self.rules.outside_ignored:
+        if outside.any() and not self.rules.repair:
             raise ImageError(path, f"has the label {values[outside][0]}, which is not in the list of classes")
         labels[outside] = IGNORED
         return labels.astype(np.uint8)
+
+
+OpenedPairs = OpenedSplits[SegmentationSource]
+_Read = tuple[tuple[int, int], tuple[int, ...], np.ndarray]  # size of an image, of its map, and numbers in the map
+
+
+def open_and_check_pairs(
+    data_dir: str | os.PathLike[str],
+    *,
+    train_split: str = "train",
+    validation_split: str = "validation",
+    class_file: str | os.PathLike[str] | None = None,
+    image_folder: str | None = None,
+    map_folder: str | None = None,
+    reduce_zero_label: bool = False,
+    num_classes: int | None = None,
+    repair: bool = False,
+    allow_outside: bool = False,
+    on_progress: Callable[[], None] | None = None,
+) -> OpenedPairs:
+    """Open `data_dir/images/{training,validation}` and `data_dir/annotations/{training,validation}`, and check them.
+
+    Args:
+        data_dir: Folder of the dataset.
+        train_split: Name such as "train" or "training".
+        validation_split: Name such as "validation" or "val".
+        class_file: Names of classes; one of the usual files in `data_dir`, if None.
+        image_folder: Folder of images below `data_dir` (see `find_pair_folders`).
+        map_folder: Folder of label maps below `data_dir`.
+        reduce_zero_label: Treat 0 as "other" (see `LabelRules`), as in ADE20K and in scenes.
+        num_classes: Classes that the model knows; None if it follows the data.
+        repair: Repair what can be repaired in what is used; the files stay as they are.
+        allow_outside: Accept folders that are not below `data_dir`.
+        on_progress: Called after each pair.
+    """
+    try:
+        file = class_file if class_file is not None else find_class_file(data_dir)
+        names = read_class_names(file, reduce_zero_label=reduce_zero_label)
+        rules = LabelRules(len(names), reduce_zero_label=reduce_zero_label)
+    except DataError as error:
+        return OpenedPairs(None, None, [str(error)])
+    problems: list[str] = []
+    if num_classes not in (None, len(names)):
+        problems.append(f"{data_dir} has {len(names)} classes, the model {num_classes}; use num_classes={len(names)}")
+    reports: list[DataReport] = []
+    sources: dict[bool, SegmentationSource | None] = {}
+    seen: dict[tuple[Path, Path], str] = {}
+    for split, training in ((train_split, True), (validation_split, False)):
+        try:
+            folders = find_pair_folders(data_dir, split, image_folder, map_folder, allow_outside=allow_outside)
+            if seen.setdefault(folders, split) != split:
+                raise DataError(
+                    f"{folders[0]} has the images of {train_split!r} and of {validation_split!r}: what is trained on "
+                    "measures nothing; name the split in image_folder and map_folder, such as images/{split}"
+                )
+            location = f"{Path(data_dir)} ({split})"
+            sources[training], report = check_pairs(
+                folders, location, names, rules, every_class=training, repair=repair, on_progress=on_progress
+            )
+            reports.append(report)
+            problems += report.problems
+        except DataError as error:
+            problems.append(str(error))
+    return OpenedPairs(sources.get(True), sources.get(False), each_once(problems), reports)
+
+
+def check_pairs(
+    folders: tuple[Path, Path],
+    location: str,
+    class_names: Sequence[str],
+    rules: LabelRules,
+    *,
+    every_class: bool = True,
+    repair: bool = False,
+    on_progress: Callable[[], None] | None = None,
+) -> tuple[SegmentationSource | None, DataReport]:
+    """Check all pairs: every map in full, every image by the first bytes of its file.
+
+    Args:
+        folders: Folder of images, folder of label maps.
+        location: Their place, for messages.
+        class_names: Name of each class.
+        rules: Rules that turn numbers in files into labels; what they forbid is a fault.
+        every_class: Require a pixel of each class, as it takes one to be learned; not in validation data.
+        repair: Return what can be used after repairing; nothing, if no pixel is labeled.
+        on_progress: Called after each pair.
+
+    Returns:
+        The pairs, None if there are faults that were not repaired; and the faults.
+    """
+    found = find_pairs(*folders)
+    report = DataReport(location, f"{len(found.pairs):,} pairs", repaired=repair)
+    for fault, paths in found.faults.items():
+        for path in paths:
+            report.add(fault, str(path), LEFT_OUT)
+    kept: list[Pair] = []
+    seen = np.zeros(len(class_names), dtype=bool)
+    for pair, read in zip(found.pairs, read_in_threads(_read, found.pairs, on_progress), strict=True):
+        labels = _check_pair(pair, read, rules, report)
+        if labels is not None:
+            kept.append(pair)
+            seen[labels] = True
+    if every_class:
+        for label in np.flatnonzero(~seen).tolist():
+            kept_classes = "kept, so that labels stay the same; nothing will be learned of them"
+            report.add("classes without a pixel", f"{class_names[label]} ({label})", kept_classes)
+    if kept and not seen.any():
+        report.repaired = False
+        for pair in kept:
+            repairing = "not possible; label them, or correct the list of classes or reduce_zero_label"
+            report.add("maps without a labeled pixel, and there are no others", str(pair.label_map), repairing)
+    if report.problems:
+        return None, report
+    return SegmentationSource(location, class_names, kept, replace(rules, repair=repair)), report
+
+
+def _read(pair: Pair) -> _Read:
+    size, values = image_size(pair.image), read_label_map(pair.label_map)
+    return size, values.shape, np.unique(values)
+
+
+def _check_pair(pair: Pair, read: _Read | ImageError, rules: LabelRules, report: DataReport) -> np.ndarray | None:
+    """Return the labels of a map, without those ignored; None if the pair cannot be used."""
+    if isinstance(read, ImageError):
+        colors = isinstance(read, ColoredMapError)
+        fault = "maps of colors instead of labels" if colors else "files that cannot be read"
+        report.add(fault, str(read), LEFT_OUT)
+        return None
+    (height, width), (map_height, map_width), numbers = read
+    if (map_height, map_width) != (height, width):
+        detail = f"{pair.label_map}: {map_width}×{map_height} for an image of {width}×{height}"
+        if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
+            report.add("maps of another shape than their image", detail, LEFT_OUT)
+            return None
+        report.add("maps of another size than their image", detail, "brought to the image's size")
+    labels = rules.labels(numbers)
+    outside = numbers[labels < 0].tolist()
+    if outside:
+        repair = "those pixels ignored"
+        if outside == [rules.num_classes] and not rules.reduce_zero_label:
+            repair += "; or set reduce_zero_label (--reduce-zero-label), if files count classes from 1, as scenes and "
+            repair += "ADE20K do"
+        first = ", ".join(map(str, outside[:3])) + (", …" if len(outside) > 3 else "")
+        report.add("maps with labels outside of the list of classes", f"{pair.label_map}: {first}", repair)
+    return labels[(labels >= 0) & (labels < rules.num_classes)]
