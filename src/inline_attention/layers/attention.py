@@ -18,11 +18,10 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.layers.patch_grids import PatchGrid
 from inline_attention.ops import local_residual
 from inline_attention.ops.api import attend
-from inline_attention.ops.autocast import as_autocast
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
+from inline_attention.ops.tracing import as_autocast, is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
     check_added_mask,
     check_dense,

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import dispatch, reference, validation
-from inline_attention.ops.autocast import as_autocast, autocast_enabled
 from inline_attention.ops.backends import eager
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_transformed, plain_sizes, unrecorded
+from inline_attention.ops.tracing import as_autocast, autocast_enabled, is_transformed, plain_sizes, unrecorded
 
 _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
     kind: normalization for normalization, kind in reference.KIND_OF_NORMALIZATION.items()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import fused_op
-from inline_attention.ops.tracing import is_plain_execution
+from inline_attention.ops.tracing import is_plain_execution, transform_reason
 
 # Where it was measured to be faster than the composition.
 CAPABILITIES = ((9, 0),)
@@ -71,7 +71,7 @@ def unsupported_reason(x: Tensor, parameters: FeedForwardParameters) -> str | No
         return "takes at least one token"
     if not torch.compiler.is_compiling() and not is_plain_execution(x, *parameters):
         return "does not run under dispatch modes, such as a FLOP counter"
-    return fused_op.transform_reason() or _device_reason(x.device.index)
+    return transform_reason() or _device_reason(x.device.index)
 
 
 def _suits_tensor_cores(channels: int) -> bool:

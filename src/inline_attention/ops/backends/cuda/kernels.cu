@@ -2,7 +2,7 @@
 //
 // Compiled at run time by NVRTC for one head dim and one half type (HEAD_DIM, IS_BF16); no headers, no dependencies.
 // launch.py defines these and all other constants that both sides need. docs/kernels.md has the algorithm, what is read
-// and written, and what was measured. Each kernel has one parameter, a struct passed by value; arguments.py reads the
+// and written, and what was measured. Each kernel has one parameter, a struct passed by value; compiler.py reads the
 // structs from this file and packs their fields.
 //
 // Three ideas carry everything here:
@@ -29,7 +29,7 @@ constexpr int PARTS = IS_BF16 ? 3 : 2;             // half matrices that make up
 constexpr u32 ONE = IS_BF16 ? 0x3f80u : 0x3c00u;
 constexpr u32 ONES = ONE << 16 | ONE;
 
-#define PACKED_OTHERWISE "arguments.py packs another struct"
+#define PACKED_OTHERWISE "compiler.py packs another struct"
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64, "fragments are laid out for head dims 32 and 64");
 
 // ---------------------------------------------------------------------------------------------- instructions
@@ -338,7 +338,7 @@ struct AccumulateParams {
   int tokens, tokens_per_split, splits, channels, units;
   u32 splits_inverse, units_inverse;
 };
-static_assert(sizeof(AccumulateParams) == ACCUMULATE_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(AccumulateParams) == AccumulateParams_BYTES, PACKED_OTHERWISE);
 
 constexpr int ACCUMULATE_WARPS = BLOCK_THREADS / 32;
 constexpr int TENSOR_BYTES = STAGE_TOKENS * UNIT * 2;
@@ -573,8 +573,8 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate_part(const A
   accumulate<BACKWARD>(p, unit, split, batch, {p.product, p.left_mean, p.right_mean, first_head * p.splits + split, p.splits});
 }
 
-extern "C" __global__ void __launch_bounds__(ACCUMULATE_WARPS * 32) inline_accumulate(const __grid_constant__ AccumulateParams p) { accumulate_part<false>(p); }
-extern "C" __global__ void __launch_bounds__(ACCUMULATE_WARPS * 32) inline_accumulate_backward(const __grid_constant__ AccumulateParams p) { accumulate_part<true>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) inline_accumulate(const __grid_constant__ AccumulateParams p) { accumulate_part<false>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) inline_accumulate_backward(const __grid_constant__ AccumulateParams p) { accumulate_part<true>(p); }
 
 // ---------------------------------------------------------------------------------------------- merge
 
@@ -584,7 +584,7 @@ struct MergeParams {
   float product_factor, right_factor;
   int splits, tokens, tokens_per_split;
 };
-static_assert(sizeof(MergeParams) == MERGE_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(MergeParams) == MergeParams_BYTES, PACKED_OTHERWISE);
 
 // blockIdx.x = head, blockIdx.y = some elements of its matrix; SHARES threads share the splits of an element.
 template <bool CENTERED, int MERGE_SHARES> __device__ __forceinline__ void merge(const MergeParams& p) {
@@ -841,7 +841,7 @@ struct OutputParams {
   // Hence no __restrict__ here. Wider heads are read by two warps, each of which writes one part.
   u16* out;
 };
-static_assert(sizeof(OutputParams) == OUTPUT_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(OutputParams) == OutputParams_BYTES, PACKED_OTHERWISE);
 
 static_assert(2 * GROUPS * 32 == BLOCK_THREADS, "matrices are shared by all threads of a block");
 using OutputStrip = Strip<true, HALVES>;
@@ -908,7 +908,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_
 // Samples small enough for one block per unit: the state never leaves the chip, and the values' second reading hits the
 // cache. It is written out as well where a backward pass will want it.
 struct SampleParams { AccumulateParams accumulate; OutputParams output; };
-static_assert(sizeof(SampleParams) == SAMPLE_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(SampleParams) == SampleParams_BYTES, PACKED_OTHERWISE);
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_sample(const __grid_constant__ SampleParams p) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -962,7 +962,7 @@ struct GradientParams {
   u16* grad_local;               // [B, channels, 9], if one tile covers a sample
   float* grad_local_parts;       // [B, tiles, channels, 9], if not
 };
-static_assert(sizeof(GradientParams) == GRADIENT_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(GradientParams) == GradientParams_BYTES, PACKED_OTHERWISE);
 
 __device__ __forceinline__ void fetch_mean(float (&mean)[INNER][4], const float* head_mean, const Lane& lane) {
 #pragma unroll
@@ -1143,7 +1143,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_
 // ---------------------------------------------------------------------------------------------- sum over tiles
 
 struct TileSumParams { const float* parts; u16* total; int tiles, per_sample; i64 size; };
-static_assert(sizeof(TileSumParams) == TILE_SUM_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(TileSumParams) == TileSumParams_BYTES, PACKED_OTHERWISE);
 
 // SHARES threads share the tiles of an element.
 template <int SHARES> __device__ __forceinline__ void sum_tiles(const TileSumParams& p) {
@@ -1175,7 +1175,7 @@ struct TokenSumParams {
   float* sums;  // [B, splits, channels]
   int count, count_each, splits, channels, units, unused;
 };
-static_assert(sizeof(TokenSumParams) == TOKEN_SUM_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(TokenSumParams) == TokenSumParams_BYTES, PACKED_OTHERWISE);
 
 struct PredictParams {
   const u16* tokens; i64 batch_stride, token_stride;
@@ -1185,7 +1185,7 @@ struct PredictParams {
   u16* out;                                          // [B, channels, 9]
   int count, splits, channels, units;
 };
-static_assert(sizeof(PredictParams) == PREDICT_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(PredictParams) == PredictParams_BYTES, PACKED_OTHERWISE);
 
 __device__ __forceinline__ float dot(const u16* row, const float* vector, int chunks) {
   float sum = 0.0f;
