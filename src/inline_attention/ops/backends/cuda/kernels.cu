@@ -446,25 +446,18 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   constexpr int OWN_TILES = ROW_TILES / 2, SUMS = OWN_TILES * 20 + 16;
   wait_copies<0>();
   __syncthreads();
-  {
-    float* given = (float*)memory + warp * (SUMS * 32) + lane.id;
-    const float* taken = (float*)memory + (warp ^ 2) * (SUMS * 32) + lane.id;
+  const auto for_each_sum = [&](int owner, const auto& use) {
     UNROLL for (int m = 0; m < ROW_TILES; ++m)
-      if (m / OWN_TILES != group)
+      if (m / OWN_TILES == owner)
         UNROLL for (int i = 0; i < 4; ++i) {
-          UNROLL for (int j = 0; j < 4; ++j) given[(m % OWN_TILES * 20 + j * 4 + i) * 32] = sums[m][j][i];
-          given[(m % OWN_TILES * 20 + 16 + i) * 32] = left_sums[m][i];
+          UNROLL for (int j = 0; j < 4; ++j) use((m % OWN_TILES * 20 + j * 4 + i) * 32 + lane.id, sums[m][j][i]);
+          use((m % OWN_TILES * 20 + 16 + i) * 32 + lane.id, left_sums[m][i]);
         }
-    UNROLL for (int i = 0; i < 16; ++i) given[(OWN_TILES * 20 + i) * 32] = right_sums[i / 4][i % 4];
-    __syncthreads();
-    UNROLL for (int m = 0; m < ROW_TILES; ++m)
-      if (m / OWN_TILES == group)
-        UNROLL for (int i = 0; i < 4; ++i) {
-          UNROLL for (int j = 0; j < 4; ++j) sums[m][j][i] += taken[(m % OWN_TILES * 20 + j * 4 + i) * 32];
-          left_sums[m][i] += taken[(m % OWN_TILES * 20 + 16 + i) * 32];
-        }
-    UNROLL for (int i = 0; i < 16; ++i) right_sums[i / 4][i % 4] += taken[(OWN_TILES * 20 + i) * 32];
-  }
+    UNROLL for (int i = 0; i < 16; ++i) use((OWN_TILES * 20 + i) * 32 + lane.id, right_sums[i / 4][i % 4]);
+  };
+  for_each_sum(group ^ 1, [&](int at, float& sum) { ((float*)memory)[warp * (SUMS * 32) + at] = sum; });
+  __syncthreads();
+  for_each_sum(group, [&](int at, float& sum) { sum += ((float*)memory)[(warp ^ 2) * (SUMS * 32) + at]; });
   if (!active) return;
 
   const i64 slot = results.first_slot + (HEADS_PER_UNIT > 1 ? slab : 0) * results.slot_stride;
@@ -690,33 +683,37 @@ template <bool NEIGHBORS, int SLABS> struct Strip {
   }
 };
 
-// Where a walk's results go: two rows a step.
-struct Target {
-  u16* chunk;
-  i64 row;
-  int y, last;  // the next row, and the last
-  bool column_inside;
-  __device__ __forceinline__ Target(const Layout& l, const Place& place, const Lane& lane, int group, u16* slab, i64 token)
-      : row(l.width * token), y(place.top), last(place.top + place.rows - 1), column_inside(place.left + group * STRIP + lane.row < l.width) {
-    chunk = slab + (l.prefix + (i64)y * l.width + place.left + group * STRIP + lane.row) * token + lane.c * CHUNK;
+// Write the products of a place's tokens with a matrix, plus the bias: first the tokens of the grid, two rows of a strip a
+// step, to which `add_local` adds the 3×3 term; then those outside the grid, sixteen at a time: few of them in a model,
+// all of them where there is no local term. `source` and `target` begin with the head and with the slab.
+template <bool LOCAL, class Walk, class AddLocal>
+__device__ __forceinline__ void write_products(const Layout& l, const Place& place, const Lane& lane, int group, u32 own_memory, Walk& strip, const u16* source, i64 source_token,
+                                               const RightOperand& operand, const float (&bias)[8], u16* target, i64 target_token, const AddLocal& add_local) {
+  target += CHUNK * lane.c;
+  if (LOCAL) {
+    const i64 row = l.width * target_token;
+    u16* chunk = target + (l.prefix + (i64)place.top * l.width + place.left + group * STRIP + lane.row) * target_token;
+    for (int y = place.top; strip.left > 0; y += 2, chunk += 2 * row) {
+      strip.advance();
+      LeftOperand rows;
+      strip.read_own(rows);
+      Tile tile;
+      tile.product(rows, operand, bias);
+      add_local(tile);
+      tile.store(strip.own_slot(), chunk, chunk + row, strip.column_inside, strip.column_inside && y + 1 < place.top + place.rows, lane);
+    }
   }
-  __device__ __forceinline__ void store(const Tile& tile, u32 staging, const Lane& lane) {
-    tile.store(staging, chunk, chunk + row, column_inside, column_inside && y < last, lane);
-    chunk += 2 * row;
-    y += 2;
-  }
-};
-
-// Tokens outside the grid, sixteen at a time; few of them in a model, all of them where there is no local term.
-template <class Use> __device__ __forceinline__ void for_each_run_step(const Place& place, const Lane& lane, int group, const u16* head, i64 token_stride, const Use& use) {
   for (int start = place.run_start + group * 16; start < place.run_end; start += GROUPS * 16) {
     const int first = min(start + lane.g, place.run_end - 1), second = min(start + lane.g + 8, place.run_end - 1);
     LeftOperand rows;
     UNROLL for (int s = 0; s < INNER; ++s)
       UNROLL for (int i = 0; i < 4; ++i)
-        rows.fragments[s][i] = *(const u32*)(head + (i & 1 ? second : first) * token_stride + 16 * s + 8 * (i >> 1) + 2 * lane.c);
+        rows.fragments[s][i] = *(const u32*)(source + (i & 1 ? second : first) * source_token + 16 * s + 8 * (i >> 1) + 2 * lane.c);
     __syncwarp();  // what was stored from has been read
-    use(rows, (i64)start + lane.row, (i64)start + lane.row + 8, start + lane.row < place.run_end, start + lane.row + 8 < place.run_end);
+    Tile tile;
+    tile.product(rows, operand, bias);
+    const int upper = start + lane.row, lower = upper + 8;
+    tile.store(own_memory, target + upper * target_token, target + lower * target_token, upper < place.run_end, lower < place.run_end, lane);
   }
 }
 
@@ -787,24 +784,7 @@ __device__ __forceinline__ void output(const OutputParams& p, const Place& place
   RightOperand covariance;
   covariance.load<false>(covariances, HEADS_PER_UNIT > 1 ? slab : 0, channel % HEAD_DIM, lane);
 
-  if (LOCAL) {
-    Target target(l, place, lane, group, out, l.channels);
-    while (strip.left > 0) {
-      strip.advance();
-      LeftOperand rows;
-      strip.read_own(rows);
-      Tile tile;
-      tile.product(rows, covariance, mean);
-      diagonals.add(tile, strip);
-      target.store(tile, strip.own_slot(), lane);
-    }
-  }
-  out += CHUNK * lane.c;
-  for_each_run_step(place, lane, group, queries, p.query_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
-    Tile tile;
-    tile.product(rows, covariance, mean);
-    tile.store(own_memory, out + first * l.channels, out + second * l.channels, first_inside, second_inside, lane);
-  });
+  write_products<LOCAL>(l, place, lane, group, own_memory, strip, queries, p.query_token, covariance, mean, out, l.channels, [&](Tile& tile) { diagonals.add(tile, strip); });
 }
 
 template <bool LOCAL> __device__ __forceinline__ void output_tile(const OutputParams& p) {
@@ -939,23 +919,7 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
     operand.load<true>(matrices, head - first_head, column, lane);
     subtract_mean(bias, mean, operand, lane);
     u16* grad_key = p.grad_key + place.batch * p.grad_key_batch + channel;
-    if (LOCAL) {
-      Target target(l, place, lane, group, grad_key, p.grad_key_token);
-      while (strip.left > 0) {
-        strip.advance();
-        LeftOperand rows;
-        strip.read_own(rows);
-        Tile tile;
-        tile.product(rows, operand, bias);
-        target.store(tile, strip.own_slot(), lane);
-      }
-    }
-    grad_key += CHUNK * lane.c;
-    for_each_run_step(place, lane, group, values, p.value_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
-      Tile tile;
-      tile.product(rows, operand, bias);
-      tile.store(own_memory, grad_key + first * p.grad_key_token, grad_key + second * p.grad_key_token, first_inside, second_inside, lane);
-    });
+    write_products<LOCAL>(l, place, lane, group, own_memory, strip, values, p.value_token, operand, bias, grad_key, p.grad_key_token, [](Tile&) {});
   } else if (place.role == GRAD_VALUE) {
     // (k - kbar) A + mean gradient, and the 3×3 kernel turned around over the output gradients
     const u16* keys = p.key + place.batch * p.key_batch + head * HEAD_DIM;
@@ -970,24 +934,7 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
     operand.load<false>(matrices, head - first_head, column, lane);
     subtract_mean(bias, mean, operand, lane);
     u16* grad_value = p.grad_value + place.batch * p.grad_value_batch + channel;
-    if (LOCAL) {
-      Target target(l, place, lane, group, grad_value, p.grad_value_token);
-      while (strip.left > 0) {
-        strip.advance();
-        LeftOperand rows;
-        strip.read_own(rows);
-        Tile tile;
-        tile.product(rows, operand, bias);
-        diagonals.add(tile, strip);
-        target.store(tile, strip.own_slot(), lane);
-      }
-    }
-    grad_value += CHUNK * lane.c;
-    for_each_run_step(place, lane, group, keys, p.key_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
-      Tile tile;
-      tile.product(rows, operand, bias);
-      tile.store(own_memory, grad_value + first * p.grad_value_token, grad_value + second * p.grad_value_token, first_inside, second_inside, lane);
-    });
+    write_products<LOCAL>(l, place, lane, group, own_memory, strip, keys, p.key_token, operand, bias, grad_value, p.grad_value_token, [&](Tile& tile) { diagonals.add(tile, strip); });
   } else if (LOCAL && place.role == GRAD_LOCAL) {
     float sums[9][8] = {};
     if (active) {
