@@ -83,7 +83,9 @@ def backward(
             grad = scratch.copied(1, grad_out[batch, tokens])
             grad_mean_score = None
             if divides:
-                factor, slope = _amplification_and_slope(query, key_mean, call)
+                factor = _amplification(query, key_mean, call)
+                inverse = factor if call.normalization == "divide" else factor - 1
+                slope = -inverse.square()  # both a = 1/z and a = 1 + 1/z have the slope -1/z²
                 deviation = scratch.product(2, query, covariance)
                 grad_mean_score = deviation.mul_(grad).sum(-1, keepdim=True).mul_(slope).mul_(call.scale)
                 grad.mul_(factor)
@@ -122,13 +124,6 @@ def _amplification(query: Tensor, key_mean: Tensor, call: AttentionCall) -> Tens
     """Factor a(z) `[b, H, n, 1]` for a block of queries `[b, H, n, D]`."""
     mean_score = torch.matmul(query, _heads_first(key_mean).transpose(-1, -2)).mul_(call.scale)
     return composed.amplification(mean_score, call.normalization)
-
-
-def _amplification_and_slope(query: Tensor, key_mean: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """a(z) and its derivative: both a = 1/z and a = 1 + 1/z have the slope -1/z²."""
-    factor = _amplification(query, key_mean, call)
-    inverse = factor if call.normalization == "divide" else factor - 1
-    return factor, -inverse.square()
 
 
 def _add_local_term(out: Tensor, grid: Tensor, local_weight: Tensor) -> None:

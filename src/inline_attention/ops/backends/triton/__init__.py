@@ -36,11 +36,6 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return transform_reason()
 
 
-def can_be_automatic(call: AttentionCall) -> bool:
-    """True if "auto" may choose it: not on a CPU, where Triton's interpreter is for tests."""
-    return call.q.device.type != "cpu"
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     from inline_attention.ops.backends.triton.forward import forward
 

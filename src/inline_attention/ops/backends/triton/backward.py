@@ -295,7 +295,7 @@ def backward(
     if local_weight is not None:
         local_weight = local_weight.contiguous()
         taps = torch.empty((B, 9, H, DV), dtype=local_weight.dtype, device=device)
-    plan = tuning.query_gradient_plan(B, N, heads, half_query_products, device)
+    plan = tuning.plan("query_gradient", B, N, heads, half_query_products, device)
     partial = torch.empty((plan.chunks, B, H, sums_stride), dtype=torch.float32, device=device)
     _backward_query_kernel[(B * plan.chunks, heads.groups)](
         grad_out, q, local_weight, key_mean, covariance, grad_q, partial, taps,
@@ -303,14 +303,14 @@ def backward(
         *grad_out.stride()[:3], *q.stride()[:3], *grad_q.stride()[:3],
         D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
         call.feature_map, call.normalization, half_query_products, local_weight is not None, heads.resident,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     sums = partial[0] if plan.chunks == 1 else partial.sum(0)
 
     counts, mask_strides = None, (0, 0)
     if key_padding_mask is not None:
         counts, mask_strides = key_padding_mask.sum(1, dtype=torch.int32), key_padding_mask.stride()
-    plan = tuning.state_plan(B, M, heads, half_products, device)
+    plan = tuning.plan("state", B, M, heads, half_products, device)
     # The parts of a wide matrix and those of its transpose do not fit shared memory together.
     for for_keys, for_values in [(True, True)] if heads.resident else [(True, False), (False, True)]:
         _backward_key_value_kernel[(B * plan.chunks, heads.groups)](
@@ -321,11 +321,12 @@ def backward(
             D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
             call.feature_map, half_products,
             key_padding_mask is not None, local_weight is not None, heads.resident, for_keys, for_values,
-            **tuning.launch_options(plan),
+            **plan.options,
         )  # fmt: skip
     if local_weight is None:
         return None
-    plan = tuning.local_gradient_plan(B, M, heads, device)
+    # Three programs per group of heads, one for each row of taps.
+    plan = tuning.plan("local_gradient", 3 * B, M, heads, half_products, device)
     dtype = local_weight.dtype if plan.chunks == 1 else torch.float32
     grad_local = torch.empty((plan.chunks, *local_weight.shape), dtype=dtype, device=device)
     _backward_local_weight_kernel[(B * plan.chunks, heads.groups, 3)](
@@ -333,6 +334,6 @@ def backward(
         M, H, plan.chunks, plan.chunk_tokens, *grid,
         *grad_out.stride()[:3], *v.stride()[:3], *mask_strides,
         DV, heads.size, heads.block_dv, plan.block_tokens, key_padding_mask is not None,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     return grad_local[0] if plan.chunks == 1 else grad_local.sum(0).to(local_weight.dtype)

@@ -280,7 +280,7 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.
         local_weight = local_weight.contiguous()
         taps = torch.empty((B, 9, H, DV), dtype=v.dtype, device=device)
 
-    plan = tuning.state_plan(B, M, heads, half_products, device)
+    plan = tuning.plan("state", B, M, heads, half_products, device)
     partial_stride = tuning.state_floats(D, DV)
     partial = None
     if plan.chunks > 1:
@@ -291,7 +291,7 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.
         *k.stride()[:3], *v.stride()[:3], *mask_strides,
         D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens, call.feature_map, half_products,
         key_padding_mask is not None, local_weight is not None, plan.chunks == 1,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     if partial is not None:
         rows, chunks = tuning.merge_block(plan.chunks, heads)
@@ -301,7 +301,7 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.
         )  # fmt: skip
         del partial  # the output may have its memory
     out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
-    plan = tuning.output_plan(B, N, heads, device)
+    plan = tuning.plan("output", B, N, heads, half_products, device)
     _forward_output_kernel[(B * plan.chunks, heads.groups)](
         q, v, key_padding_mask, taps, key_mean, value_mean, covariance, out,
         scale, N, H, plan.chunks, plan.chunk_tokens, *(call.grid_size or (0, 0)), call.num_prefix_tokens,
@@ -309,6 +309,6 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.
         D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
         call.feature_map, call.normalization, half_products,
         key_padding_mask is not None, local_weight is not None, heads.resident,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     return out, state
