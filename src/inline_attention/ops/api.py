@@ -87,15 +87,9 @@ def inline_attention_qkvpacked(
     """Compute `inline_attention` on the output of a fused projection, read in place; its gradient is packed, too.
 
     Args:
-        qkv: `[B, N, 3, H, D]`.
-        scale: Factor on the inner products; this and all other arguments are those of `inline_attention`.
-        feature_map: phi.
-        normalization: "subtract" (InLine), "divide" or "magnitude".
-        key_padding_mask: `[B, N]` bool, True for a real key.
-        local_weight: `[B, H, D, 3, 3]`.
-        grid_size: `(h, w)` of the token grid.
-        num_prefix_tokens: Tokens before the grid.
-        backend: "auto" or a name.
+        qkv: `[B, N, 3, H, D]`: queries, keys and values, as the projection leaves them.
+        scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend:
+            The arguments of `inline_attention`, where M = N and Dv = D.
 
     Returns:
         `[B, N, H, D]`.

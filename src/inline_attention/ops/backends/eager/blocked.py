@@ -30,15 +30,16 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[Tensor, Tensor]:
     del keep_state
     q, k, v, key_padding_mask, local_weight = call.q, call.k, call.v, call.key_padding_mask, call.local_weight
     (B, N, H, D), Dv = q.shape, v.shape[3]
+    width = H * max(D, Dv)
     out = q.new_empty(B, N, H, Dv)
     state = empty_state(q, v, q.dtype).zero_()
     scratch = _Scratch(q)
     inverse_count = _inverse_count(k, key_padding_mask)
-    for batch in _batches(B, max(N, k.shape[1]), H * max(D, Dv)):
+    for batch in _slices(B, BLOCK_ELEMENTS // (max(N, k.shape[1]) * width)):
         covariance, key_mean, value_mean = _parts(state, q, v, batch)
         torch.sum(k[batch], 1, keepdim=True, out=key_mean).mul_(inverse_count[batch])
         torch.sum(v[batch], 1, keepdim=True, out=value_mean).mul_(inverse_count[batch])
-        for tokens in _token_blocks(batch, k.shape[1], H * max(D, Dv)):
+        for tokens in _token_blocks(batch, k.shape[1], width):
             key = scratch.centered(0, k[batch, tokens], key_mean)
             if key_padding_mask is not None:
                 key.mul_(key_padding_mask[batch, None, tokens, None])
@@ -46,7 +47,7 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[Tensor, Tensor]:
             _accumulate_product(covariance, key, value)
         covariance.mul_(inverse_count[batch] * call.scale)
 
-        for tokens in _token_blocks(batch, N, H * max(D, Dv)):
+        for tokens in _token_blocks(batch, N, width):
             query = scratch.copied(0, q[batch, tokens])
             deviation = scratch.product(1, query, covariance)
             if call.normalization != "subtract":
@@ -70,15 +71,16 @@ def backward(
     q, k, v, local_weight = call.q, call.k, call.v, call.local_weight
     grad_q, grad_k, grad_v = grads
     (B, N, H, D), Dv = q.shape, v.shape[3]
+    width = H * max(D, Dv)
     divides = call.normalization != "subtract"
     scratch = _Scratch(q)
     inverse_count = _inverse_count(k, call.key_padding_mask)
     grad_local = torch.empty_like(local_weight) if local_weight is not None else None
-    for batch in _batches(B, max(N, k.shape[1]), H * max(D, Dv)):
+    for batch in _slices(B, BLOCK_ELEMENTS // (max(N, k.shape[1]) * width)):
         covariance, key_mean, value_mean = _parts(state, q, v, batch)
         grad_covariance = torch.zeros_like(covariance)
         grad_key_mean = torch.zeros_like(_heads_first(key_mean))
-        for tokens in _token_blocks(batch, N, H * max(D, Dv)):
+        for tokens in _token_blocks(batch, N, width):
             query = scratch.copied(0, q[batch, tokens])
             grad = scratch.copied(1, grad_out[batch, tokens])
             grad_mean_score = None
@@ -99,7 +101,7 @@ def backward(
         grad_covariance.mul_(inverse_count[batch] * call.scale)
         grad_key_mean.mul_(inverse_count[batch])
         grad_value_mean = _heads_first(grad_out[batch].sum(1, keepdim=True)).mul(inverse_count[batch])
-        for tokens in _token_blocks(batch, k.shape[1], H * max(D, Dv)):
+        for tokens in _token_blocks(batch, k.shape[1], width):
             # Both means drop out of their own gradients: the centered keys and values that would carry it sum to zero.
             value = scratch.centered(1, v[batch, tokens], value_mean)
             grad_key = scratch.product(2, value, grad_covariance.transpose(-1, -2))
@@ -195,11 +197,6 @@ def _inverse_count(k: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return key_padding_mask.sum(1).clamp(min=1).to(k.dtype).reciprocal()[:, None, None, None]
 
 
-def _batches(batch_size: int, tokens: int, width: int) -> Iterator[slice]:
-    """Slices of as many samples as fill a block, at least one."""
-    return _slices(batch_size, BLOCK_ELEMENTS // (tokens * width))
-
-
 def _token_blocks(batch: slice, tokens: int, width: int) -> Iterator[slice]:
     """Slices of the tokens of a batch slice; several only where one sample overflows a block."""
     return _slices(tokens, BLOCK_ELEMENTS // (width * (batch.stop - batch.start)))
@@ -222,6 +219,7 @@ def _taps(grid: Tensor) -> Iterator[tuple[int, int, _Index, _Index]]:
 
 
 def _slices(extent: int, step: int) -> Iterator[slice]:
+    """Slices of `step` each, of one at least."""
     step = max(step, 1)
     return (slice(start, min(start + step, extent)) for start in range(0, extent, step))
 
