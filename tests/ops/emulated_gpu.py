@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from functools import cache
@@ -36,19 +37,23 @@ def install(monkeypatch) -> None:
 class _EmulatedKernel:
     """Has `launch` as `compiler.Kernel`."""
 
-    def __init__(self, library: ctypes.CDLL, name: str, threads: int) -> None:
-        self._library, self._name, self._threads = library, name.encode(), threads
+    def __init__(self, library: ctypes.CDLL, name: str, threads: int, parameter: struct.Struct) -> None:
+        self._library, self._name, self._threads, self._parameter = library, name.encode(), threads, parameter
 
-    def launch(self, grid: tuple[int, int], shared_bytes: int, stream: int, parameters: bytes) -> None:
+    def launch(self, grid: tuple[int, int], shared_bytes: int, stream: int, *fields: float) -> None:
         del stream
-        if self._library.run(self._name, *grid, self._threads, shared_bytes, parameters) != 0:
+        parameter = self._parameter.pack(*fields)
+        if self._library.run(self._name, *grid, self._threads, shared_bytes, parameter) != 0:
             raise LookupError(f"kernels.cu has no kernel {self._name.decode()}")
 
 
 @cache
 def _kernels(defines: tuple[tuple[str, int], ...]) -> dict[str, _EmulatedKernel]:
     library = ctypes.CDLL(str(_build(dict(defines))))
-    return {name: _EmulatedKernel(library, name, threads) for name, threads in launch.KERNELS.items()}
+    return {
+        name: _EmulatedKernel(library, name, dict(defines)[signature.threads], compiler.struct_of(signature.struct))
+        for name, signature in compiler.signatures().items()
+    }
 
 
 def _build(defines: dict[str, int]) -> Path:

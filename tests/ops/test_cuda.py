@@ -15,15 +15,10 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.ops import dispatch
 from inline_attention.ops.backends import cuda
 from inline_attention.ops.backends.cuda import compiler, launch
-from inline_attention.ops.fused_op import Problem
 from ops.calls import attend_over_queries
 from ops.contract import OPTIONS, Option, Shape, check_call
 
 HALF_DTYPES = [torch.bfloat16, torch.float16]
-
-
-def _problem(height: int, width: int, prefix: int = 0) -> Problem:
-    return Problem(1.0, "identity", "subtract", height, width, prefix)
 
 
 # ------------------------------------------------------------------------------------------------ without a GPU
@@ -44,7 +39,7 @@ def _nvrtc(monkeypatch, tmp_path):
 def test_compiles_for_every_architecture(architecture, head_dim):
     dtype = HALF_DTYPES[head_dim == 64]
     binary = compiler.compile_binary(architecture, launch.defines(dtype, head_dim))
-    for name in launch.KERNELS:
+    for name in compiler.signatures():
         assert name.encode() in binary
 
 
@@ -97,8 +92,8 @@ def test_what_nvrtc_says_reaches_the_user():
 @pytest.mark.usefixtures("_nvrtc")
 def test_a_struct_that_python_packs_otherwise_does_not_compile():
     defines = launch.defines(torch.bfloat16, 32)
-    with pytest.raises(compiler.CompilerUnavailableError, match=r"arguments\.py packs another struct"):
-        compiler.compile_binary("sm_90", defines | {"OUTPUT_BYTES": defines["OUTPUT_BYTES"] + 8})
+    with pytest.raises(compiler.CompilerUnavailableError, match=r"compiler\.py packs another struct"):
+        compiler.compile_binary("sm_90", defines | {"OutputParams_BYTES": defines["OutputParams_BYTES"] + 8})
 
 
 def test_divisions_by_multiplication():
@@ -132,7 +127,8 @@ def test_tiles_cover_the_grid(roles):
     for height, width in ((1, 1), (1, 4000), (4000, 1), (7, 13), (14, 14), (57, 31), (256, 256), (1024, 1024)):
         for batches in (1, 3, 700):
             tokens = 5 + height * width
-            layout = launch.choose_layout(batches, tokens, 6, 32, _problem(height, width, 5), roles, 132)
+            sizes = launch.Sizes(0, torch.bfloat16, batches, tokens, tokens, 6, 32, height, width, prefix=5)
+            layout = launch.choose_layout(sizes, tokens, roles, 132)
             assert layout.tile_height % 2 == 0
             assert layout.tiles_across * launch.GROUPS * launch.STRIP >= width
             down = layout.tiles // layout.tiles_across
@@ -142,7 +138,8 @@ def test_tiles_cover_the_grid(roles):
 
 def test_runs_cover_the_tokens_where_there_is_no_grid():
     for tokens in (1, 17, 5000, 1 << 20):
-        layout = launch.choose_layout(2, tokens, 3, 32, _problem(0, 0), 1, 132)
+        sizes = launch.Sizes(0, torch.bfloat16, 2, tokens, tokens, 3, 32, height=0, width=0, prefix=0)
+        layout = launch.choose_layout(sizes, tokens, 1, 132)
         assert (layout.tiles - 1) * layout.run < tokens <= layout.tiles * layout.run
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from inline_attention.ops.backends.cuda import arguments, launch, predictor
-from inline_attention.ops.fused_op import Problem, empty_state
+from inline_attention.ops.backends.cuda import compiler, launch, predictor
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.fused_op import empty_state
 
 B, H, D = 2, 3, 32
 STRUCTS = {
@@ -33,7 +34,7 @@ class Recorder:
         self.launches = []
 
     def kernels(self, *_):
-        return {name: Launch(self, name) for name in launch.KERNELS}
+        return {name: Launch(self, name) for name in compiler.signatures()}
 
     def of(self, name):
         (found,) = [fields for launched, fields in self.launches if launched == name]
@@ -44,13 +45,14 @@ class Launch:
     def __init__(self, recorder, name):
         self.recorder, self.name = recorder, name
 
-    def launch(self, grid, shared_bytes, stream, parameters):
+    def launch(self, grid, shared_bytes, stream, *fields):
         assert grid[0] > 0
         assert shared_bytes >= 0
         assert stream == 7
         struct = STRUCTS[self.name]
-        names = [name for name, _ in arguments.fields_of(struct)]
-        values = arguments.struct_of(struct).unpack(parameters)
+        names = [name for name, _ in compiler.fields_of(struct)]
+        packing = compiler.struct_of(struct)
+        values = packing.unpack(packing.pack(*fields))
         self.recorder.launches.append((self.name, dict(zip(names, values, strict=True))))
 
 
@@ -72,8 +74,9 @@ def tensors(tokens):
     return [torch.randn(B, tokens + extra, H + extra, D).bfloat16()[:, :tokens, :H] for extra in (0, 1, 2)]
 
 
-def problem_for(grid, prefix):
-    return Problem(0.25, "identity", "subtract", *grid, prefix)
+def call_for(q, k, v, weight, grid, prefix):
+    grid = None if weight is None else grid
+    return AttentionCall(q, k, v, None, 0.25, "identity", "subtract", None, weight, grid, prefix)
 
 
 def assert_address(fields, name, tensor):
@@ -98,29 +101,28 @@ def assert_layout(fields, grid, prefix, tokens):
 
 def sections(state):
     """Addresses of the covariance, the means of keys and the means of values in a state."""
-    return launch._sections(state.data_ptr(), B * H, D)
+    return launch._sections(state, torch.empty(B, 1, H, D))
 
 
 def test_every_kernel_has_a_struct_and_every_struct_a_kernel():
-    assert set(STRUCTS) == set(launch.KERNELS)
-    for name, struct in STRUCTS.items():
-        assert f" {name}(const __grid_constant__ {struct} p)" in arguments._source(), name
+    assert {name: signature.struct for name, signature in compiler.signatures().items()} == STRUCTS
+    assert compiler._source().count("__global__") == len(STRUCTS)
 
 
 def test_structs_are_read_as_they_are_written():
-    assert arguments.fields_of("TileSumParams") == [
+    assert compiler.fields_of("TileSumParams") == [
         ("parts", "Q"), ("total", "Q"), ("tiles", "i"), ("per_sample", "i"), ("size", "q"),
     ]  # fmt: skip
-    names = [name for name, _ in arguments.fields_of("OutputParams")]
+    names = [name for name, _ in compiler.fields_of("OutputParams")]
     assert names[:3] == ["layout.tokens", "layout.channels", "layout.units"]
     assert names[-4:] == ["local_weight", "covariance", "value_mean", "out"]
     with pytest.raises(LookupError, match="no struct NoSuchParams"):
-        arguments.fields_of("NoSuchParams")
+        compiler.fields_of("NoSuchParams")
 
 
 def test_a_sample_in_one_block(recorder):
     (q, k, v), weight = tensors(1 + 4 * 5), torch.randn(B, H, D, 3, 3).bfloat16()
-    out, state = launch.forward(q, k, v, None, weight, problem_for((4, 5), 1), True, False)
+    out, state = launch.forward(call_for(q, k, v, weight, (4, 5), 1), True)
     fields = recorder.of("inline_sample")
     inner = {name.removeprefix("accumulate."): value for name, value in fields.items() if name.startswith("acc")}
     assert_address(inner, "left", k)
@@ -140,7 +142,7 @@ def test_forward_in_passes(recorder, local):
     tokens, grid = 40 * 60, (40, 60) if local else (0, 0)
     q, k, v = tensors(tokens)
     weight = torch.randn(B, H, D, 3, 3).bfloat16() if local else None
-    out, state = launch.forward(q, k, v, None, weight, problem_for(grid, 0), True, False)
+    out, state = launch.forward(call_for(q, k, v, weight, grid, 0), True)
     fields = recorder.of("inline_accumulate")
     assert_address(fields, "left", k)
     assert_address(fields, "right", v)
@@ -174,7 +176,7 @@ def test_backward(recorder, local):
     weight = torch.randn(B, H, D, 3, 3).bfloat16() if local else None
     state = empty_state(q, v)
     grads = tensors(tokens)
-    grad_local = launch.backward(grad_out, q, k, v, None, weight, state, problem_for(grid, 0), *grads)
+    grad_local = launch.backward(call_for(q, k, v, weight, grid, 0), grad_out, state, grads)
     fields = recorder.of("inline_accumulate_backward")
     assert_address(fields, "left", q)
     assert_address(fields, "right", grad_out)

@@ -18,7 +18,7 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 pytestmark = interpreted
 
 OPS = torch.ops.inline_attention
-PROBLEM = (0.5, "exp", "divide", 2, 3, 1)
+SETTINGS = (0.5, "exp", "divide", 2, 3, 1)
 
 
 def arguments(packed, masked, requires_grad=True):
@@ -36,19 +36,19 @@ def test_opcheck(packed, masked):
     tensors, mask, weight = arguments(packed, masked)
     forward = OPS.triton_packed_forward if packed else OPS.triton_forward
     backward = OPS.triton_packed_backward if packed else OPS.triton_backward
-    torch.library.opcheck(forward, (*tensors, mask, weight, *PROBLEM))
+    torch.library.opcheck(forward, (*tensors, mask, weight, *SETTINGS))
     inference = OPS.triton_packed_inference if packed else OPS.triton_inference
-    torch.library.opcheck(inference, (*(tensor.detach() for tensor in tensors), mask, weight.detach(), *PROBLEM))
-    out, *state = forward(*tensors, mask, weight, *PROBLEM)
+    torch.library.opcheck(inference, (*(tensor.detach() for tensor in tensors), mask, weight.detach(), *SETTINGS))
+    out, *state = forward(*tensors, mask, weight, *SETTINGS)
     plain = [tensor.detach() for tensor in (*tensors, weight)]
     torch.library.opcheck(
-        backward, (torch.randn_like(out), *plain[:-1], mask, plain[-1], *(s.detach() for s in state), *PROBLEM)
+        backward, (torch.randn_like(out), *(s.detach() for s in state), *plain[:-1], mask, plain[-1], *SETTINGS)
     )
     without = (0.5, "identity", "subtract", 0, 0, 0)
     torch.library.opcheck(forward, (*tensors, mask, None, *without))
     out, *state = forward(*tensors, mask, None, *without)
     torch.library.opcheck(
-        backward, (torch.randn_like(out), *plain[:-1], mask, None, *(s.detach() for s in state), *without)
+        backward, (torch.randn_like(out), *(s.detach() for s in state), *plain[:-1], mask, None, *without)
     )
 
 
@@ -134,7 +134,7 @@ def test_second_derivatives(packed, through_op):
 
     def penalty(backend):
         if through_op and backend == "triton":
-            out = op(*tensors, mask, weight, *PROBLEM)[0]
+            out = op(*tensors, mask, weight, *SETTINGS)[0]
         else:
             q, k, v = tensors[0].unbind(2) if packed else tensors
             packed_call = packed and backend == "triton"
@@ -205,11 +205,11 @@ def test_checkpointing_recomputes():
 def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
     seen = {}
 
-    def forward(q, k, v, mask, local_weight, problem, keep_state, overwrite_q):
-        assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
-        return fused_op._empty_results((q, k, v))
+    def forward(call, keep_state):
+        assert all(tensor.stride(-1) == 1 for tensor in (call.q, call.k, call.v))
+        return fused_op._empty_results(call)
 
-    def backward(grad_out, q, k, v, mask, local_weight, state, problem, *grads):
+    def backward(call, grad_out, state, grads):
         assert grad_out.stride(-1) == 1
         seen["storages"] = {grad.untyped_storage().data_ptr() for grad in grads}
         for grad in grads:
@@ -225,12 +225,12 @@ def test_kernels_receive_unit_strides_and_views_of_one_packed_gradient():
 def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
     kept, given = [], []
 
-    def forward(q, k, v, mask, local_weight, problem, keep_state, overwrite_q):
+    def forward(call, keep_state):
         kept.append(keep_state)
-        out, state = fused_op._empty_results((q, k, v))
+        out, state = fused_op._empty_results(call)
         return out.zero_(), state.fill_(3.0) if keep_state else None
 
-    def backward(grad_out, q, k, v, mask, local_weight, state, problem, *grads):
+    def backward(call, grad_out, state, grads):
         given.append(None if state is None else state[0].item())
         for grad in grads:
             grad.zero_()
@@ -252,9 +252,9 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
 def test_queries_may_be_overwritten_only_where_nobody_needs_them():
     allowed = []
 
-    def forward(q, k, v, mask, local_weight, problem, keep_state, overwrite_q):
-        allowed.append(overwrite_q)
-        return fused_op._empty_results((q, k, v))
+    def forward(call, keep_state):
+        allowed.append(call.overwrite_q)
+        return fused_op._empty_results(call)
 
     def backward(*arguments):
         raise AssertionError("nobody asked for gradients")

@@ -87,7 +87,7 @@ def recorded_launches(case: dict) -> list[tuple]:
     import torch
 
     from inline_attention.ops.backends.triton import backward, forward
-    from inline_attention.ops.fused_op import Problem
+    from inline_attention.ops.call import AttentionCall
 
     launches = []
 
@@ -117,14 +117,15 @@ def recorded_launches(case: dict) -> list[tuple]:
         grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
     mask = torch.ones(B, N, dtype=torch.bool) if case.get("masked") else None
     local_weight = torch.empty(B, H, DV, 3, 3, dtype=dtype) if case["local"] else None
-    problem = Problem(
-        D**-0.5, case.get("feature_map", "identity"), case.get("normalization", "subtract"), *grid, num_prefix_tokens=0
-    )
+    call = AttentionCall(
+        q, k, v, None, D**-0.5, case.get("feature_map", "identity"), case.get("normalization", "subtract"),
+        mask, local_weight, tuple(grid), 0,
+    )  # fmt: skip
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        out, state = forward.forward(q, k, v, mask, local_weight, problem, keep_state=True, overwrite_q=False)
-        backward.backward(torch.empty_like(out), q, k, v, mask, local_weight, state, problem, *grads)
+        out, state = forward.forward(call, keep_state=True)
+        backward.backward(call, torch.empty_like(out), state, grads)
     return launches
 
 

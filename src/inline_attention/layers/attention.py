@@ -18,13 +18,13 @@ from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.layers.patch_grids import PatchGrid
 from inline_attention.ops import local_residual
 from inline_attention.ops.api import attend
-from inline_attention.ops.autocast import as_autocast
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
+from inline_attention.ops.tracing import as_autocast, is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
     check_added_mask,
+    check_count,
     check_dense,
     check_feature_map,
     check_grid,
@@ -32,7 +32,6 @@ from inline_attention.ops.validation import (
     check_mask,
     check_mask_form,
     check_normalization,
-    check_prefix_tokens,
     check_tokens,
     resolve_scale,
     unknown_name,
@@ -98,7 +97,7 @@ class TokenAttention(ProjectedAttention):
         check_heads(dim, num_heads)
         check_feature_map(feature_map)
         check_normalization(normalization)
-        check_prefix_tokens(num_prefix_tokens)
+        check_count("num_prefix_tokens", num_prefix_tokens, least=0)
         if backend not in BACKEND_NAMES:
             raise unknown_name("backend", backend, BACKEND_NAMES)
         self.dim = dim

@@ -13,7 +13,7 @@ from torch import nn
 
 from inline_attention.layers.attention import InLineAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.patch_grids import PatchGrid
-from inline_attention.ops.validation import check_prefix_tokens
+from inline_attention.ops.validation import check_count
 
 Attention = TypeVar("Attention", bound=TokenAttention)
 
@@ -60,7 +60,7 @@ def convert_attention(
             f"use new = {attention.__name__}.from_softmax(attention), or pass the model around it"
         )
     if num_prefix_tokens is not None:
-        check_prefix_tokens(num_prefix_tokens)
+        check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     is_prefix_known = True
     modules = dict(cast(Iterable[tuple[str, nn.Module]], model.named_modules(remove_duplicate=False)))
     places = {

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import dispatch, reference, validation
-from inline_attention.ops.autocast import as_autocast, autocast_enabled
 from inline_attention.ops.backends import eager
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import is_transformed, plain_sizes, unrecorded
+from inline_attention.ops.tracing import as_autocast, autocast_enabled, is_transformed, plain_sizes, unrecorded
 
 _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
     kind: normalization for normalization, kind in reference.KIND_OF_NORMALIZATION.items()
@@ -88,15 +87,9 @@ def inline_attention_qkvpacked(
     """Compute `inline_attention` on the output of a fused projection, read in place; its gradient is packed, too.
 
     Args:
-        qkv: `[B, N, 3, H, D]`.
-        scale: Factor on the inner products; this and all other arguments are those of `inline_attention`.
-        feature_map: phi.
-        normalization: "subtract" (InLine), "divide" or "magnitude".
-        key_padding_mask: `[B, N]` bool, True for a real key.
-        local_weight: `[B, H, D, 3, 3]`.
-        grid_size: `(h, w)` of the token grid.
-        num_prefix_tokens: Tokens before the grid.
-        backend: "auto" or a name.
+        qkv: `[B, N, 3, H, D]`: queries, keys and values, as the projection leaves them.
+        scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend:
+            The arguments of `inline_attention`, where M = N and Dv = D.
 
     Returns:
         `[B, N, H, D]`.

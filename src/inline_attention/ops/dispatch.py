@@ -13,29 +13,24 @@ from inline_attention.ops.call import AttentionCall
 from inline_attention.ops.validation import unknown_name
 
 
-def _always(call: AttentionCall) -> bool:
-    del call
-    return True
-
-
 class Backend(NamedTuple):
-    """One implementation of the op.
-
-    `unsupported_reason` returns why it cannot run a call, or None. `can_be_automatic` is False for calls that it can
-    run, but "auto" must not give to it.
-    """
+    """One implementation of the op."""
 
     name: str
-    unsupported_reason: Callable[[AttentionCall], str | None]
+    unsupported_reason: Callable[[AttentionCall], str | None]  # why it cannot run a call, or None
     run: Callable[[AttentionCall], Tensor]
-    can_be_automatic: Callable[[AttentionCall], bool] = _always
+    by_name_only: tuple[str, ...] = ()  # device types on which "auto" does not take it
+
+
+def _never_unsupported(_: AttentionCall) -> None:
+    return None
 
 
 # Fastest first. "auto" takes the first that can run the call.
 AUTO_BACKENDS: tuple[Backend, ...] = (
     Backend("cuda", cuda.unsupported_reason, cuda.run),
-    Backend("triton", triton.unsupported_reason, triton.run, triton.can_be_automatic),
-    Backend("eager", eager.unsupported_reason, eager.run),
+    Backend("triton", triton.unsupported_reason, triton.run, by_name_only=("cpu",)),  # the interpreter is for tests
+    Backend("eager", _never_unsupported, eager.run),
 )
 # Reachable by name only: quadratic memory.
 NAMED_BACKENDS: tuple[Backend, ...] = (Backend("reference", reference.unsupported_reason, reference.run),)
@@ -47,7 +42,7 @@ def select(name: str, call: AttentionCall) -> Backend:
     """Return the backend that runs `call`; raise ValueError for an unknown name, or with the backend's reason."""
     if name == "auto":
         for backend in AUTO_BACKENDS:
-            if backend.can_be_automatic(call) and backend.unsupported_reason(call) is None:
+            if call.q.device.type not in backend.by_name_only and backend.unsupported_reason(call) is None:
                 return backend
         raise AssertionError("the last automatic backend must accept every valid call")
     for backend in (*AUTO_BACKENDS, *NAMED_BACKENDS):

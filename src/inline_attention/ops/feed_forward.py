@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import fused_op
-from inline_attention.ops.tracing import is_plain_execution
+from inline_attention.ops.tracing import is_plain_execution, transform_reason
 
 # Where it was measured to be faster than the composition.
 CAPABILITIES = ((9, 0),)
@@ -48,7 +48,9 @@ def unsupported_reason(x: Tensor, parameters: FeedForwardParameters) -> str | No
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "recorded graphs consist of PyTorch's own operations"
     hidden, channels = parameters.hidden_weight.shape
-    if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not _suits_tensor_cores(channels):
+    # A power of two or a sum of two, 16 at least: tensor cores then need no padding.
+    suits_tensor_cores = channels % 16 == 0 and channels.bit_count() <= 2
+    if channels > MOST_CHANNELS or hidden % HIDDEN_MULTIPLE != 0 or not suits_tensor_cores:
         return f"is faster only up to {MOST_CHANNELS} channels that fit tensor cores, got {channels} and {hidden}"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {x.dtype}"
@@ -71,12 +73,7 @@ def unsupported_reason(x: Tensor, parameters: FeedForwardParameters) -> str | No
         return "takes at least one token"
     if not torch.compiler.is_compiling() and not is_plain_execution(x, *parameters):
         return "does not run under dispatch modes, such as a FLOP counter"
-    return fused_op.transform_reason() or _device_reason(x.device.index)
-
-
-def _suits_tensor_cores(channels: int) -> bool:
-    """True if channels are a power of two or a sum of two, 16 at least: tensor cores then need no padding."""
-    return channels % 16 == 0 and channels.bit_count() <= 2
+    return transform_reason() or _device_reason(x.device.index)
 
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]

@@ -18,41 +18,23 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from inline_attention.ops import composed
-from inline_attention.ops.call import AttentionCall, Normalization
-from inline_attention.ops.tracing import is_exporting, is_plain_execution
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.tracing import is_plain_execution
 
-
-class Problem(NamedTuple):
-    """The arguments of a kernel that are not tensors. The grid is 0 × 0 without a local term."""
-
-    scale: float
-    feature_map: str
-    normalization: Normalization
-    grid_height: int
-    grid_width: int
-    num_prefix_tokens: int
-
-    @property
-    def grid_size(self) -> tuple[int, int]:
-        """(height, width)."""
-        return self.grid_height, self.grid_width
-
-
-# (q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q) to (out, state). `out` is `[B, N, H, Dv]`,
-# contiguous, in the dtype of v; with overwrite_q it may take the memory of q. `state` is a vector, see `split_state`;
-# it may be None without keep_state. The last dimension of q, k and v has unit stride.
-Forward: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Problem, bool, bool],
-    tuple[Tensor, Tensor | None],
+# (call, keep_state) to (out, state). `out` is `[B, N, H, Dv]`, contiguous, in the dtype of v; if the call has
+# overwrite_q, it may take the memory of q. `state` is a vector, see `split_state`; it may be None without keep_state.
+# The call's feature map is a name, and the last dimension of its q, k and v has unit stride.
+Forward: TypeAlias = Callable[[AttentionCall, bool], tuple[Tensor, Tensor | None]]
+# (call, grad_out, state, (grad_q, grad_k, grad_v)) to the gradient of local_weight, or None without one. Fills the
+# three gradients, which are uninitialized and may be views of one packed gradient. The last dimension of every token
+# tensor has unit stride. If the state is None, the function computes it again; only backends with
+# `can_make_state_again` get None.
+Backward: TypeAlias = Callable[
+    [AttentionCall, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]],
+    Tensor | None,
 ]
-# (grad_out, q, k, v, key_padding_mask, local_weight, state, problem, grad_q, grad_k, grad_v) to the gradient of
-# local_weight, or None without one. Fills grad_q, grad_k and grad_v, which are uninitialized and may be views of one
-# packed gradient. The last dimension of every token tensor has unit stride. If the state is None, the function computes
-# it again; only backends with `can_make_state_again` get None.
-Backward: TypeAlias = Callable[..., Tensor | None]
 
 # The largest part of the inputs' memory that a state may take and still be saved by a compiled graph.
 LARGEST_SAVED_STATE = 0.05
@@ -60,14 +42,14 @@ LARGEST_SAVED_STATE = 0.05
 _NAMESPACE = "inline_attention"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _OPTIONAL_SCHEMA = "Tensor? key_padding_mask, Tensor? local_weight"
-_PROBLEM_SCHEMA = (
+_SETTINGS_SCHEMA = (
     "float scale, str feature_map, str normalization, SymInt grid_height, SymInt grid_width, SymInt num_prefix_tokens"
 )
 
 
 def empty_state(q: Tensor, v: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """An uninitialized state for queries `[B, N, H, D]` and values `[B, M, H, Dv]`."""
-    return torch.empty(_state_size(q, v), dtype=dtype, device=q.device)
+    return q.new_empty(q.shape[0] * _sample_state_size(q, v), dtype=dtype)
 
 
 def split_state(state: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,9 +59,9 @@ def split_state(state: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return covariance.view(B, H, D, Dv), key_mean.view(B, H, D), value_mean.view(B, H, Dv)
 
 
-def _state_size(q: Tensor, v: Tensor, batch: int | None = None) -> int:
-    (B, _, H, D), Dv = q.shape, v.shape[3]
-    return (B if batch is None else batch) * H * (D * Dv + D + Dv)
+def _sample_state_size(q: Tensor, v: Tensor) -> int:
+    (_, _, H, D), Dv = q.shape, v.shape[3]
+    return H * (D * Dv + D + Dv)
 
 
 class Kernels(NamedTuple):
@@ -89,13 +71,13 @@ class Kernels(NamedTuple):
     backward: Backward
     can_make_state_again: bool
 
-    def should_save_state(self, tensors: Sequence[Tensor]) -> bool:
-        """True if a compiled graph saves the state of these inputs. Does not depend on the batch size."""
+    def should_save_state(self, call: AttentionCall) -> bool:
+        """True if a compiled graph saves the state of a call. Does not depend on the batch size."""
         if not self.can_make_state_again:
             return True
-        q, k, v = _separate(tensors)
+        q, k, v = call.q, call.k, call.v
         inputs = sum(tensor.shape[1] * tensor.shape[2] * tensor.shape[3] for tensor in (q, k, v)) * q.element_size()
-        return 4 * _state_size(q, v, batch=1) <= LARGEST_SAVED_STATE * inputs
+        return 4 * _sample_state_size(q, v) <= LARGEST_SAVED_STATE * inputs
 
 
 _HERE = nullcontext()
@@ -108,18 +90,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def transform_reason() -> str | None:
-    """Return why no fused kernel can run under the active transform, or None."""
-    if is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return "exported and recorded graphs consist of PyTorch's own operations"
-    if (
-        torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    ):
-        return "has no batching rule and no forward-mode derivative, which the active torch.func transform needs"
-    return None
-
-
 def register(
     name: str, forward: Forward, backward: Backward, *, largest_head_dim: int, can_make_state_again: bool
 ) -> Callable[[AttentionCall], Tensor]:
@@ -129,231 +99,221 @@ def register(
     PyTorch operations.
     """
     kernels = Kernels(forward, backward, can_make_state_again)
-    separate_form, packed_form = (name, kernels, ("q", "k", "v")), (f"{name}_packed", kernels, ("qkv",))
-    training_op, packed_training_op = _define_ops(*separate_form), _define_ops(*packed_form)
-    inference_op, packed_inference_op = _define_inference_op(*separate_form), _define_inference_op(*packed_form)
+    separate_ops = _define_ops(name, kernels, ("q", "k", "v"))
+    packed_ops = _define_ops(f"{name}_packed", kernels, ("qkv",))
 
     def run(call: AttentionCall) -> Tensor:
         if not isinstance(call.feature_map, str):
-            return run_mapped(call)
-        mask, local_weight, is_packed = call.key_padding_mask, call.local_weight, call.qkv is not None
-        tensors = (call.q, call.k, call.v) if call.qkv is None else (call.qkv,)
-        if is_plain_execution(*tensors):
+            mapped = composed.mapped(call, torch.float32)  # values too: the kernels take one dtype
+            out = run(mapped) if mapped.q.shape[3] <= largest_head_dim else composed.attend(mapped)
+            return out.to(call.v.dtype)
+        if is_plain_execution(*_inputs(call)):
             return run_plain(kernels, call)
         # A compiler, a dispatch mode or a tensor subclass must see one operation.
-        problem = _problem(call)
-        if torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight):
-            op = packed_training_op if is_packed else training_op
-            return op(*tensors, mask, local_weight, *problem)[0]
-        op = packed_inference_op if is_packed else inference_op
-        return op(*tensors, mask, local_weight, *problem)
-
-    def run_mapped(call: AttentionCall) -> Tensor:
-        mapped = composed.mapped(call, torch.float32)  # values too: the kernels take one dtype
-        out = run(mapped) if mapped.q.shape[3] <= largest_head_dim else composed.attend(mapped)
-        return out.to(call.v.dtype)
+        training_op, inference_op = separate_ops if call.qkv is None else packed_ops
+        arguments = *_inputs(call), call.key_padding_mask, call.local_weight, *_settings(call)
+        return training_op(*arguments)[0] if _needs_gradient(call) else inference_op(*arguments)
 
     return run
 
 
 def run_plain(kernels: Kernels, call: AttentionCall) -> Tensor:
     """Run kernels on plain eager tensors."""
-    mask, local_weight, problem = call.key_padding_mask, call.local_weight, _problem(call)
-    tensors = (call.q, call.k, call.v) if call.qkv is None else (call.qkv,)
-    if torch.is_grad_enabled() and _any_requires_grad(tensors, local_weight):
-        return cast(Tensor, _FusedAttention.apply(kernels, problem, mask, local_weight, *tensors))
-    separate = (call.q, call.k, call.v)
-    return _forward(kernels, separate, mask, local_weight, problem, overwrite_q=call.overwrite_q)[0]
+    if not _needs_gradient(call):
+        return _forward(kernels, call, keep_state=False)[0]
+    tensors = call.key_padding_mask, call.local_weight, *_inputs(call)
+    return cast(Tensor, _FusedAttention.apply(kernels, _settings(call), *tensors))
 
 
-def _problem(call: AttentionCall) -> Problem:
-    height, width = (0, 0) if call.local_weight is None or call.grid_size is None else call.grid_size
-    feature_map = cast(str, call.feature_map)
-    return Problem(float(call.scale), feature_map, call.normalization, height, width, call.num_prefix_tokens)
+def _inputs(call: AttentionCall) -> tuple[Tensor, ...]:
+    return (call.q, call.k, call.v) if call.qkv is None else (call.qkv,)
 
 
-def _any_requires_grad(tensors: Sequence[Tensor], local_weight: Tensor | None) -> bool:
-    for tensor in tensors:  # not `any`, whose generator takes longer than the question
+def _settings(call: AttentionCall) -> tuple[Any, ...]:
+    """The arguments of a call that are not tensors, as ops take them. The grid is 0 × 0 without a local term."""
+    grid_size = call.grid_size or (0, 0)
+    return float(call.scale), call.feature_map, call.normalization, *grid_size, call.num_prefix_tokens
+
+
+def _make_call(
+    inputs: Sequence[Tensor], key_padding_mask: Tensor | None, local_weight: Tensor | None, settings: Sequence[Any]
+) -> AttentionCall:
+    """The call that `_inputs` and `_settings` came from, without the permission to overwrite q."""
+    scale, feature_map, normalization, height, width, num_prefix_tokens = settings
+    return AttentionCall(
+        *_separate(inputs), inputs[0] if len(inputs) == 1 else None, scale, feature_map, normalization,
+        key_padding_mask, local_weight, None if local_weight is None else (height, width), num_prefix_tokens,
+    )  # fmt: skip
+
+
+def _separate(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) from (q, k, v), or as views of one packed `[B, N, 3, H, D]`."""
+    q, k, v = inputs[0].unbind(2) if len(inputs) == 1 else inputs
+    return q, k, v
+
+
+def _needs_gradient(call: AttentionCall) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in _inputs(call):  # not `any`, whose generator takes longer than the question
         if tensor.requires_grad:
             return True
-    return local_weight is not None and local_weight.requires_grad
+    return call.local_weight is not None and call.local_weight.requires_grad
 
 
-def _forward(
-    kernels: Kernels,
-    tensors: Sequence[Tensor],
-    key_padding_mask: Tensor | None,
-    local_weight: Tensor | None,
-    problem: Problem,
-    *,
-    keep_state: bool = False,
-    overwrite_q: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    if tensors[0].shape[0] == 0:
-        return _empty_results(tensors)
-    q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
-    with on_device(q.device):
-        return kernels.forward(q, k, v, key_padding_mask, local_weight, problem, keep_state, overwrite_q)
+def _forward(kernels: Kernels, call: AttentionCall, *, keep_state: bool) -> tuple[Tensor, Tensor | None]:
+    if call.q.shape[0] == 0:
+        return _empty_results(call)
+    with on_device(call.q.device):
+        return kernels.forward(_with_unit_strides(call), keep_state)
 
 
 def _backward(
-    kernels: Kernels,
-    grad_out: Tensor,
-    tensors: Sequence[Tensor],
-    key_padding_mask: Tensor | None,
-    local_weight: Tensor | None,
-    state: Tensor | None,
-    problem: Problem,
+    kernels: Kernels, call: AttentionCall, grad_out: Tensor, state: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Gradients of `tensors`, contiguous, and of `local_weight`."""
-    grads = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
-    if tensors[0].shape[0] == 0:
-        return grads, None if local_weight is None else torch.empty_like(local_weight)
-    q, k, v = _separate([_with_unit_stride(tensor) for tensor in tensors])
-    with on_device(q.device):
-        grad_local_weight = kernels.backward(
-            _with_unit_stride(grad_out), q, k, v, key_padding_mask, local_weight, state, problem, *_separate(grads)
-        )
-    return grads, grad_local_weight
+    """Gradients of the inputs, contiguous, and of `local_weight`."""
+    grads = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in _inputs(call)]
+    if call.q.shape[0] == 0:
+        return grads, None if call.local_weight is None else torch.empty_like(call.local_weight)
+    with on_device(call.q.device):
+        call, grad_out = _with_unit_strides(call), _with_unit_stride(grad_out)
+        return grads, kernels.backward(call, grad_out, state, _separate(grads))
+
+
+def _differentiable_backward(call: AttentionCall, grad_out: Tensor) -> tuple[list[Tensor | None], Tensor | None]:
+    """As `_backward`, but by differentiable functions, for `create_graph=True`."""
+    # Views, so that a tensor passed twice (q is k) counts as two inputs.
+    inputs = [tensor.view_as(tensor) for tensor in _inputs(call)]
+    local_weight = None if call.local_weight is None else call.local_weight.view_as(call.local_weight)
+    call = _make_call(inputs, call.key_padding_mask, local_weight, _settings(call))
+    dtype = call.v.dtype
+    out = composed.attend(composed.mapped(call, torch.promote_types(dtype, torch.float32))).to(dtype)
+    views = [*inputs, local_weight]
+    wanted = [view for view in views if view is not None and view.requires_grad]
+    found = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
+    *grads, grad_local = [next(found) if view is not None and view.requires_grad else None for view in views]
+    return grads, grad_local
 
 
 class _FusedAttention(torch.autograd.Function):
     """The kernels on plain eager tensors."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, problem: Problem, mask: Any, local_weight: Any, *tensors: Tensor) -> Tensor:
-        out, state = _forward(kernels, tensors, mask, local_weight, problem, keep_state=True)
-        ctx.save_for_backward(mask, local_weight, state, *tensors)
-        ctx.kernels, ctx.problem = kernels, problem
+    def forward(
+        ctx: Any, kernels: Kernels, settings: tuple[Any, ...], mask: Any, local_weight: Any, *inputs: Tensor
+    ) -> Tensor:
+        out, state = _forward(kernels, _make_call(inputs, mask, local_weight, settings), keep_state=True)
+        ctx.save_for_backward(mask, local_weight, state, *inputs)
+        ctx.kernels, ctx.settings = kernels, settings
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        mask, local_weight, state, *tensors = ctx.saved_tensors
+        call, state = _saved_call(ctx)
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(grad_outputs[0], tensors, mask, local_weight, ctx.problem)
-            return None, None, None, *grads
-        grads, grad_local = _backward(ctx.kernels, grad_outputs[0], tensors, mask, local_weight, state, ctx.problem)
+            grads, grad_local = _differentiable_backward(call, grad_outputs[0])
+        else:
+            grads, grad_local = _backward(ctx.kernels, call, grad_outputs[0], state)
         return None, None, None, grad_local, *grads
 
 
-def _differentiable_backward(
-    grad_out: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, local_weight: Tensor | None, problem: Problem
-) -> list[Tensor | None]:
-    """Gradients of local_weight and of `tensors` as differentiable functions, for `create_graph=True`."""
-    # Views, so that a tensor passed twice (q is k) counts as two inputs.
-    views = [None if tensor is None else tensor.view_as(tensor) for tensor in (local_weight, *tensors)]
-    q, k, v = _separate(cast(Sequence[Tensor], views[1:]))
-    call = AttentionCall(
-        q, k, v, None, problem.scale, problem.feature_map, problem.normalization,
-        mask, views[0], problem.grid_size, problem.num_prefix_tokens,
-    )  # fmt: skip
-    out = composed.attend(composed.mapped(call, torch.promote_types(v.dtype, torch.float32))).to(v.dtype)
-    wanted = [view for view in views if view is not None and view.requires_grad]
-    grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
-    return [next(grads) if view is not None and view.requires_grad else None for view in views]
+def _saved_call(ctx: Any) -> tuple[AttentionCall, Tensor]:
+    mask, local_weight, state, *inputs = ctx.saved_tensors
+    return _make_call(inputs, mask, local_weight, ctx.settings), state
 
 
-def _define_ops(name: str, kernels: Kernels, tensor_names: tuple[str, ...]) -> Callable[..., Any]:
-    """Define `{name}_forward` and `{name}_backward` on the named tensors; return the differentiable forward op.
+def _define_ops(
+    name: str, kernels: Kernels, input_names: tuple[str, ...]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Define the ops `{name}_{forward,backward,inference}`; return the first, which is differentiable, and the last.
 
     A custom op cannot return None: a state that is not saved, or the gradient of no local weight, is an empty tensor.
     """
-    count = len(tensor_names)
-    inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
+    count = len(input_names)
+    inputs_schema = ", ".join(f"Tensor {name}" for name in input_names)
+    forward_schema = f"({inputs_schema}, {_OPTIONAL_SCHEMA}, {_SETTINGS_SCHEMA})"
+
+    def as_call(arguments: Sequence[Any]) -> AttentionCall:
+        inputs, (mask, local_weight, *settings) = arguments[:count], arguments[count:]
+        return _make_call(inputs, mask, local_weight, settings)
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
-        saves = kernels.should_save_state(tensors)
-        out, state = _forward(kernels, tensors, mask, local_weight, Problem(*problem), keep_state=saves)
+        call = as_call(arguments)
+        saves = kernels.should_save_state(call)
+        out, state = _forward(kernels, call, keep_state=saves)
         return out, state if saves and state is not None else out.new_empty(0, dtype=torch.float32)
 
     def fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-        tensors = arguments[:count]
-        out, state = _empty_results(tensors)
-        return out, state if kernels.should_save_state(tensors) else out.new_empty(0, dtype=torch.float32)
+        call = as_call(arguments)
+        out, state = _empty_results(call)
+        return out, state if kernels.should_save_state(call) else out.new_empty(0, dtype=torch.float32)
 
-    def backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        tensors, (mask, local_weight, *rest) = arguments[:count], arguments[count:]
-        state = rest[0] if kernels.should_save_state(tensors) else None
-        grads, grad_local = _backward(kernels, grad_out, tensors, mask, local_weight, state, Problem(*rest[1:]))
+    def backward(grad_out: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        call = as_call(arguments)
+        grads, grad_local = _backward(kernels, call, grad_out, state if kernels.should_save_state(call) else None)
         return *grads, grad_out.new_empty(0) if grad_local is None else grad_local
 
-    def fake_backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        tensors, local_weight = arguments[:count], arguments[count + 1]
-        grads = [tensor.new_empty(tensor.shape) for tensor in tensors]
-        grad_local = grad_out.new_empty(0) if local_weight is None else local_weight.new_empty(local_weight.shape)
-        return *grads, grad_local
+    def fake_backward(grad_out: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        del state
+        local_weight = arguments[count + 1]
+        grads = [tensor.new_empty(tensor.shape) for tensor in arguments[:count]]
+        return *grads, grad_out.new_empty(0) if local_weight is None else local_weight.new_empty(local_weight.shape)
 
-    forward_op = torch.library.custom_op(
-        f"{_NAMESPACE}::{name}_forward",
-        forward,
-        mutates_args=(),
-        schema=f"({inputs}, {_OPTIONAL_SCHEMA}, {_PROBLEM_SCHEMA}) -> (Tensor, Tensor)",
-    )
-    backward_op = torch.library.custom_op(
-        f"{_NAMESPACE}::{name}_backward",
-        backward,
-        mutates_args=(),
-        schema=f"(Tensor grad_out, {inputs}, {_OPTIONAL_SCHEMA}, Tensor state, {_PROBLEM_SCHEMA}) -> "
-        f"({', '.join(['Tensor'] * (count + 1))})",
-    )
-    forward_op.register_fake(fake_forward)  # pyright: ignore[reportUnknownMemberType]
-    backward_op.register_fake(fake_backward)  # pyright: ignore[reportUnknownMemberType]
+    def infer(*arguments: Any) -> Tensor:
+        return _forward(kernels, as_call(arguments), keep_state=False)[0]
+
+    def fake_infer(*arguments: Any) -> Tensor:
+        return _empty_results(as_call(arguments))[0]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, (mask, local_weight, *problem) = inputs[:count], inputs[count:]
+        tensors, (mask, local_weight, *settings) = inputs[:count], inputs[count:]
         state = output[1]
         ctx.mark_non_differentiable(state)
         ctx.save_for_backward(mask, local_weight, state, *tensors)
-        ctx.problem = Problem(*problem)
+        ctx.settings = settings
 
     def derivative(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-        mask, local_weight, state, *tensors = ctx.saved_tensors
+        call, state = _saved_call(ctx)
         if torch.is_grad_enabled():
-            grad_local, *grads = _differentiable_backward(grad_out, tensors, mask, local_weight, ctx.problem)
+            grads, grad_local = _differentiable_backward(call, grad_out)
         else:
-            *grads, grad_local = backward_op(grad_out, *tensors, mask, local_weight, state, *ctx.problem)
-        return *grads, None, None if local_weight is None else grad_local, *([None] * len(Problem._fields))
+            tensors = *_inputs(call), call.key_padding_mask, call.local_weight
+            *grads, grad_local = backward_op(grad_out, state, *tensors, *ctx.settings)
+        return *grads, None, None if call.local_weight is None else grad_local, *[None] * len(ctx.settings)
 
+    qualified = f"{_NAMESPACE}::{name}"
+    forward_op = torch.library.custom_op(
+        f"{qualified}_forward", forward, mutates_args=(), schema=f"{forward_schema} -> (Tensor, Tensor)"
+    )
+    gradients = ", ".join(["Tensor"] * (count + 1))
+    backward_op = torch.library.custom_op(
+        f"{qualified}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor grad_out, Tensor state, {forward_schema[1:]} -> ({gradients})",
+    )
+    forward_op.register_fake(fake_forward)  # pyright: ignore[reportUnknownMemberType]
+    backward_op.register_fake(fake_backward)  # pyright: ignore[reportUnknownMemberType]
     forward_op.register_autograd(derivative, setup_context=setup_context)  # pyright: ignore[reportUnknownMemberType]
-    return getattr(getattr(torch.ops, _NAMESPACE), f"{name}_forward").default
-
-
-def _define_inference_op(name: str, kernels: Kernels, tensor_names: tuple[str, ...]) -> Callable[..., Tensor]:
-    """Define `{name}_inference`, which returns the output alone and has no derivative.
-
-    Not a `custom_op`: that wraps every call for autograd and dynamo, in Python, which takes as long as all the rest.
-    """
-    count = len(tensor_names)
-    inputs = ", ".join(f"Tensor {name}" for name in tensor_names)
-
-    def infer(*arguments: Any) -> Tensor:
-        tensors, (mask, local_weight, *problem) = arguments[:count], arguments[count:]
-        return _forward(kernels, tensors, mask, local_weight, Problem(*problem))[0]
-
-    def fake_infer(*arguments: Any) -> Tensor:
-        return _empty_results(arguments[:count])[0]
-
-    schema = f"{name}_inference({inputs}, {_OPTIONAL_SCHEMA}, {_PROBLEM_SCHEMA}) -> Tensor"
-    _LIBRARY.define(schema)  # pyright: ignore[reportUnknownMemberType]
+    # Not a `custom_op`: that wraps every call for autograd and dynamo, in Python, which takes as long as all the rest.
+    _LIBRARY.define(f"{name}_inference{forward_schema} -> Tensor")  # pyright: ignore[reportUnknownMemberType]
     _LIBRARY.impl(f"{name}_inference", infer, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
-    torch.library.register_fake(f"{_NAMESPACE}::{name}_inference", fake_infer, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
-    return getattr(getattr(torch.ops, _NAMESPACE), f"{name}_inference").default
+    torch.library.register_fake(f"{qualified}_inference", fake_infer, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
+    ops = getattr(torch.ops, _NAMESPACE)
+    return getattr(ops, f"{name}_forward").default, getattr(ops, f"{name}_inference").default
 
 
-def _empty_results(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _empty_results(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return uninitialized output and state, with the shapes and dtypes of the forward op's results."""
-    q, _, v = _separate(tensors)
-    state = q.new_empty(_state_size(q, v), dtype=torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3]), state
+    return call.v.new_empty(*call.q.shape[:3], call.v.shape[3]), empty_state(call.q, call.v)
+
+
+def _with_unit_strides(call: AttentionCall) -> AttentionCall:
+    q, k, v = call.q, call.k, call.v
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return call
+    return call._replace(q=_with_unit_stride(q), k=_with_unit_stride(k), v=_with_unit_stride(v))
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _separate(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) from (q, k, v), or as views of one packed `[B, N, 3, H, D]`."""
-    q, k, v = tensors[0].unbind(2) if len(tensors) == 1 else tensors
-    return q, k, v

@@ -1,4 +1,4 @@
-"""Questions about the execution: plain eager tensors, or a compiler, an exporter or a transform that traces."""
+"""How the code is executed: plain eager tensors, a compiler, an exporter, a transform or autocast."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_NATIVE: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+# float64 is left as it is, as PyTorch's own attention leaves it.
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def are_plain_eager_tensors(*tensors: Tensor) -> bool:
     """True if Python may branch on the tensors' values: nothing compiles, exports, traces or transforms."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        not _is_compiled_or_recorded()
         # Inside vmap, grad or jvp a tensor's values cannot be read; torch has no public name for the question.
-        and not torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        and not _is_making_a_graph()
+        and not _NATIVE._are_functorch_transforms_active()
+        # `make_fx` records plain tensors and does not allow their values to be read.
+        and _NATIVE._get_dispatch_mode(_NATIVE._TorchDispatchModeKey.PROXY) is None
         and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)  # fake tensors are subclasses
         and all(tensor.device.type != "meta" for tensor in tensors)
     )
@@ -26,21 +30,21 @@ def are_plain_eager_tensors(*tensors: Tensor) -> bool:
 
 def is_plain_execution(*tensors: Tensor) -> bool:
     """True if the tensors are plain and no dispatch mode, such as a tracer or a FLOP counter, is active."""
-    return are_plain_eager_tensors(*tensors) and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-
-
-def _is_making_a_graph() -> bool:
-    """True if `make_fx` records plain tensors; it does not allow their values to be read."""
-    native: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    return native._get_dispatch_mode(native._TorchDispatchModeKey.PROXY) is not None
+    return are_plain_eager_tensors(*tensors) and _NATIVE._len_torch_dispatch_stack() == 0
 
 
 def is_transformed() -> bool:
     """True if a compiler, a tracer, a `torch.func` transform or forward-mode differentiation may be active."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return True
-    level = cast(int, forward_ad._current_level)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    return level >= 0 or torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return _is_compiled_or_recorded() or _is_func_transformed()
+
+
+def transform_reason() -> str | None:
+    """Return why no fused kernel can run under the active transform, or None."""
+    if is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "exported and recorded graphs consist of PyTorch's own operations"
+    if _is_func_transformed():
+        return "has no batching rule and no forward-mode derivative, which the active torch.func transform needs"
+    return None
 
 
 def is_exporting() -> bool:
@@ -64,16 +68,39 @@ def plain_sizes(sizes: Any) -> Any:
         return tuple(int(size) if isinstance(size, Tensor) else size for size in cast(Sequence[Any], sizes))
 
 
+def autocast_enabled(tensor: Any) -> bool:
+    """True if autocast is enabled for the tensor's device; False for other values."""
+    if not isinstance(tensor, Tensor):
+        return False
+    device_type = tensor.device.type
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # asking about meta tensors raises
+
+
+def as_autocast(tensor: Any) -> Any:
+    """Cast a floating-point tensor to the autocast dtype if autocast is enabled; return anything else as it is."""
+    if not autocast_enabled(tensor) or tensor.dtype not in _AUTOCAST_DTYPES:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _is_compiled_or_recorded() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _is_recording() -> bool:
     return not torch.compiler.is_compiling() and torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _is_func_transformed() -> bool:
+    level = cast(int, forward_ad._current_level)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    return level >= 0 or _NATIVE._are_functorch_transforms_active()
+
+
 @contextmanager
 def _without_recording() -> Generator[None]:
-    native: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    state = native._get_tracing_state()
-    native._set_tracing_state(None)
+    state = _NATIVE._get_tracing_state()
+    _NATIVE._set_tracing_state(None)
     try:
         yield
     finally:
-        native._set_tracing_state(state)
+        _NATIVE._set_tracing_state(state)

@@ -54,7 +54,7 @@ def validated(call: AttentionCall) -> AttentionCall:
                 f"M = {k.shape[1]}; leave local_weight out for cross-attention"
             )
         return call._replace(scale=scale, grid_size=check_local(call.local_weight, grid_size, prefix, v))
-    check_prefix_tokens(prefix)
+    check_count("num_prefix_tokens", prefix, least=0)
     if grid_size is not None or prefix != 0:
         raise ValueError(
             f"grid_size and num_prefix_tokens need local_weight, got {grid_size=}, num_prefix_tokens={prefix} without "
@@ -134,7 +134,7 @@ def check_mask_form(key_padding_mask: Any, k: Tensor) -> None:
             f"key_padding_mask must be [B, M] = {(k.shape[0], k.shape[1])}, got {_shape(key_padding_mask)}; "
             "one mark per key, shared by all heads"
         )
-    _check_same("device", "move", "k", k, "key_padding_mask", key_padding_mask)
+    _check_same("device", "k", k, "key_padding_mask", key_padding_mask)
 
 
 def check_added_mask(mask: Tensor) -> None:
@@ -163,7 +163,7 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: Te
             "one 3×3 kernel per sample and channel"
         )
     _check_matches("v", v, "local_weight", local_weight)
-    check_prefix_tokens(num_prefix_tokens)
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if grid_size is None:
         raise ValueError(f"local_weight needs grid_size=(h, w); {_grid_hint(tokens - num_prefix_tokens)}")
     return check_grid(grid_size, num_prefix_tokens, tokens)
@@ -187,11 +187,6 @@ def check_grid(grid_size: Any, num_prefix_tokens: int, tokens: int) -> tuple[int
             f"= {num_prefix_tokens + height * width} ≠ {tokens}; {_grid_hint(tokens - num_prefix_tokens)}"
         )
     return height, width
-
-
-def check_prefix_tokens(num_prefix_tokens: Any) -> None:
-    """Check that `num_prefix_tokens` is an integer of at least 0."""
-    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
 
 
 def check_feature_map(feature_map: Any) -> None:
@@ -271,16 +266,16 @@ def check_dense(name: str, tensor: Any) -> None:
 
 
 def _check_matches(first: str, a: Tensor, second: str, b: Tensor) -> None:
-    _check_same("dtype", "cast", first, a, second, b)
-    _check_same("device", "move", first, a, second, b)
+    _check_same("dtype", first, a, second, b)
+    _check_same("device", first, a, second, b)
 
 
-def _check_same(what: str, verb: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
+def _check_same(what: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
     got = getattr(a, what), getattr(b, what)
     if got[0] != got[1]:
         raise ValueError(
             f"{first} and {second} must share one {what}, got {got[0]} and {got[1]}; "
-            f"{verb} them to one {what}, for example {second}.to({first}.{what})"
+            f"{'cast' if what == 'dtype' else 'move'} them to one {what}, for example {second}.to({first}.{what})"
         )
 
 

@@ -22,7 +22,7 @@ from inline_attention.layers.grids import Grid
 from inline_attention.models.base import VisionModel
 from inline_attention.models.described import create_described_model
 from inline_attention.models.registry import list_models
-from inline_attention.ops.autocast import autocast_enabled
+from inline_attention.ops.tracing import autocast_enabled
 
 SHORTEST_SIDE = 32  # the coarsest stride of the backbones, which take no thinner image
 STRIDES = (4, 8, 16, 32)

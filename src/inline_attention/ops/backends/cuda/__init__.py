@@ -14,6 +14,7 @@ from torch import Tensor
 from inline_attention.ops import fused_op
 from inline_attention.ops.backends.cuda import compiler, launch
 from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.tracing import transform_reason
 
 HEAD_DIMS = (32, 64)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     for name, tensor in (("q", q), ("k", call.k), ("v", call.v)):
         if not _is_readable(tensor):
             return f"needs a token's heads side by side in memory, in multiples of 16 bytes; those of {name} are not"
-    return fused_op.transform_reason() or build_reason(q.device.index, q.dtype, head_dim)
+    return transform_reason() or build_reason(q.device.index, q.dtype, head_dim)
 
 
 def known_head_dim(head_dim: int) -> int | None:

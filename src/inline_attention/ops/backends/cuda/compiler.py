@@ -1,23 +1,30 @@
 """CUDA C++ without a compiler on the user's machine: NVRTC, which comes with PyTorch, builds the kernels at first use.
 
-`binary_cache` keeps the binaries, under a key that covers the source, the options and NVRTC's version.
+`binary_cache` keeps the binaries, under a key that covers the source, the options and NVRTC's version. The names of the
+kernels, their threads and the fields of their parameter structs are read from kernels.cu: they are written down once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
+import struct
 import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from inline_attention.ops.backends.cuda import binary_cache
 
 SOURCE = Path(__file__).with_name("kernels.cu")
+# How Python packs the fields of a parameter struct. Pointers are "Q", and structs with pointers end at a multiple of
+# eight bytes.
+_FORMATS = {"int": "i", "u32": "I", "i64": "q", "float": "f"}
+_ALIGNED_END = "0q"
 # Members of the driver's CUfunction_attribute.
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -28,18 +35,62 @@ class CompilerUnavailableError(RuntimeError):
     """NVRTC or the driver cannot be loaded, or refuses the source; the message says which and why."""
 
 
+class Signature(NamedTuple):
+    """A `__global__` function of kernels.cu."""
+
+    threads: str  # the constant that says how many a block has
+    struct: str  # its only parameter
+
+
+@cache
+def signatures() -> dict[str, Signature]:
+    """Return the kernels of kernels.cu by name."""
+    found = re.findall(r"__launch_bounds__\((\w+).*?\) (\w+)\(const __grid_constant__ (\w+) p\)", _source())
+    return {name: Signature(threads, parameter) for threads, name, parameter in found}
+
+
+@cache
+def struct_of(name: str) -> struct.Struct:
+    """Return how Python packs a struct of kernels.cu: as `nvcc` lays it out, nested structs included."""
+    return struct.Struct("".join(form for _, form in fields_of(name)) + _ALIGNED_END)
+
+
+def fields_of(name: str) -> list[tuple[str, str]]:
+    """Return names and formats of a struct's fields, in order; those of a nested struct as "outer.inner"."""
+    definition = re.search(rf"^struct {name} {{(.*?)}};", _source(), re.MULTILINE | re.DOTALL)
+    if definition is None:
+        raise LookupError(f"kernels.cu defines no struct {name}")
+    fields: list[tuple[str, str]] = []
+    for kind, names in re.findall(r"(\w+\*?) (\w[^;*]*);", re.sub(r"//.*", "", definition[1])):
+        if kind in _FORMATS or kind.endswith("*"):
+            fields += [(field, _FORMATS.get(kind, "Q")) for field in names.split(", ")]
+            continue
+        nested = fields_of(kind)
+        fields += [(f"{names}.{field}", form) for field, form in nested]
+        if any(form == "Q" for _, form in nested):
+            fields[-1] = (fields[-1][0], fields[-1][1] + _ALIGNED_END)
+    return fields
+
+
+@cache
+def _source() -> str:
+    return SOURCE.read_text(encoding="utf-8")
+
+
 class Kernel:
     """A compiled `__global__` function whose only parameter is a struct."""
 
-    def __init__(self, function: ctypes.c_void_p, threads: int, device_index: int) -> None:
+    def __init__(self, function: ctypes.c_void_p, threads: int, parameter: struct.Struct, device_index: int) -> None:
         self._function = function
         self._threads = threads
+        self._parameter = parameter
         self._device_index = device_index
         self._launch = _driver().cuLaunchKernel
 
-    def launch(self, grid: tuple[int, int], shared_bytes: int, stream: int, parameters: bytes) -> None:
-        """Launch on `stream` with `parameters` laid out as the kernel's struct."""
-        pointers = ctypes.byref(ctypes.c_char_p(parameters))  # an array of one pointer, to the one parameter
+    def launch(self, grid: tuple[int, int], shared_bytes: int, stream: int, *fields: float) -> None:
+        """Launch on `stream`, with the fields of the kernel's struct in their order."""
+        parameter = ctypes.c_char_p(self._parameter.pack(*fields))
+        pointers = ctypes.byref(parameter)  # an array of one pointer, to the one parameter
         arguments = (
             self._function, grid[0], grid[1], 1, self._threads, 1, 1, shared_bytes, stream, pointers, None
         )  # fmt: skip
@@ -52,8 +103,8 @@ class Kernel:
             raise RuntimeError(f"a CUDA kernel of inline_attention could not be launched: driver error {result}")
 
 
-def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, int]) -> dict[str, Kernel]:
-    """Compile the kernels (name → threads of a block) for a device and load them."""
+def load(device_index: int, defines: Mapping[str, int]) -> dict[str, Kernel]:
+    """Compile the kernels for a device, load them and return them by name."""
     properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     binary = compile_binary(f"sm_{properties.major}{properties.minor}", defines)
     shared_bytes: int = properties.shared_memory_per_block_optin
@@ -63,7 +114,7 @@ def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, in
     with torch.cuda.device(device_index):
         _enter_primary_context(device_index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), binary), "load the compiled kernels")
-        for name, threads in kernels.items():
+        for name, signature in signatures().items():
             function = ctypes.c_void_p()
             _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find kernel {name}")
             static_bytes = ctypes.c_int()
@@ -72,7 +123,7 @@ def load(device_index: int, defines: Mapping[str, int], kernels: Mapping[str, in
                 driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes - static_bytes.value),
                 f"reserve shared memory for {name}",
             )
-            loaded[name] = Kernel(function, threads, device_index)
+            loaded[name] = Kernel(function, defines[signature.threads], struct_of(signature.struct), device_index)
     return loaded
 
 
@@ -91,7 +142,7 @@ def compile_binary(architecture: str, defines: Mapping[str, int]) -> bytes:
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    source = SOURCE.read_bytes()
+    source = _source().encode()
     key = hashlib.sha256(b"\0".join([source, *map(str.encode, options), f"{major.value}.{minor.value}".encode()]))
     binary = binary_cache.read(key.hexdigest())
     if binary is None:

@@ -2,7 +2,7 @@
 //
 // Compiled at run time by NVRTC for one head dim and one half type (HEAD_DIM, IS_BF16); no headers, no dependencies.
 // launch.py defines these and all other constants that both sides need. docs/kernels.md has the algorithm, what is read
-// and written, and what was measured. Each kernel has one parameter, a struct passed by value; arguments.py reads the
+// and written, and what was measured. Each kernel has one parameter, a struct passed by value; compiler.py reads the
 // structs from this file and packs their fields.
 //
 // Three ideas carry everything here:
@@ -29,27 +29,24 @@ constexpr int PARTS = IS_BF16 ? 3 : 2;             // half matrices that make up
 constexpr u32 ONE = IS_BF16 ? 0x3f80u : 0x3c00u;
 constexpr u32 ONES = ONE << 16 | ONE;
 
-#define PACKED_OTHERWISE "arguments.py packs another struct"
+#define UNROLL _Pragma("unroll")
+#define PACKED_OTHERWISE "compiler.py packs another struct"
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64, "fragments are laid out for head dims 32 and 64");
 
-// ---------------------------------------------------------------------------------------------- instructions
-
-#ifndef EMULATED  // tests/ops/emulated_gpu.h has them for a CPU
-__device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#ifndef EMULATED  // tests/ops/emulated_gpu.h has these instructions for a CPU
 #if IS_BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#define HALF "bf16"
 #else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#define HALF "f16"
 #endif
+
+__device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
-#if IS_BF16
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-#endif
+  asm("mma.sync.aligned.m16n8k8.row.col.f32." HALF "." HALF ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
 
@@ -90,11 +87,7 @@ template <int PENDING> __device__ __forceinline__ void wait_copies() { asm volat
 
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
+  asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 
@@ -120,11 +113,7 @@ __device__ __forceinline__ float high_half(u32 pair) {
 // pair - reference, as a fused multiply-add: a plain bfloat16 subtraction needs sm_90.
 __device__ __forceinline__ u32 plus(u32 pair, u32 negative_reference) {
   u32 r;
-#if IS_BF16
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(ONES), "r"(negative_reference));
-#else
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(ONES), "r"(negative_reference));
-#endif
+  asm("fma.rn." HALF "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(ONES), "r"(negative_reference));
   return r;
 }
 
@@ -134,8 +123,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32
 
 __device__ __forceinline__ void unpack(float (&values)[8], const uint4& chunk, bool inside) {
   const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  UNROLL for (int i = 0; i < 4; ++i) {
     values[2 * i] = inside ? low_half(pairs[i]) : 0.0f;
     values[2 * i + 1] = inside ? high_half(pairs[i]) : 0.0f;
   }
@@ -154,8 +142,6 @@ struct Division {
     }
   }
 };
-
-// ---------------------------------------------------------------------------------------------- fragments
 
 // For copies of eight tokens' chunks a lane takes chunk c of token `row`, not g: tokens four apart lie in different banks.
 struct Lane {
@@ -187,8 +173,7 @@ struct FetchedMatrices {
 
   // From matrices [heads, HEAD_DIM, HEAD_DIM].
   __device__ __forceinline__ FetchedMatrices(const float* matrices, int heads) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
+    UNROLL for (int i = 0; i < VECTORS; ++i)
       values[i] = head_of(i) < heads ? *(const float4*)(matrices + 4 * (i * BLOCK_THREADS + threadIdx.x)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
   static __device__ __forceinline__ constexpr int head_of(int i) { return i * HEADS_PER_UNIT / VECTORS; }
@@ -197,15 +182,12 @@ struct FetchedMatrices {
   __device__ __forceinline__ void share(const Matrices& matrices) {
     float scale[HEADS_PER_UNIT];
     if (!IS_BF16) find_scales(scale, matrices);
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
+    UNROLL for (int i = 0; i < VECTORS; ++i) {
       const int element = 4 * (i * BLOCK_THREADS + threadIdx.x), row = element / HEAD_DIM, column = element % HEAD_DIM;
       float rest[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
       if (!IS_BF16)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rest[e] *= scale[head_of(i)];
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
+        UNROLL for (int e = 0; e < 4; ++e) rest[e] *= scale[head_of(i)];
+      UNROLL for (int part = 0; part < PARTS; ++part) {
         const u32 first = pack(rest[0], rest[1]), second = pack(rest[2], rest[3]);
         store_shared(matrices.parts + part * PART_BYTES + row * MATRIX_PITCH + column * 2, first, second);
         rest[0] -= low_half(first);
@@ -219,19 +201,15 @@ struct FetchedMatrices {
 
   __device__ __forceinline__ void find_scales(float (&scale)[HEADS_PER_UNIT], const Matrices& matrices) const {
     __shared__ float maxima[HEADS_PER_UNIT][BLOCK_THREADS / 32];
-#pragma unroll
-    for (int h = 0; h < HEADS_PER_UNIT; ++h) {
+    UNROLL for (int h = 0; h < HEADS_PER_UNIT; ++h) {
       float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i)
+      UNROLL for (int i = 0; i < VECTORS; ++i)
         if (head_of(i) == h) largest = fmaxf(fmaxf(largest, fmaxf(fabsf(values[i].x), fabsf(values[i].y))), fmaxf(fabsf(values[i].z), fabsf(values[i].w)));
-#pragma unroll
-      for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      UNROLL for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
       maxima[h][threadIdx.x >> 5] = largest;
     }
     __syncthreads();
-#pragma unroll
-    for (int h = 0; h < HEADS_PER_UNIT; ++h) {
+    UNROLL for (int h = 0; h < HEADS_PER_UNIT; ++h) {
       const float largest = fmaxf(fmaxf(maxima[h][0], maxima[h][1]), fmaxf(maxima[h][2], maxima[h][3]));
       u32 exponent = __float_as_uint(largest) & 0x7f800000u;
       exponent = min(max(exponent, 0x00800000u), 0x7e000000u);
@@ -251,12 +229,9 @@ struct RightOperand {
     const int low = lane.id & 7, middle = (lane.id >> 3 & 1) * 8, high = (lane.id >> 4) * 8;
     const u32 corner = matrices.parts + head * (HEAD_DIM * MATRIX_PITCH)
         + (TRANSPOSED ? (first + high + low) * MATRIX_PITCH + middle * 2 : (middle + low) * MATRIX_PITCH + (first + high) * 2);
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-      for (int s = 0; s < INNER; ++s)
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
+    UNROLL for (int part = 0; part < PARTS; ++part)
+      UNROLL for (int s = 0; s < INNER; ++s)
+        UNROLL for (int j = 0; j < 4; j += 2) {
           u32 r[4];
           if (TRANSPOSED) load_matrices(r, corner + part * PART_BYTES + 8 * j * MATRIX_PITCH + 32 * s);
           else load_transposed(r, corner + part * PART_BYTES + 16 * s * MATRIX_PITCH + 16 * j);
@@ -277,33 +252,25 @@ struct Tile {
   float of[4][4];
 
   __device__ __forceinline__ void product(const LeftOperand& left, const RightOperand& right, const float (&bias)[8]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) of[j][i] = 0.0f;
+    UNROLL for (int j = 0; j < 4; ++j)
+      UNROLL for (int i = 0; i < 4; ++i) of[j][i] = 0.0f;
     // Column tiles innermost: consecutive instructions then do not wait for each other's sums.
-#pragma unroll
-    for (int part = PARTS - 1; part >= 0; --part)
-#pragma unroll
-      for (int s = 0; s < INNER; ++s)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
+    UNROLL for (int part = PARTS - 1; part >= 0; --part)
+      UNROLL for (int s = 0; s < INNER; ++s)
+        UNROLL for (int j = 0; j < 4; ++j) {
           const u32 (&a)[4] = left.fragments[s], (&b)[2] = right.fragments[part][s][j];
           mma16(of[j], a[0], a[1], a[2], a[3], b[0], b[1]);
         }
     // The bias last: where it cancels the product, as with a single key, nothing is left.
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) of[j][i] = IS_BF16 ? of[j][i] + bias[2 * j + (i & 1)] : fmaf(of[j][i], right.unscale, bias[2 * j + (i & 1)]);
+    UNROLL for (int j = 0; j < 4; ++j)
+      UNROLL for (int i = 0; i < 4; ++i) of[j][i] = IS_BF16 ? of[j][i] + bias[2 * j + (i & 1)] : fmaf(of[j][i], right.unscale, bias[2 * j + (i & 1)]);
   }
 
   // Through the warp's own shared memory, 16 · PITCH bytes, so that every thread stores a chunk.
   // `first` and `second`: chunk c of tokens `row` and `row` + 8.
   __device__ __forceinline__ void store(u32 staging, u16* first, u16* second, bool first_inside, bool second_inside, const Lane& lane) const {
     const u32 mine = staging + lane.g * PITCH + lane.c * 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    UNROLL for (int j = 0; j < 4; ++j) {
       store_shared(mine + j * 16, pack(of[j][0], of[j][1]));
       store_shared(mine + j * 16 + 8 * PITCH, pack(of[j][2], of[j][3]));
     }
@@ -317,11 +284,8 @@ struct Tile {
 
 // Values that every row of a tile starts from: channels 8 j + 2 c + {0, 1} of a slab.
 __device__ __forceinline__ void load_bias(float (&bias)[8], const float* slab, const Lane& lane) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) bias[i] = slab[8 * (i >> 1) + 2 * lane.c + (i & 1)];
+  UNROLL for (int i = 0; i < 8; ++i) bias[i] = slab[8 * (i >> 1) + 2 * lane.c + (i & 1)];
 }
-
-// ---------------------------------------------------------------------------------------------- accumulate
 
 // Sum over tokens of left^T right, per head. Forward: keys and values, which gives their means and covariance.
 // Backward: queries and output gradients, which gives the covariance's gradient, while the queries' own gradient
@@ -338,7 +302,7 @@ struct AccumulateParams {
   int tokens, tokens_per_split, splits, channels, units;
   u32 splits_inverse, units_inverse;
 };
-static_assert(sizeof(AccumulateParams) == ACCUMULATE_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(AccumulateParams) == AccumulateParams_BYTES, PACKED_OTHERWISE);
 
 constexpr int ACCUMULATE_WARPS = BLOCK_THREADS / 32;
 constexpr int TENSOR_BYTES = STAGE_TOKENS * UNIT * 2;
@@ -348,8 +312,7 @@ constexpr int STAGE_BYTES = 2 * TENSOR_BYTES;
 __device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * (UNIT * 2) + ((chunk ^ (row & 7)) << 4); }
 
 __device__ __forceinline__ void load_stage(const AccumulateParams& p, const u16* left, const u16* right, u32 stage, int first_token, int end, int channels_left) {
-#pragma unroll
-  for (int i = 0; i < STAGE_TOKENS / (ACCUMULATE_WARPS * 4); ++i) {
+  UNROLL for (int i = 0; i < STAGE_TOKENS / (ACCUMULATE_WARPS * 4); ++i) {
     int row = (threadIdx.x >> 3) + i * (ACCUMULATE_WARPS * 4), chunk = threadIdx.x & 7, token = first_token + row;
     bool inside = token < end && chunk * CHUNK < channels_left;
     i64 at = inside ? token : 0;
@@ -365,8 +328,7 @@ __device__ __forceinline__ void load_stage(const AccumulateParams& p, const u16*
 __device__ __forceinline__ u16 negative_reference(const unsigned char* stage, int channel, int tokens) {
   float smallest = 3.4e38f, largest = -3.4e38f;
   u32 first = 0;
-#pragma unroll
-  for (int i = 15; i >= 0; --i) {
+  UNROLL for (int i = 15; i >= 0; --i) {
     first = *(const u16*)(stage + swizzled(i < tokens ? i : 0, channel / CHUNK) + channel % CHUNK * 2);
     const float value = low_half(first);
     smallest = fminf(smallest, value);
@@ -399,8 +361,7 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   const u32 ring = shared_address(memory);
 
   const auto send_first_stages = [&] {
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
+    UNROLL for (int s = 0; s < STAGES - 1; ++s) {
       load_stage(p, left, right, ring + s * STAGE_BYTES, start + s * STAGE_TOKENS, end, channels_left);
       commit_copies();
     }
@@ -424,12 +385,9 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
     references[tensor][channel] = negative_reference(memory + tensor * TENSOR_BYTES, channel, count);
     __syncthreads();
     const int first_row = HALVES > 1 ? 0 : slab * SLAB;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) left_reference[m][i] = references[0][first_row + 16 * m + 8 * i + lane.g] * 0x10001u;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) right_reference[j] = references[1][slab * SLAB + 8 * j + lane.g] * 0x10001u;
+    UNROLL for (int m = 0; m < ROW_TILES; ++m)
+      UNROLL for (int i = 0; i < 2; ++i) left_reference[m][i] = references[0][first_row + 16 * m + 8 * i + lane.g] * 0x10001u;
+    UNROLL for (int j = 0; j < 4; ++j) right_reference[j] = references[1][slab * SLAB + 8 * j + lane.g] * 0x10001u;
   }
 
   float sums[ROW_TILES][4][4] = {}, left_sums[ROW_TILES][4] = {}, right_sums[4][4] = {};
@@ -441,46 +399,37 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
     if (next < stages) load_stage(p, left, right, ring + next % STAGES * STAGE_BYTES, start + next * STAGE_TOKENS, end, channels_left);
     commit_copies();
     const u32 left_tile = ring + s % STAGES * STAGE_BYTES, right_tile = left_tile + TENSOR_BYTES;
-#pragma unroll
-    for (int step = 0; step < STAGE_TOKENS / 16 / (ACCUMULATE_WARPS / 2); ++step) {
+    UNROLL for (int step = 0; step < STAGE_TOKENS / 16 / (ACCUMULATE_WARPS / 2); ++step) {
       const int row = 16 * (step * (ACCUMULATE_WARPS / 2) + group), valid = count - s * STAGE_TOKENS - row;
       if (valid <= 0 || !active) continue;
       u32 ones[2] = {ONES, ONES}, real[2] = {~0u, ~0u};
       if (valid < 16) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        UNROLL for (int i = 0; i < 2; ++i) {
           int token = 2 * lane.c + 8 * i;
           real[i] = (token < valid ? 0xffffu : 0u) | (token + 1 < valid ? 0xffff0000u : 0u);
           ones[i] &= real[i];
         }
       }
       u32 b[2][4];
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
+      UNROLL for (int pair = 0; pair < 2; ++pair) {
         load_transposed(b[pair], right_tile + swizzled(row + (lane.id >> 3 & 1) * 8 + (lane.id & 7), slab * 4 + 2 * pair + (lane.id >> 4)));
         if (!BACKWARD)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[pair][i] = plus(b[pair][i], right_reference[2 * pair + (i >> 1)]);
+          UNROLL for (int i = 0; i < 4; ++i) b[pair][i] = plus(b[pair][i], right_reference[2 * pair + (i >> 1)]);
       }
-#pragma unroll
-      for (int m = 0; m < ROW_TILES; ++m) {
+      UNROLL for (int m = 0; m < ROW_TILES; ++m) {
         u32 a[4];
         load_transposed(a, left_tile + swizzled(row + (lane.id >> 4) * 8 + (lane.id & 7), (HALVES > 1 ? 0 : slab * 4) + 2 * m + (lane.id >> 3 & 1)));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           if (!BACKWARD) a[i] = plus(a[i], left_reference[m][i & 1]);
           a[i] &= real[i >> 1];
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mma16(sums[m][j], a[0], a[1], a[2], a[3], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
+        UNROLL for (int j = 0; j < 4; ++j) mma16(sums[m][j], a[0], a[1], a[2], a[3], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
         if (!BACKWARD) mma16(left_sums[m], a[0], a[1], a[2], a[3], ONES, ONES);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) mma16(right_sums[j], ones[0], ones[0], ones[1], ones[1], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
+      UNROLL for (int j = 0; j < 4; ++j) mma16(right_sums[j], ones[0], ones[0], ones[1], ones[1], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
       if (BACKWARD) {
         LeftOperand grad;
-#pragma unroll
-        for (int i = 0; i < INNER; ++i)
+        UNROLL for (int i = 0; i < INNER; ++i)
           load_matrices(grad.fragments[i], right_tile + swizzled(row + (lane.id & 15), (HALVES > 1 ? 0 : 4 * slab) + 2 * i + (lane.id >> 4)));
         Tile tile;
         tile.product(grad, covariance, zeros);
@@ -497,46 +446,28 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   constexpr int OWN_TILES = ROW_TILES / 2, SUMS = OWN_TILES * 20 + 16;
   wait_copies<0>();
   __syncthreads();
-  {
-    float* given = (float*)memory + warp * (SUMS * 32) + lane.id;
-    const float* taken = (float*)memory + (warp ^ 2) * (SUMS * 32) + lane.id;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-      if (m / OWN_TILES != group)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) given[(m % OWN_TILES * 20 + j * 4 + i) * 32] = sums[m][j][i];
-          given[(m % OWN_TILES * 20 + 16 + i) * 32] = left_sums[m][i];
+  const auto for_each_sum = [&](int owner, const auto& use) {
+    UNROLL for (int m = 0; m < ROW_TILES; ++m)
+      if (m / OWN_TILES == owner)
+        UNROLL for (int i = 0; i < 4; ++i) {
+          UNROLL for (int j = 0; j < 4; ++j) use((m % OWN_TILES * 20 + j * 4 + i) * 32 + lane.id, sums[m][j][i]);
+          use((m % OWN_TILES * 20 + 16 + i) * 32 + lane.id, left_sums[m][i]);
         }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) given[(OWN_TILES * 20 + i) * 32] = right_sums[i / 4][i % 4];
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-      if (m / OWN_TILES == group)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) sums[m][j][i] += taken[(m % OWN_TILES * 20 + j * 4 + i) * 32];
-          left_sums[m][i] += taken[(m % OWN_TILES * 20 + 16 + i) * 32];
-        }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) right_sums[i / 4][i % 4] += taken[(OWN_TILES * 20 + i) * 32];
-  }
+    UNROLL for (int i = 0; i < 16; ++i) use((OWN_TILES * 20 + i) * 32 + lane.id, right_sums[i / 4][i % 4]);
+  };
+  for_each_sum(group ^ 1, [&](int at, float& sum) { ((float*)memory)[warp * (SUMS * 32) + at] = sum; });
+  __syncthreads();
+  for_each_sum(group, [&](int at, float& sum) { sum += ((float*)memory)[(warp ^ 2) * (SUMS * 32) + at]; });
   if (!active) return;
 
   const i64 slot = results.first_slot + (HEADS_PER_UNIT > 1 ? slab : 0) * results.slot_stride;
   const float inverse_count = 1.0f / count;
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+  UNROLL for (int m = 0; m < ROW_TILES; ++m)
+    UNROLL for (int half = 0; half < 2; ++half) {
       if (m / OWN_TILES != group) continue;
       const int row = 16 * m + 8 * half + lane.g;
       const float left_sum = left_sums[m][2 * half];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      UNROLL for (int j = 0; j < 4; ++j) {
         float2 value;
         value.x = sums[m][j][2 * half];
         value.y = sums[m][j][2 * half + 1];
@@ -552,8 +483,7 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
         results.left_mean[slot * HEAD_DIM + row] = fmaf(left_sum, inverse_count, -low_half(left_reference[m][half]));
     }
   if (group != 0) return;
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
+  UNROLL for (int j = 0; j < 4; ++j)
     if (BACKWARD) {
       if (lane.g == 0) {
         results.right_mean[slot * HEAD_DIM + column + 8 * j + 2 * lane.c] = right_sums[j][0] * p.right_factor;
@@ -573,10 +503,8 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate_part(const A
   accumulate<BACKWARD>(p, unit, split, batch, {p.product, p.left_mean, p.right_mean, first_head * p.splits + split, p.splits});
 }
 
-extern "C" __global__ void __launch_bounds__(ACCUMULATE_WARPS * 32) inline_accumulate(const __grid_constant__ AccumulateParams p) { accumulate_part<false>(p); }
-extern "C" __global__ void __launch_bounds__(ACCUMULATE_WARPS * 32) inline_accumulate_backward(const __grid_constant__ AccumulateParams p) { accumulate_part<true>(p); }
-
-// ---------------------------------------------------------------------------------------------- merge
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) inline_accumulate(const __grid_constant__ AccumulateParams p) { accumulate_part<false>(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) inline_accumulate_backward(const __grid_constant__ AccumulateParams p) { accumulate_part<true>(p); }
 
 struct MergeParams {
   const float* product; const float* left_mean; const float* right_mean;
@@ -584,7 +512,7 @@ struct MergeParams {
   float product_factor, right_factor;
   int splits, tokens, tokens_per_split;
 };
-static_assert(sizeof(MergeParams) == MERGE_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(MergeParams) == MergeParams_BYTES, PACKED_OTHERWISE);
 
 // blockIdx.x = head, blockIdx.y = some elements of its matrix; SHARES threads share the splits of an element.
 template <bool CENTERED, int MERGE_SHARES> __device__ __forceinline__ void merge(const MergeParams& p) {
@@ -611,14 +539,11 @@ template <bool CENTERED, int MERGE_SHARES> __device__ __forceinline__ void merge
       sums[3] = fmaf(left_part, right_part, sums[3]);
     }
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) shares[i][share][threadIdx.x % MERGE_ELEMENTS] = sums[i];
+  UNROLL for (int i = 0; i < 4; ++i) shares[i][share][threadIdx.x % MERGE_ELEMENTS] = sums[i];
   __syncthreads();
   if (share != 0) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int from = 1; from < MERGE_SHARES; ++from) sums[i] += shares[i][from][threadIdx.x];
+  UNROLL for (int i = 0; i < 4; ++i)
+    UNROLL for (int from = 1; from < MERGE_SHARES; ++from) sums[i] += shares[i][from][threadIdx.x];
   const float inverse_count = 1.0f / p.tokens;
   float total = sums[0];
   if (CENTERED) {
@@ -633,8 +558,6 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge(const _
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_backward(const __grid_constant__ MergeParams p) { merge<false, 1>(p); }
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many(const __grid_constant__ MergeParams p) { merge<true, MANY_SHARES>(p); }
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_merge_many_backward(const __grid_constant__ MergeParams p) { merge<false, MANY_SHARES>(p); }
-
-// ---------------------------------------------------------------------------------------------- tiles of the grid
 
 // Which tokens a block works on: a rectangle of the grid, two strips wide, and a run of tokens beside the grid.
 struct Layout {
@@ -712,8 +635,7 @@ template <bool NEIGHBORS, int SLABS> struct Strip {
       if (left > 0) send_neighbors(y - 1, 0);
     }
     commit_copies();
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) send(i);
+    UNROLL for (int i = 0; i < AHEAD; ++i) send(i);
   }
   // Rows first_row and first_row + 1 of the grid, into a slot.
   __device__ __forceinline__ void send_neighbors(int first_row, u32 to) {
@@ -733,8 +655,7 @@ template <bool NEIGHBORS, int SLABS> struct Strip {
     if (to_send > 0) {
       const u32 target = own_ring + to * (SLABS * OWN) + lane.row * PITCH + lane.c * 16;
       const u16* below = y + 1 < height ? own + own_row : own;
-#pragma unroll
-      for (int h = 0; h < SLABS; ++h) {
+      UNROLL for (int h = 0; h < SLABS; ++h) {
         copy_async(target + h * OWN, own + SLAB * h, true);
         copy_async(target + h * OWN + 8 * PITCH, below + SLAB * h, true);
       }
@@ -757,41 +678,42 @@ template <bool NEIGHBORS, int SLABS> struct Strip {
   __device__ __forceinline__ u32 pair(u32 which) const { return neighbor_ring + (slot + which) % SLOTS * PAIR; }
   __device__ __forceinline__ void read_own(LeftOperand& rows) const {
     const u32 matrix = own_slot() + (lane.id & 15) * PITCH + (lane.id >> 4) * 16;
-#pragma unroll
-    for (int s = 0; s < INNER; ++s) load_matrices(rows.fragments[s], matrix + (s >> 1) * OWN + (s & 1) * 32);
+    UNROLL for (int s = 0; s < INNER; ++s) load_matrices(rows.fragments[s], matrix + (s >> 1) * OWN + (s & 1) * 32);
     __syncwarp();  // the slot may now serve to store from
   }
 };
 
-// Where a walk's results go: two rows a step.
-struct Target {
-  u16* chunk;
-  i64 row;
-  int y, last;  // the next row, and the last
-  bool column_inside;
-  __device__ __forceinline__ Target(const Layout& l, const Place& place, const Lane& lane, int group, u16* slab, i64 token)
-      : row(l.width * token), y(place.top), last(place.top + place.rows - 1), column_inside(place.left + group * STRIP + lane.row < l.width) {
-    chunk = slab + (l.prefix + (i64)y * l.width + place.left + group * STRIP + lane.row) * token + lane.c * CHUNK;
+// Write the products of a place's tokens with a matrix, plus the bias: first the tokens of the grid, two rows of a strip a
+// step, to which `add_local` adds the 3×3 term; then those outside the grid, sixteen at a time: few of them in a model,
+// all of them where there is no local term. `source` and `target` begin with the head and with the slab.
+template <bool LOCAL, class Walk, class AddLocal>
+__device__ __forceinline__ void write_products(const Layout& l, const Place& place, const Lane& lane, int group, u32 own_memory, Walk& strip, const u16* source, i64 source_token,
+                                               const RightOperand& operand, const float (&bias)[8], u16* target, i64 target_token, const AddLocal& add_local) {
+  target += CHUNK * lane.c;
+  if (LOCAL) {
+    const i64 row = l.width * target_token;
+    u16* chunk = target + (l.prefix + (i64)place.top * l.width + place.left + group * STRIP + lane.row) * target_token;
+    for (int y = place.top; strip.left > 0; y += 2, chunk += 2 * row) {
+      strip.advance();
+      LeftOperand rows;
+      strip.read_own(rows);
+      Tile tile;
+      tile.product(rows, operand, bias);
+      add_local(tile);
+      tile.store(strip.own_slot(), chunk, chunk + row, strip.column_inside, strip.column_inside && y + 1 < place.top + place.rows, lane);
+    }
   }
-  __device__ __forceinline__ void store(const Tile& tile, u32 staging, const Lane& lane) {
-    tile.store(staging, chunk, chunk + row, column_inside, column_inside && y < last, lane);
-    chunk += 2 * row;
-    y += 2;
-  }
-};
-
-// Tokens outside the grid, sixteen at a time; few of them in a model, all of them where there is no local term.
-template <class Use> __device__ __forceinline__ void for_each_run_step(const Place& place, const Lane& lane, int group, const u16* head, i64 token_stride, const Use& use) {
   for (int start = place.run_start + group * 16; start < place.run_end; start += GROUPS * 16) {
     const int first = min(start + lane.g, place.run_end - 1), second = min(start + lane.g + 8, place.run_end - 1);
     LeftOperand rows;
-#pragma unroll
-    for (int s = 0; s < INNER; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        rows.fragments[s][i] = *(const u32*)(head + (i & 1 ? second : first) * token_stride + 16 * s + 8 * (i >> 1) + 2 * lane.c);
+    UNROLL for (int s = 0; s < INNER; ++s)
+      UNROLL for (int i = 0; i < 4; ++i)
+        rows.fragments[s][i] = *(const u32*)(source + (i & 1 ? second : first) * source_token + 16 * s + 8 * (i >> 1) + 2 * lane.c);
     __syncwarp();  // what was stored from has been read
-    use(rows, (i64)start + lane.row, (i64)start + lane.row + 8, start + lane.row < place.run_end, start + lane.row + 8 < place.run_end);
+    Tile tile;
+    tile.product(rows, operand, bias);
+    const int upper = start + lane.row, lower = upper + 8;
+    tile.store(own_memory, target + upper * target_token, target + lower * target_token, upper < place.run_end, lower < place.run_end, lane);
   }
 }
 
@@ -802,32 +724,23 @@ template <bool FLIPPED> struct Diagonals {
   __device__ __forceinline__ void load(const u16* weights, const Lane& lane) {
     const u32 place = lane.c == lane.g >> 1 ? (lane.g & 1 ? 0x10000u : 1u) : 0u;
     const u16* channel = weights + lane.g * 9;
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int tap = 0; tap < 9; ++tap) fragments[tap][k] = channel[k * CHUNK * 9 + (FLIPPED ? 8 - tap : tap)] * place;
+    UNROLL for (int k = 0; k < 4; ++k)
+      UNROLL for (int tap = 0; tap < 9; ++tap) fragments[tap][k] = channel[k * CHUNK * 9 + (FLIPPED ? 8 - tap : tap)] * place;
   }
   // Two taps to an instruction: one in the lower half of its inner dimension, one in the upper. The four rows in reach
   // of a step's two, fetched at once, are the operand for the taps above and below; the middle two serve the tap between.
   template <class Walk> __device__ __forceinline__ void add(Tile& tile, const Walk& walk) const {
     const int matrix = walk.lane.id >> 3;
     const u32 rows = walk.pair(matrix >> 1) + (matrix & 1) * Walk::ROW + (walk.lane.id & 7) * PITCH;
-#pragma unroll
-    for (int dx = 0; dx < 3; ++dx)
-#pragma unroll
-      for (int pair = 0; pair < 4; pair += 2) {
+    UNROLL for (int dx = 0; dx < 3; ++dx)
+      UNROLL for (int pair = 0; pair < 4; pair += 2) {
         u32 a[2][4];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) load_matrices(a[k], rows + dx * PITCH + (pair + k) * 16);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) mma16(tile.of[pair + k], a[k][0], a[k][1], a[k][2], a[k][3], fragments[dx][pair + k], fragments[6 + dx][pair + k]);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) mma8(tile.of[pair + k], a[k][1], a[k][2], fragments[3 + dx][pair + k]);
+        UNROLL for (int k = 0; k < 2; ++k) load_matrices(a[k], rows + dx * PITCH + (pair + k) * 16);
+        UNROLL for (int k = 0; k < 2; ++k) mma16(tile.of[pair + k], a[k][0], a[k][1], a[k][2], a[k][3], fragments[dx][pair + k], fragments[6 + dx][pair + k]);
+        UNROLL for (int k = 0; k < 2; ++k) mma8(tile.of[pair + k], a[k][1], a[k][2], fragments[3 + dx][pair + k]);
       }
   }
 };
-
-// ---------------------------------------------------------------------------------------------- output
 
 struct OutputParams {
   Layout layout;
@@ -841,7 +754,7 @@ struct OutputParams {
   // Hence no __restrict__ here. Wider heads are read by two warps, each of which writes one part.
   u16* out;
 };
-static_assert(sizeof(OutputParams) == OUTPUT_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(OutputParams) == OutputParams_BYTES, PACKED_OTHERWISE);
 
 static_assert(2 * GROUPS * 32 == BLOCK_THREADS, "matrices are shared by all threads of a block");
 using OutputStrip = Strip<true, HALVES>;
@@ -871,24 +784,7 @@ __device__ __forceinline__ void output(const OutputParams& p, const Place& place
   RightOperand covariance;
   covariance.load<false>(covariances, HEADS_PER_UNIT > 1 ? slab : 0, channel % HEAD_DIM, lane);
 
-  if (LOCAL) {
-    Target target(l, place, lane, group, out, l.channels);
-    while (strip.left > 0) {
-      strip.advance();
-      LeftOperand rows;
-      strip.read_own(rows);
-      Tile tile;
-      tile.product(rows, covariance, mean);
-      diagonals.add(tile, strip);
-      target.store(tile, strip.own_slot(), lane);
-    }
-  }
-  out += CHUNK * lane.c;
-  for_each_run_step(place, lane, group, queries, p.query_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
-    Tile tile;
-    tile.product(rows, covariance, mean);
-    tile.store(own_memory, out + first * l.channels, out + second * l.channels, first_inside, second_inside, lane);
-  });
+  write_products<LOCAL>(l, place, lane, group, own_memory, strip, queries, p.query_token, covariance, mean, out, l.channels, [&](Tile& tile) { diagonals.add(tile, strip); });
 }
 
 template <bool LOCAL> __device__ __forceinline__ void output_tile(const OutputParams& p) {
@@ -903,12 +799,10 @@ template <bool LOCAL> __device__ __forceinline__ void output_tile(const OutputPa
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) inline_output(const __grid_constant__ OutputParams p) { output_tile<false>(p); }
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_output_local(const __grid_constant__ OutputParams p) { output_tile<true>(p); }
 
-// ---------------------------------------------------------------------------------------------- both at once
-
 // Samples small enough for one block per unit: the state never leaves the chip, and the values' second reading hits the
 // cache. It is written out as well where a backward pass will want it.
 struct SampleParams { AccumulateParams accumulate; OutputParams output; };
-static_assert(sizeof(SampleParams) == SAMPLE_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(SampleParams) == SampleParams_BYTES, PACKED_OTHERWISE);
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_sample(const __grid_constant__ SampleParams p) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -929,8 +823,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_
   FetchedMatrices fetched(product, heads - first_head);
   if (p.accumulate.product != nullptr) {
     float4* target = (float4*)(p.accumulate.product + first * (HEAD_DIM * HEAD_DIM)) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < FetchedMatrices::VECTORS; ++i)
+    UNROLL for (int i = 0; i < FetchedMatrices::VECTORS; ++i)
       if (FetchedMatrices::head_of(i) < heads - first_head) target[i * BLOCK_THREADS] = fetched.values[i];
     if (threadIdx.x < channels) {
       p.accumulate.left_mean[first * HEAD_DIM + threadIdx.x] = key_mean[threadIdx.x];
@@ -944,8 +837,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_
     __syncwarp();  // the next strip's rows come into memory this one was stored from
   }
 }
-
-// ---------------------------------------------------------------------------------------------- gradients of keys, values, weights
 
 struct GradientParams {
   Layout layout;
@@ -962,13 +853,11 @@ struct GradientParams {
   u16* grad_local;               // [B, channels, 9], if one tile covers a sample
   float* grad_local_parts;       // [B, tiles, channels, 9], if not
 };
-static_assert(sizeof(GradientParams) == GRADIENT_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(GradientParams) == GradientParams_BYTES, PACKED_OTHERWISE);
 
 __device__ __forceinline__ void fetch_mean(float (&mean)[INNER][4], const float* head_mean, const Lane& lane) {
-#pragma unroll
-  for (int s = 0; s < INNER; ++s)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) mean[s][i] = head_mean[16 * s + 8 * (i >> 1) + 2 * lane.c + (i & 1)];
+  UNROLL for (int s = 0; s < INNER; ++s)
+    UNROLL for (int i = 0; i < 4; ++i) mean[s][i] = head_mean[16 * s + 8 * (i >> 1) + 2 * lane.c + (i & 1)];
 }
 
 // Take from `bias` what the operand makes of a mean, by the arithmetic that its rows go through: where all rows equal
@@ -976,13 +865,10 @@ __device__ __forceinline__ void fetch_mean(float (&mean)[INNER][4], const float*
 __device__ __forceinline__ void subtract_mean(float (&bias)[8], float (&rest)[INNER][4], const RightOperand& operand, const Lane& lane) {
   // The mean is no half number but the sum of three, which take the first three rows of one tile.
   LeftOperand rows;
-#pragma unroll
-  for (int s = 0; s < INNER; ++s)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  UNROLL for (int s = 0; s < INNER; ++s)
+    UNROLL for (int r = 0; r < 2; ++r) {
       u32 mine = 0;
-#pragma unroll
-      for (int part = 0; part < 3; ++part) {
+      UNROLL for (int part = 0; part < 3; ++part) {
         const u32 pair = pack(rest[s][2 * r], rest[s][2 * r + 1]);
         rest[s][2 * r] -= low_half(pair);
         rest[s][2 * r + 1] -= high_half(pair);
@@ -994,10 +880,8 @@ __device__ __forceinline__ void subtract_mean(float (&bias)[8], float (&rest)[IN
   const float zeros[8] = {};
   Tile tile;
   tile.product(rows, operand, zeros);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int part = 0; part < 3; ++part) bias[i] -= __shfl_sync(~0u, tile.of[i >> 1][i & 1], 4 * part + lane.c);
+  UNROLL for (int i = 0; i < 8; ++i)
+    UNROLL for (int part = 0; part < 3; ++part) bias[i] -= __shfl_sync(~0u, tile.of[i >> 1][i & 1], 4 * part + lane.c);
 }
 
 enum Role { GRAD_KEY, GRAD_VALUE, GRAD_LOCAL };
@@ -1035,23 +919,7 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
     operand.load<true>(matrices, head - first_head, column, lane);
     subtract_mean(bias, mean, operand, lane);
     u16* grad_key = p.grad_key + place.batch * p.grad_key_batch + channel;
-    if (LOCAL) {
-      Target target(l, place, lane, group, grad_key, p.grad_key_token);
-      while (strip.left > 0) {
-        strip.advance();
-        LeftOperand rows;
-        strip.read_own(rows);
-        Tile tile;
-        tile.product(rows, operand, bias);
-        target.store(tile, strip.own_slot(), lane);
-      }
-    }
-    grad_key += CHUNK * lane.c;
-    for_each_run_step(place, lane, group, values, p.value_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
-      Tile tile;
-      tile.product(rows, operand, bias);
-      tile.store(own_memory, grad_key + first * p.grad_key_token, grad_key + second * p.grad_key_token, first_inside, second_inside, lane);
-    });
+    write_products<LOCAL>(l, place, lane, group, own_memory, strip, values, p.value_token, operand, bias, grad_key, p.grad_key_token, [](Tile&) {});
   } else if (place.role == GRAD_VALUE) {
     // (k - kbar) A + mean gradient, and the 3×3 kernel turned around over the output gradients
     const u16* keys = p.key + place.batch * p.key_batch + head * HEAD_DIM;
@@ -1066,24 +934,7 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
     operand.load<false>(matrices, head - first_head, column, lane);
     subtract_mean(bias, mean, operand, lane);
     u16* grad_value = p.grad_value + place.batch * p.grad_value_batch + channel;
-    if (LOCAL) {
-      Target target(l, place, lane, group, grad_value, p.grad_value_token);
-      while (strip.left > 0) {
-        strip.advance();
-        LeftOperand rows;
-        strip.read_own(rows);
-        Tile tile;
-        tile.product(rows, operand, bias);
-        diagonals.add(tile, strip);
-        target.store(tile, strip.own_slot(), lane);
-      }
-    }
-    grad_value += CHUNK * lane.c;
-    for_each_run_step(place, lane, group, keys, p.key_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
-      Tile tile;
-      tile.product(rows, operand, bias);
-      tile.store(own_memory, grad_value + first * p.grad_value_token, grad_value + second * p.grad_value_token, first_inside, second_inside, lane);
-    });
+    write_products<LOCAL>(l, place, lane, group, own_memory, strip, keys, p.key_token, operand, bias, grad_value, p.grad_value_token, [&](Tile& tile) { diagonals.add(tile, strip); });
   } else if (LOCAL && place.role == GRAD_LOCAL) {
     float sums[9][8] = {};
     if (active) {
@@ -1097,29 +948,23 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
         unpack(pixels[0], load_shared(mine), strip.column_inside);
         unpack(pixels[1], load_shared(mine + 8 * PITCH), strip.column_inside && y < last);
         y += 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           // Gradients of row i - 1, as seen from the first token: the output at p - t read this value with weight t.
           const u32 row = strip.pair(i >> 1) + (i & 1) * LocalStrip::ROW + lane.row * PITCH + lane.c * 16;
-#pragma unroll
-          for (int dx = 0; dx < 3; ++dx) {
+          UNROLL for (int dx = 0; dx < 3; ++dx) {
             float around[8];
             unpack(around, load_shared(row + (2 - dx) * PITCH), true);
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
+            UNROLL for (int which = 0; which < 2; ++which) {
               const int dy = 2 - i + which;
               if (dy < 0 || dy > 2) continue;
-#pragma unroll
-              for (int e = 0; e < 8; ++e) sums[3 * dy + dx][e] = fmaf(pixels[which][e], around[e], sums[3 * dy + dx][e]);
+              UNROLL for (int e = 0; e < 8; ++e) sums[3 * dy + dx][e] = fmaf(pixels[which][e], around[e], sums[3 * dy + dx][e]);
             }
           }
         }
       }
     }
-#pragma unroll
-    for (int tap = 0; tap < 9; ++tap)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
+    UNROLL for (int tap = 0; tap < 9; ++tap)
+      UNROLL for (int i = 0; i < 8; ++i) {
         float sum = sums[tap][i];
         sum += __shfl_xor_sync(~0u, sum, 4);
         sum += __shfl_xor_sync(~0u, sum, 8);
@@ -1140,10 +985,8 @@ template <bool LOCAL> __device__ __forceinline__ void gradient(const GradientPar
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_gradient(const __grid_constant__ GradientParams p) { gradient<false>(p); }
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, TILE_BLOCKS) inline_gradient_local(const __grid_constant__ GradientParams p) { gradient<true>(p); }
 
-// ---------------------------------------------------------------------------------------------- sum over tiles
-
 struct TileSumParams { const float* parts; u16* total; int tiles, per_sample; i64 size; };
-static_assert(sizeof(TileSumParams) == TILE_SUM_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(TileSumParams) == TileSumParams_BYTES, PACKED_OTHERWISE);
 
 // SHARES threads share the tiles of an element.
 template <int SHARES> __device__ __forceinline__ void sum_tiles(const TileSumParams& p) {
@@ -1158,15 +1001,12 @@ template <int SHARES> __device__ __forceinline__ void sum_tiles(const TileSumPar
   shares[share][which] = sum;
   __syncthreads();
   if (share != 0) return;
-#pragma unroll
-  for (int from = 1; from < SHARES; ++from) sum += shares[from][which];
+  UNROLL for (int from = 1; from < SHARES; ++from) sum += shares[from][which];
   p.total[element] = (u16)pack(sum, 0.0f);
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<1>(p); }
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) inline_sum_many_tiles(const __grid_constant__ TileSumParams p) { sum_tiles<MANY_TILES_SHARES>(p); }
-
-// ---------------------------------------------------------------------------------------------- the 3×3 weights
 
 // From a sample's tokens to its 3×3 weights: mean over the tokens, linear, GELU, linear, each head on its own. Where
 // samples are few and large, their tokens are summed by a kernel before, in several blocks each.
@@ -1175,7 +1015,7 @@ struct TokenSumParams {
   float* sums;  // [B, splits, channels]
   int count, count_each, splits, channels, units, unused;
 };
-static_assert(sizeof(TokenSumParams) == TOKEN_SUM_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(TokenSumParams) == TokenSumParams_BYTES, PACKED_OTHERWISE);
 
 struct PredictParams {
   const u16* tokens; i64 batch_stride, token_stride;
@@ -1185,15 +1025,14 @@ struct PredictParams {
   u16* out;                                          // [B, channels, 9]
   int count, splits, channels, units;
 };
-static_assert(sizeof(PredictParams) == PREDICT_BYTES, PACKED_OTHERWISE);
+static_assert(sizeof(PredictParams) == PredictParams_BYTES, PACKED_OTHERWISE);
 
 __device__ __forceinline__ float dot(const u16* row, const float* vector, int chunks) {
   float sum = 0.0f;
   for (int i = 0; i < chunks; ++i) {
     float values[8];
     unpack(values, *(const uint4*)(row + CHUNK * i), true);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) sum = fmaf(values[e], vector[CHUNK * i + e], sum);
+    UNROLL for (int e = 0; e < 8; ++e) sum = fmaf(values[e], vector[CHUNK * i + e], sum);
   }
   return sum;
 }
@@ -1209,12 +1048,10 @@ __device__ __forceinline__ float sum_tokens(const u16* tokens, i64 token_stride,
     for (int token = threadIdx.x >> 3; token < count; token += PREDICT_THREADS / 8) {
       float values[8];
       unpack(values, *(const uint4*)(column + token * token_stride), true);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] += values[i];
+      UNROLL for (int i = 0; i < 8; ++i) sums[i] += values[i];
     }
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  UNROLL for (int i = 0; i < 8; ++i) {
     sums[i] += __shfl_xor_sync(~0u, sums[i], 8);
     sums[i] += __shfl_xor_sync(~0u, sums[i], 16);
     if ((threadIdx.x & 31) < 8) partial[warp][chunk * CHUNK + i] = sums[i];
@@ -1222,8 +1059,7 @@ __device__ __forceinline__ float sum_tokens(const u16* tokens, i64 token_stride,
   __syncthreads();
   float sum = 0.0f;
   if (threadIdx.x < UNIT) {
-#pragma unroll
-    for (int from = 0; from < PREDICT_THREADS / 32; ++from) sum += partial[from][threadIdx.x];
+    UNROLL for (int from = 0; from < PREDICT_THREADS / 32; ++from) sum += partial[from][threadIdx.x];
   }
   return sum;
 }

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from inline_attention.ops.backends.cuda import arguments, compiler
-from inline_attention.ops.fused_op import Problem, empty_state
+from inline_attention.ops.backends.cuda import compiler
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.fused_op import empty_state
 
 # Constants that kernels.cu shares: see `defines`.
 SLAB, UNIT, CHUNK = 32, 64, 8  # channels of a warp, of a block, of sixteen bytes
@@ -42,14 +44,10 @@ MOST_SPLITS = 64
 # Tokens that merging the splits costs as much as: a launch, and the partial sums read again.
 MERGE_TOKENS = 384
 
-_ACCUMULATE = arguments.struct_of("AccumulateParams")
-_MERGE = arguments.struct_of("MergeParams")
-_OUTPUT = arguments.struct_of("OutputParams")
-_SAMPLE = arguments.struct_of("SampleParams")
-_GRADIENT = arguments.struct_of("GradientParams")
-_TILE_SUM = arguments.struct_of("TileSumParams")
-TOKEN_SUM = arguments.struct_of("TokenSumParams")
-PREDICT = arguments.struct_of("PredictParams")
+# Pointer and strides of samples and tokens, in elements.
+Address: TypeAlias = tuple[int, int, int]
+# Pointers to the matrices, left means and right means of a state.
+Sections: TypeAlias = tuple[int, int, int]
 
 
 class Layout(NamedTuple):
@@ -90,79 +88,68 @@ def inverse(divisor: int) -> int:
     return min(2**32 // divisor, 2**32 - 1)
 
 
-class Tensors(NamedTuple):
-    """Sizes of one call; its plan depends on these."""
+class Sizes(NamedTuple):
+    """Everything that the plan of a call depends on. The grid is 0 × 0 without a local term."""
 
     device: int
     dtype: torch.dtype
-    query: tuple[int, ...]  # [B, N, H, D]
+    batches: int
+    queries: int
     keys: int
-    has_local_term: bool
+    heads: int
+    head_dim: int
+    height: int
+    width: int
+    prefix: int
+
+    @property
+    def units(self) -> int:
+        """Blocks beside each other that cover the channels of a token."""
+        return -(-self.heads * self.head_dim // UNIT)
 
 
 class Plan(NamedTuple):
     """Everything about a call that does not depend on its data."""
 
     kernels: dict[str, compiler.Kernel]
-    units: int
     splits: Splits
-    inverses: tuple[int, int]  # of splits and units
-    blocks: int
+    packed_splits: tuple[int, ...]  # the end of `AccumulateParams` of kernels.cu, from `tokens_per_split` on
     layout: Layout
     packed_layout: tuple[int, ...]
     one_block: bool
     shared_bytes: int
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    problem: Problem,
-    keep_state: bool,
-    overwrite_q: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward(call: AttentionCall, keep_state: bool) -> tuple[Tensor, Tensor | None]:
     """Output `[B, N, H, D]` and the state. See `fused_op.Forward`."""
-    del key_padding_mask  # None: refused by `unsupported_reason`
-    if local_weight is not None:
-        local_weight = aligned(local_weight)
-    copies: list[torch.Tensor] = []
+    q, k, v = call.q, call.k, call.v
+    local_weight = None if call.local_weight is None else aligned(call.local_weight)
+    copies: list[Tensor] = []
     query, key, value = _address(q, copies), _address(k, copies), _address(v, copies)
-    B, N, H, D = q.shape
-    M = k.shape[1]
-    device = q.device.index
-    plan = plan_forward(Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None), problem)
-    stream = current_stream(device)
-    weight = 0 if local_weight is None else local_weight.data_ptr()
-    factor = problem.scale / M
-    state = None
+    plan, stream = plan_forward(_sizes(call)), current_stream(q.device.index)
+    M, factors = k.shape[1], (call.scale / k.shape[1], 1.0)
     if plan.one_block:
-        out = _output(q, k, v, local_weight, overwrite_q)
+        out = _output(q, k, v, local_weight, call.overwrite_q)
         state = empty_state(q, v) if keep_state else None
-        merged = (0, 0, 0) if state is None else _sections(state.data_ptr(), B * H, D)
+        merged = (0, 0, 0) if state is None else _sections(state, q)
         plan.kernels["inline_sample"].launch(
-            (plan.blocks, 1), plan.shared_bytes, stream,
-            _SAMPLE.pack(
-                *key, *value, *merged, 0, 0, 0, 0, factor, 1.0, M, M, 1, H * D, plan.units, *plan.inverses,
-                *plan.packed_layout, *query, *value, weight, 0, 0, out.data_ptr(),
-            ),
+            (plan.layout.blocks, 1), plan.shared_bytes, stream,
+            *key, *value, *merged, 0, 0, 0, 0, *factors, M, *plan.packed_splits,
+            *plan.packed_layout, *query, *value, _pointer(local_weight), 0, 0, out.data_ptr(),
         )  # fmt: skip
         return out, state
-    state = _accumulate(q, v, key, value, M, problem, plan, stream)
-    out = _output(q, k, v, local_weight, overwrite_q)  # not before: it may have the workspace's memory
-    merged = _sections(state.data_ptr(), B * H, D)
+    state = empty_state(q, v)
+    covariance, _, value_mean = merged = _sections(state, q)
+    _accumulate(q, plan, stream, key, value, M, merged, factors)
+    out = _output(q, k, v, local_weight, call.overwrite_q)  # not before: it may have the workspace's memory
     plan.kernels["inline_output" if local_weight is None else "inline_output_local"].launch(
-        (plan.blocks, 1), plan.shared_bytes, stream,
-        _OUTPUT.pack(*plan.packed_layout, *query, *value, weight, merged[0], merged[2], out.data_ptr()),
+        (plan.layout.blocks, 1), plan.shared_bytes, stream,
+        *plan.packed_layout, *query, *value, _pointer(local_weight), covariance, value_mean, out.data_ptr(),
     )  # fmt: skip
     return out, state
 
 
-def _output(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_weight: torch.Tensor | None, overwrite_q: bool
-) -> torch.Tensor:
+def _output(q: Tensor, k: Tensor, v: Tensor, local_weight: Tensor | None, overwrite_q: bool) -> Tensor:
     """Allocate the output, or reuse q if that is allowed and every query is read before its output is written.
 
     The latter holds if a warp multiplies whole heads: see `OutputParams` of kernels.cu.
@@ -176,132 +163,120 @@ def _output(
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _accumulate(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    key: tuple[int, int, int],
-    value: tuple[int, int, int],
-    M: int,
-    problem: Problem,
-    plan: Plan,
-    stream: int,
-) -> torch.Tensor:
-    """The state of keys and values, given by address."""
-    B, _, H, D = q.shape
-    state, splits, factor = empty_state(q, v), plan.splits, problem.scale / M
-    merged = _sections(state.data_ptr(), B * H, D)
-    workspace = None if splits.number == 1 else _workspace(B * H * splits.number, D, q.device)
-    partial = merged if workspace is None else _sections(workspace.data_ptr(), B * H * splits.number, D)
-    plan.kernels["inline_accumulate"].launch(
-        (B * plan.units * splits.number, 1), ACCUMULATE_SHARED_BYTES, stream,
-        _ACCUMULATE.pack(
-            *key, *value, *partial, 0, 0, 0, 0, factor if workspace is None else 1.0, 1.0,
-            M, splits.tokens_each, splits.number, H * D, plan.units, *plan.inverses,
-        ),
-    )  # fmt: skip
-    if workspace is not None:
-        _merge(plan.kernels, "", partial, merged, (factor, 1.0), M, splits, B * H, D, stream)
-    return state
-
-
 def backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    state: torch.Tensor | None,
-    problem: Problem,
-    grad_q: torch.Tensor,
-    grad_k: torch.Tensor,
-    grad_v: torch.Tensor,
-) -> torch.Tensor | None:
-    """Fill the gradients; return that of `local_weight`. See `fused_op.Backward`."""
-    del key_padding_mask
-    copies: list[torch.Tensor] = []
-    grad, query, key, value = (_address(tensor, copies) for tensor in (grad_out, q, k, v))
-    if local_weight is not None:
-        local_weight = local_weight.contiguous()
-    B, N, H, D = q.shape
-    M = k.shape[1]
-    device = q.device.index
-    tensors = Tensors(device, q.dtype, (B, N, H, D), M, local_weight is not None)
-    plan = plan_backward(tensors, problem)
-    stream = current_stream(device)
+    call: AttentionCall, grad_out: Tensor, state: Tensor | None, grads: tuple[Tensor, Tensor, Tensor]
+) -> Tensor | None:
+    """Fill the gradients of q, k and v; return that of `local_weight`. See `fused_op.Backward`."""
+    q, v = call.q, call.v
+    local_weight = None if call.local_weight is None else call.local_weight.contiguous()
+    copies: list[Tensor] = []
+    grad, query, key, value = (_address(tensor, copies) for tensor in (grad_out, q, call.k, v))
+    grad_query, grad_key, grad_value = (_address(tensor, copies) for tensor in grads)
+    (B, N, H, D), M = q.shape, call.k.shape[1]
+    sizes = _sizes(call)
+    plan, stream = plan_backward(sizes), current_stream(sizes.device)
     if state is None:
-        state = _accumulate(q, v, key, value, M, problem, plan_forward(tensors, problem), stream)
-    covariance, key_mean, value_mean = _sections(state.data_ptr(), B * H, D)
-    splits, layout = plan.splits, plan.layout
-    sums = _workspace(B * H, D, q.device)
-    merged = _sections(sums.data_ptr(), B * H, D)
-    workspace = None if splits.number == 1 else _workspace(B * H * splits.number, D, q.device)
-    partial = merged if workspace is None else _sections(workspace.data_ptr(), B * H * splits.number, D)
-    factors = (problem.scale / M, 1 / M)
-    plan.kernels["inline_accumulate_backward"].launch(
-        (B * plan.units * splits.number, 1), ACCUMULATE_SHARED_BYTES + STAGING_BYTES, stream,
-        _ACCUMULATE.pack(
-            *query, *grad, *partial, covariance, *_address(grad_q, copies),
-            *(factors if workspace is None else (1.0, 1.0)), N, splits.tokens_each, splits.number, H * D, plan.units,
-            *plan.inverses,
-        ),
-    )  # fmt: skip
-    if workspace is not None:
-        _merge(plan.kernels, "_backward", partial, merged, factors, N, splits, B * H, D, stream)
-    grad_covariance, _, grad_mean = merged
-    grad_local = None if local_weight is None else torch.empty_like(local_weight)
-    parts = None
-    if local_weight is not None and layout.tiles > 1:
-        parts = torch.empty((B, layout.tiles, H * D, 9), dtype=torch.float32, device=q.device)
+        state = empty_state(q, v)
+        _accumulate(q, plan_forward(sizes), stream, key, value, M, _sections(state, q), (call.scale / M, 1.0))
+    covariance, key_mean, value_mean = _sections(state, q)
+    sums = empty_state(q, v)
+    grad_covariance, _, grad_mean = merged = _sections(sums, q)
+    factors = (call.scale / M, 1 / M)
+    _accumulate(q, plan, stream, query, grad, N, merged, factors, gradient=(covariance, *grad_query))
+    tiles, grad_local, parts = plan.layout.tiles, None, None
+    if local_weight is not None:
+        grad_local = torch.empty_like(local_weight)
+        if tiles > 1:
+            parts = torch.empty((B, tiles, H * D, 9), dtype=torch.float32, device=q.device)
     plan.kernels["inline_gradient" if local_weight is None else "inline_gradient_local"].launch(
-        (plan.blocks, 1), plan.shared_bytes, stream,
-        _GRADIENT.pack(
-            *plan.packed_layout, *grad, *key, *value, _pointer(local_weight),
-            grad_covariance, grad_mean, key_mean, value_mean,
-            *_address(grad_k, copies), *_address(grad_v, copies), _pointer(grad_local), _pointer(parts),
-        ),
+        (plan.layout.blocks, 1), plan.shared_bytes, stream,
+        *plan.packed_layout, *grad, *key, *value, _pointer(local_weight),
+        grad_covariance, grad_mean, key_mean, value_mean,
+        *grad_key, *grad_value, _pointer(grad_local), _pointer(parts),
     )  # fmt: skip
     if grad_local is not None and parts is not None:
-        many = layout.tiles > MANY_TILES
+        many = tiles > MANY_TILES
         elements = MERGE_THREADS // (MANY_TILES_SHARES if many else 1)
         plan.kernels["inline_sum_many_tiles" if many else "inline_sum_tiles"].launch(
             (-(-grad_local.numel() // elements), 1), 0, stream,
-            _TILE_SUM.pack(parts.data_ptr(), grad_local.data_ptr(), layout.tiles, H * D * 9, grad_local.numel()),
+            parts.data_ptr(), grad_local.data_ptr(), tiles, H * D * 9, grad_local.numel(),
         )  # fmt: skip
     return grad_local
 
 
-def _plan(
-    kernels: dict[str, compiler.Kernel], units: int, splits: Splits, layout: Layout, one_block: bool, shared_bytes: int
-) -> Plan:
-    inverses = inverse(splits.number), inverse(units)
-    return Plan(kernels, units, splits, inverses, layout.blocks, layout, layout.packed(), one_block, shared_bytes)
+def _accumulate(
+    q: Tensor,
+    plan: Plan,
+    stream: int,
+    left: Address,
+    right: Address,
+    tokens: int,
+    merged: Sections,
+    factors: tuple[float, float],
+    gradient: tuple[int, int, int, int] | None = None,
+) -> None:
+    """Sum products of `left` and `right` over the tokens into `merged`, if need be by way of partial sums.
+
+    The backward pass gives the covariance and where the gradient of `left` goes, as `gradient`.
+    """
+    B, _, H, D = q.shape
+    splits = plan.splits
+    partial, workspace = merged, None
+    if splits.number > 1:
+        workspace = torch.empty(B * H * splits.number * D * (D + 2), dtype=torch.float32, device=q.device)
+        partial = _sections(workspace, q, splits.number)
+    suffix, staging_bytes = ("", 0) if gradient is None else ("_backward", STAGING_BYTES)
+    plan.kernels[f"inline_accumulate{suffix}"].launch(
+        (B * plan.layout.units * splits.number, 1), ACCUMULATE_SHARED_BYTES + staging_bytes, stream,
+        *left, *right, *partial, *(gradient or (0, 0, 0, 0)), *(factors if workspace is None else (1.0, 1.0)),
+        tokens, *plan.packed_splits,
+    )  # fmt: skip
+    if workspace is None:
+        return
+    many = splits.number > MANY_SPLITS
+    plan.kernels[f"inline_merge{'_many' if many else ''}{suffix}"].launch(
+        (B * H, D * D // MERGE_THREADS * (MANY_SHARES if many else 1)), 0, stream,
+        *partial, *merged, *factors, splits.number, tokens, splits.tokens_each,
+    )  # fmt: skip
+
+
+def _sizes(call: AttentionCall) -> Sizes:
+    B, N, H, D = call.q.shape
+    grid_size = call.grid_size or (0, 0)
+    device = call.q.device.index
+    return Sizes(device, call.q.dtype, B, N, call.k.shape[1], H, D, *grid_size, call.num_prefix_tokens)
 
 
 @lru_cache(4096)
-def plan_forward(tensors: Tensors, problem: Problem) -> Plan:
+def plan_forward(sizes: Sizes) -> Plan:
     """Plan the forward pass of a call."""
-    B, N, H, D = tensors.query
-    units, multiprocessors = -(-H * D // UNIT), processors(tensors.device)
-    kernels = load_kernels(tensors.device, tensors.dtype, D)
-    if tensors.has_local_term and fits_one_block(B * units, tensors.keys, TILE_BLOCKS[D] * multiprocessors):
-        layout = sample_layout(B, N, H * D, problem)
-        shared_bytes = max(ACCUMULATE_SHARED_BYTES, strip_bytes(D))
-        return _plan(kernels, units, Splits(1, tensors.keys), layout, True, shared_bytes)
-    splits = choose_splits(B * units, tensors.keys, ACCUMULATE_BLOCKS[D] * multiprocessors)
-    layout = choose_layout(B, N, H, D, problem, 1, multiprocessors)
-    return _plan(kernels, units, splits, layout, False, strip_bytes(D))
+    keys, D = sizes.keys, sizes.head_dim
+    rows, multiprocessors = sizes.batches * sizes.units, processors(sizes.device)
+    if sizes.height > 0 and fits_one_block(rows, keys, TILE_BLOCKS[D] * multiprocessors):
+        layout = Layout(
+            sizes.queries, sizes.heads * D, sizes.units, sizes.batches, sizes.prefix, sizes.height, sizes.width,
+            tile_height=sizes.height, tiles_across=1, tiles=1, run=0, roles=1,
+        )  # fmt: skip
+        return _plan(sizes, Splits(1, keys), layout, True, max(ACCUMULATE_SHARED_BYTES, strip_bytes(D)))
+    splits = choose_splits(rows, keys, ACCUMULATE_BLOCKS[D] * multiprocessors)
+    return _plan(sizes, splits, choose_layout(sizes, sizes.queries, 1, multiprocessors), False, strip_bytes(D))
 
 
 @lru_cache(4096)
-def plan_backward(tensors: Tensors, problem: Problem) -> Plan:
+def plan_backward(sizes: Sizes) -> Plan:
     """Plan the backward pass of a call."""
-    B, N, H, D = tensors.query
-    units, multiprocessors = -(-H * D // UNIT), processors(tensors.device)
-    layout = choose_layout(B, tensors.keys, H, D, problem, 3 if tensors.has_local_term else 2, multiprocessors)
-    splits = choose_splits(B * units, N, ACCUMULATE_BACKWARD_BLOCKS[D] * multiprocessors)
-    kernels = load_kernels(tensors.device, tensors.dtype, D)
-    return _plan(kernels, units, splits, layout, False, strip_bytes(D))
+    D, multiprocessors = sizes.head_dim, processors(sizes.device)
+    layout = choose_layout(sizes, sizes.keys, 3 if sizes.height > 0 else 2, multiprocessors)
+    slots = ACCUMULATE_BACKWARD_BLOCKS[D] * multiprocessors
+    splits = choose_splits(sizes.batches * sizes.units, sizes.queries, slots)
+    return _plan(sizes, splits, layout, False, strip_bytes(D))
+
+
+def _plan(sizes: Sizes, splits: Splits, layout: Layout, one_block: bool, shared_bytes: int) -> Plan:
+    kernels = load_kernels(sizes.device, sizes.dtype, sizes.head_dim)
+    number, each = splits
+    packed_splits = each, number, layout.channels, layout.units, inverse(number), inverse(layout.units)
+    return Plan(kernels, splits, packed_splits, layout, layout.packed(), one_block, shared_bytes)
 
 
 def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
@@ -317,14 +292,11 @@ def choose_splits(rows: int, tokens: int, slots: int) -> Splits:
     return best
 
 
-def choose_layout(
-    batches: int, tokens: int, heads: int, head_dim: int, problem: Problem, roles: int, multiprocessors: int
-) -> Layout:
+def choose_layout(sizes: Sizes, tokens: int, roles: int, multiprocessors: int) -> Layout:
     """Choose tiles high enough that their borders cost little, low enough that every multiprocessor has some."""
-    channels = heads * head_dim
-    units = -(-channels // UNIT)
-    height, width = problem.grid_height, problem.grid_width
-    slots = TILE_BLOCKS[head_dim] * multiprocessors
+    batches, units, height, width = sizes.batches, sizes.units, sizes.height, sizes.width
+    channels = sizes.heads * sizes.head_dim
+    slots = TILE_BLOCKS[sizes.head_dim] * multiprocessors
     if height == 0:
         run = max(64, min(512, -(-batches * units * tokens // slots) // 16 * 16))
         return Layout(tokens, channels, units, batches, 0, 0, 0, 0, 1, -(-tokens // run), run, roles)
@@ -333,13 +305,12 @@ def choose_layout(
     for pieces in range(1, min(MOST_TILES_DOWN, -(-height // 2)) + 1):
         rows = -(-height // (2 * pieces)) * 2
         waves = -(-batches * units * tiles_across * -(-height // rows) * roles // slots)
-        cost = (waves + 1) * (
-            rows + TILE_START_ROWS[head_dim]
-        )  # one more for blocks that start and end at different times
+        # One wave more for blocks that start and end at different times.
+        cost = (waves + 1) * (rows + TILE_START_ROWS[sizes.head_dim])
         if cost < best_cost:
             tiles_down, tile_height, best_cost = -(-height // rows), rows, cost
     return Layout(
-        tokens, channels, units, batches, problem.num_prefix_tokens, height, width,
+        tokens, channels, units, batches, sizes.prefix, height, width,
         tile_height, tiles_across, tiles_across * tiles_down, 0, roles,
     )  # fmt: skip
 
@@ -350,51 +321,22 @@ def fits_one_block(rows: int, tokens: int, slots: int) -> bool:
     return tokens <= (MOST_SAMPLE_TOKENS if many_blocks else FEW_TOKENS)
 
 
-def sample_layout(batches: int, tokens: int, channels: int, problem: Problem) -> Layout:
-    """One tile for a whole sample."""
-    return Layout(
-        tokens, channels, -(-channels // UNIT), batches, problem.num_prefix_tokens,
-        problem.grid_height, problem.grid_width, problem.grid_height, 1, 1, 0, 1,
-    )  # fmt: skip
-
-
 def strip_bytes(head_dim: int) -> int:
     """Shared memory of a block's strips."""
     neighbors, own = 2 * (STRIP + 2) * PITCH, head_dim // SLAB * 16 * PITCH
     return BLOCK_THREADS // 32 * 4 * (neighbors + own)
 
 
-def _merge(
-    kernels: dict[str, compiler.Kernel],
-    suffix: str,
-    partial: tuple[int, int, int],
-    merged: tuple[int, int, int],
-    factors: tuple[float, float],
-    tokens: int,
-    splits: Splits,
-    heads: int,
-    head_dim: int,
-    stream: int,
-) -> None:
-    many = splits.number > MANY_SPLITS
-    kernels[f"inline_merge{'_many' if many else ''}{suffix}"].launch(
-        (heads, head_dim * head_dim // MERGE_THREADS * (MANY_SHARES if many else 1)), 0, stream,
-        _MERGE.pack(*partial, *merged, *factors, splits.number, tokens, splits.tokens_each),
-    )  # fmt: skip
+def _sections(state: Tensor, q: Tensor, splits: int = 1) -> Sections:
+    """Split a state, or the partial states of all splits one section after the other."""
+    B, _, H, D = q.shape
+    heads, start = B * H * splits, state.data_ptr()
+    left = start + 4 * heads * D * D
+    return start, left, left + 4 * heads * D
 
 
-def _workspace(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(heads * head_dim * (head_dim + 2), dtype=torch.float32, device=device)
-
-
-def _sections(start: int, heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Addresses of the matrices, left means and right means in a state or a workspace that starts at `start`."""
-    left = start + 4 * heads * head_dim * head_dim
-    return start, left, left + 4 * heads * head_dim
-
-
-def _address(tensor: torch.Tensor, copies: list[torch.Tensor]) -> tuple[int, int, int]:
-    """Pointer and strides of samples and tokens, in elements.
+def _address(tensor: Tensor, copies: list[Tensor]) -> Address:
+    """Return where a tensor is.
 
     A tensor that cannot be read sixteen bytes at a time is copied, and the copy is kept in `copies` until its kernels
     are queued. (`unsupported_reason` refuses such q, k and v; gradients come as autograd makes them.)
@@ -408,13 +350,13 @@ def _address(tensor: torch.Tensor, copies: list[torch.Tensor]) -> tuple[int, int
     return copy.data_ptr(), copy.stride(0), copy.stride(1)
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor contiguous and aligned to sixteen bytes; a parameter may be a slice of a larger tensor."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
+def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -433,53 +375,20 @@ def processors(device_index: int) -> int:
 @cache
 def load_kernels(device_index: int, dtype: torch.dtype, head_dim: int) -> dict[str, compiler.Kernel]:
     """Return the kernels by name; the first call builds them."""
-    return compiler.load(device_index, defines(dtype, head_dim), KERNELS)
+    return compiler.load(device_index, defines(dtype, head_dim))
 
 
 def defines(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """Return the preprocessor constants of kernels.cu."""
+    names = (
+        "SLAB", "UNIT", "CHUNK", "PITCH", "BLOCK_THREADS", "STAGES", "STAGE_TOKENS", "STRIP", "GROUPS",
+        "MERGE_THREADS", "PREDICT_THREADS", "MANY_SHARES", "MANY_TILES_SHARES",
+    )  # fmt: skip
+    structs = {signature.struct for signature in compiler.signatures().values()}
     return {
         "HEAD_DIM": head_dim,
         "IS_BF16": int(dtype == torch.bfloat16),
         "TILE_BLOCKS": TILE_BLOCKS[head_dim],
-        "SLAB": SLAB,
-        "UNIT": UNIT,
-        "CHUNK": CHUNK,
-        "PITCH": PITCH,
-        "BLOCK_THREADS": BLOCK_THREADS,
-        "STAGES": STAGES,
-        "STAGE_TOKENS": STAGE_TOKENS,
-        "STRIP": STRIP,
-        "GROUPS": GROUPS,
-        "MERGE_THREADS": MERGE_THREADS,
-        "PREDICT_THREADS": PREDICT_THREADS,
-        "MANY_SHARES": MANY_SHARES,
-        "MANY_TILES_SHARES": MANY_TILES_SHARES,
-        "ACCUMULATE_BYTES": _ACCUMULATE.size,
-        "MERGE_BYTES": _MERGE.size,
-        "OUTPUT_BYTES": _OUTPUT.size,
-        "SAMPLE_BYTES": _SAMPLE.size,
-        "GRADIENT_BYTES": _GRADIENT.size,
-        "TILE_SUM_BYTES": _TILE_SUM.size,
-        "TOKEN_SUM_BYTES": TOKEN_SUM.size,
-        "PREDICT_BYTES": PREDICT.size,
+        **{name: globals()[name] for name in names},
+        **{f"{name}_BYTES": compiler.struct_of(name).size for name in structs},
     }
-
-
-KERNELS = {
-    "inline_accumulate": BLOCK_THREADS,
-    "inline_accumulate_backward": BLOCK_THREADS,
-    "inline_merge": MERGE_THREADS,
-    "inline_merge_backward": MERGE_THREADS,
-    "inline_merge_many": MERGE_THREADS,
-    "inline_merge_many_backward": MERGE_THREADS,
-    "inline_output": BLOCK_THREADS,
-    "inline_output_local": BLOCK_THREADS,
-    "inline_sample": BLOCK_THREADS,
-    "inline_gradient": BLOCK_THREADS,
-    "inline_gradient_local": BLOCK_THREADS,
-    "inline_sum_tiles": MERGE_THREADS,
-    "inline_sum_many_tiles": MERGE_THREADS,
-    "inline_sum_tokens": PREDICT_THREADS,
-    "inline_predict": PREDICT_THREADS,
-}

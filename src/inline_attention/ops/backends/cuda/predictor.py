@@ -15,7 +15,7 @@ from torch import Tensor
 from inline_attention.ops import fused_op
 from inline_attention.ops.backends import cuda
 from inline_attention.ops.backends.cuda import launch
-from inline_attention.ops.tracing import is_plain_execution
+from inline_attention.ops.tracing import is_plain_execution, transform_reason
 
 # Beyond so many tokens, and with fewer blocks than processors, several blocks sum the tokens of a sample.
 MOST_TOKENS_PER_BLOCK = 1024
@@ -54,7 +54,7 @@ def unsupported_reason(tokens: Tensor, parameters: tuple[Tensor, ...], num_heads
     head_dim = cuda.known_head_dim(tokens.shape[2] // num_heads)
     if head_dim is None:
         return f"takes head dims of 32 and 64, got {tokens.shape[2]} channels in {num_heads} heads"
-    return fused_op.transform_reason() or cuda.build_reason(tokens.device.index, tokens.dtype, head_dim)
+    return transform_reason() or cuda.build_reason(tokens.device.index, tokens.dtype, head_dim)
 
 
 def _launch(
@@ -79,14 +79,12 @@ def _launch(
             sums = torch.empty((B, splits.number, C), dtype=torch.float32, device=tokens.device)
             kernels["inline_sum_tokens"].launch(
                 (B * units * splits.number, 1), 0, stream,
-                launch.TOKEN_SUM.pack(*address, sums.data_ptr(), N, splits.tokens_each, splits.number, C, units, 0),
+                *address, sums.data_ptr(), N, splits.tokens_each, splits.number, C, units, 0,
             )  # fmt: skip
         kernels["inline_predict"].launch(
             (B * units, 1), 0, stream,
-            launch.PREDICT.pack(
-                *address, 0 if sums is None else sums.data_ptr(),
-                *(parameter.data_ptr() for parameter in parameters), out.data_ptr(), N, splits.number, C, units,
-            ),
+            *address, 0 if sums is None else sums.data_ptr(), *(parameter.data_ptr() for parameter in parameters),
+            out.data_ptr(), N, splits.number, C, units,
         )  # fmt: skip
     return out
 

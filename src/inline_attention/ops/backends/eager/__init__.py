@@ -19,12 +19,6 @@ LARGEST_ORDINARY_SUM = 1e10
 _KERNELS = fused_op.Kernels(blocked.forward, blocked.backward, can_make_state_again=False)
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return None: this backend runs every call."""
-    del call
-    return None
-
-
 def run(call: AttentionCall) -> Tensor:
     """The call's output `[B, N, H, Dv]` in the dtype of v."""
     compute_dtype = torch.promote_types(call.q.dtype, torch.float32)

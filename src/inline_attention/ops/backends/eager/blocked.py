@@ -17,89 +17,79 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import composed
-from inline_attention.ops.fused_op import Problem, empty_state, split_state
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.fused_op import empty_state, split_state
 
 # Elements of one block. Smaller blocks starve the threads (PyTorch splits work in pieces of 32 Ki elements), larger
 # ones leave the cache: 2 MiB of float32 was the best of 2^15 … 2^20 elements on two cores, N = 196 … 16384.
 BLOCK_ELEMENTS = 1 << 19
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    local_weight: Tensor | None,
-    problem: Problem,
-    keep_state: bool,
-    overwrite_q: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall, keep_state: bool) -> tuple[Tensor, Tensor]:
     """Output and state, see `fused_op.Forward`. The feature map is applied already; padded keys and values are zero."""
-    del keep_state, overwrite_q
+    del keep_state
+    q, k, v, key_padding_mask, local_weight = call.q, call.k, call.v, call.key_padding_mask, call.local_weight
     (B, N, H, D), Dv = q.shape, v.shape[3]
+    width = H * max(D, Dv)
     out = q.new_empty(B, N, H, Dv)
     state = empty_state(q, v, q.dtype).zero_()
     scratch = _Scratch(q)
     inverse_count = _inverse_count(k, key_padding_mask)
-    for batch in _batches(B, max(N, k.shape[1]), H * max(D, Dv)):
+    for batch in _slices(B, BLOCK_ELEMENTS // (max(N, k.shape[1]) * width)):
         covariance, key_mean, value_mean = _parts(state, q, v, batch)
         torch.sum(k[batch], 1, keepdim=True, out=key_mean).mul_(inverse_count[batch])
         torch.sum(v[batch], 1, keepdim=True, out=value_mean).mul_(inverse_count[batch])
-        for tokens in _token_blocks(batch, k.shape[1], H * max(D, Dv)):
+        for tokens in _token_blocks(batch, k.shape[1], width):
             key = scratch.centered(0, k[batch, tokens], key_mean)
             if key_padding_mask is not None:
                 key.mul_(key_padding_mask[batch, None, tokens, None])
             value = scratch.centered(1, v[batch, tokens], value_mean)
             _accumulate_product(covariance, key, value)
-        covariance.mul_(inverse_count[batch] * problem.scale)
+        covariance.mul_(inverse_count[batch] * call.scale)
 
-        for tokens in _token_blocks(batch, N, H * max(D, Dv)):
+        for tokens in _token_blocks(batch, N, width):
             query = scratch.copied(0, q[batch, tokens])
             deviation = scratch.product(1, query, covariance)
-            if problem.normalization != "subtract":
-                deviation.mul_(_amplification(query, key_mean, problem))
+            if call.normalization != "subtract":
+                deviation.mul_(_amplification(query, key_mean, call))
             torch.add(deviation, _heads_first(value_mean), out=_heads_first(out[batch, tokens]))
         if local_weight is not None:
-            _add_local_term(_grid(out[batch], problem), _grid(v[batch], problem), local_weight[batch])
+            _add_local_term(_grid(out[batch], call), _grid(v[batch], call), local_weight[batch])
     return out, state
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    local_weight: Tensor | None,
-    state: Tensor,
-    problem: Problem,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
+    call: AttentionCall, grad_out: Tensor, state: Tensor | None, grads: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor | None:
-    """Fill `grad_q`, `grad_k`, `grad_v`; return the gradient of `local_weight`. See `fused_op.Backward`.
+    """Fill the gradients of q, k and v; return that of `local_weight`. See `fused_op.Backward`.
 
     With G = grad_out, y = phi(q) C and A = (scale/M) sum_i phi(q_i)^T a_i G_i, the gradients are
     `k: (v - vbar) A^T`, `v: (k - kbar) A + sum_i G_i / M`, `q: a G C^T`, and, because a depends on z,
     `scale · dz · kbar` more for q and `scale · sum_i dz_i phi(q_i) / M` more for k, where `dz = a'(z) (G · y)`.
     """
+    assert state is not None
+    q, k, v, local_weight = call.q, call.k, call.v, call.local_weight
+    grad_q, grad_k, grad_v = grads
     (B, N, H, D), Dv = q.shape, v.shape[3]
-    divides = problem.normalization != "subtract"
+    width = H * max(D, Dv)
+    divides = call.normalization != "subtract"
     scratch = _Scratch(q)
-    inverse_count = _inverse_count(k, key_padding_mask)
+    inverse_count = _inverse_count(k, call.key_padding_mask)
     grad_local = torch.empty_like(local_weight) if local_weight is not None else None
-    for batch in _batches(B, max(N, k.shape[1]), H * max(D, Dv)):
+    for batch in _slices(B, BLOCK_ELEMENTS // (max(N, k.shape[1]) * width)):
         covariance, key_mean, value_mean = _parts(state, q, v, batch)
         grad_covariance = torch.zeros_like(covariance)
         grad_key_mean = torch.zeros_like(_heads_first(key_mean))
-        for tokens in _token_blocks(batch, N, H * max(D, Dv)):
+        for tokens in _token_blocks(batch, N, width):
             query = scratch.copied(0, q[batch, tokens])
             grad = scratch.copied(1, grad_out[batch, tokens])
             grad_mean_score = None
             if divides:
-                factor, slope = _amplification_and_slope(query, key_mean, problem)
+                factor = _amplification(query, key_mean, call)
+                inverse = factor if call.normalization == "divide" else factor - 1
+                slope = -inverse.square()  # both a = 1/z and a = 1 + 1/z have the slope -1/z²
                 deviation = scratch.product(2, query, covariance)
-                grad_mean_score = deviation.mul_(grad).sum(-1, keepdim=True).mul_(slope).mul_(problem.scale)
+                grad_mean_score = deviation.mul_(grad).sum(-1, keepdim=True).mul_(slope).mul_(call.scale)
                 grad.mul_(factor)
                 grad_key_mean.add_((query * grad_mean_score).sum(2, keepdim=True))
             _accumulate_product(grad_covariance, query, grad)
@@ -108,10 +98,10 @@ def backward(
                 grad_query.addcmul_(grad_mean_score, _heads_first(key_mean))
             _heads_first(grad_q[batch, tokens]).copy_(grad_query)
 
-        grad_covariance.mul_(inverse_count[batch] * problem.scale)
+        grad_covariance.mul_(inverse_count[batch] * call.scale)
         grad_key_mean.mul_(inverse_count[batch])
         grad_value_mean = _heads_first(grad_out[batch].sum(1, keepdim=True)).mul(inverse_count[batch])
-        for tokens in _token_blocks(batch, k.shape[1], H * max(D, Dv)):
+        for tokens in _token_blocks(batch, k.shape[1], width):
             # Both means drop out of their own gradients: the centered keys and values that would carry it sum to zero.
             value = scratch.centered(1, v[batch, tokens], value_mean)
             grad_key = scratch.product(2, value, grad_covariance.transpose(-1, -2))
@@ -120,10 +110,9 @@ def backward(
             grad_value = scratch.product(2, key, grad_covariance)
             torch.add(grad_value, grad_value_mean, out=_heads_first(grad_v[batch, tokens]))
         if local_weight is not None and grad_local is not None:
-            grad_grid = _grid(grad_out[batch], problem)
-            value_grid = _grid(v[batch], problem)
-            _add_local_term(_grid(grad_v[batch], problem), grad_grid, local_weight[batch].flip(-1, -2))
-            _correlate(grad_local[batch], grad_grid, value_grid, scratch)
+            grad_grid = _grid(grad_out[batch], call)
+            _add_local_term(_grid(grad_v[batch], call), grad_grid, local_weight[batch].flip(-1, -2))
+            _correlate(grad_local[batch], grad_grid, _grid(v[batch], call), scratch)
     return grad_local
 
 
@@ -133,17 +122,10 @@ def _parts(state: Tensor, q: Tensor, v: Tensor, batch: slice) -> tuple[Tensor, T
     return covariance[batch], key_mean[batch, None], value_mean[batch, None]
 
 
-def _amplification(query: Tensor, key_mean: Tensor, problem: Problem) -> Tensor:
+def _amplification(query: Tensor, key_mean: Tensor, call: AttentionCall) -> Tensor:
     """Factor a(z) `[b, H, n, 1]` for a block of queries `[b, H, n, D]`."""
-    mean_score = torch.matmul(query, _heads_first(key_mean).transpose(-1, -2)).mul_(problem.scale)
-    return composed.amplification(mean_score, problem.normalization)
-
-
-def _amplification_and_slope(query: Tensor, key_mean: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """a(z) and its derivative: both a = 1/z and a = 1 + 1/z have the slope -1/z²."""
-    factor = _amplification(query, key_mean, problem)
-    inverse = factor if problem.normalization == "divide" else factor - 1
-    return factor, -inverse.square()
+    mean_score = torch.matmul(query, _heads_first(key_mean).transpose(-1, -2)).mul_(call.scale)
+    return composed.amplification(mean_score, call.normalization)
 
 
 def _add_local_term(out: Tensor, grid: Tensor, local_weight: Tensor) -> None:
@@ -203,8 +185,9 @@ def _heads_first(tokens: Tensor) -> Tensor:
     return tokens.permute(0, 2, 1, 3)
 
 
-def _grid(tokens: Tensor, problem: Problem) -> Tensor:
-    return torch.unflatten(tokens[:, problem.num_prefix_tokens :], 1, problem.grid_size)
+def _grid(tokens: Tensor, call: AttentionCall) -> Tensor:
+    assert call.grid_size is not None
+    return torch.unflatten(tokens[:, call.num_prefix_tokens :], 1, call.grid_size)
 
 
 def _inverse_count(k: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -212,11 +195,6 @@ def _inverse_count(k: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     if key_padding_mask is None:
         return k.new_full((k.shape[0], 1, 1, 1), 1 / k.shape[1])
     return key_padding_mask.sum(1).clamp(min=1).to(k.dtype).reciprocal()[:, None, None, None]
-
-
-def _batches(batch_size: int, tokens: int, width: int) -> Iterator[slice]:
-    """Slices of as many samples as fill a block, at least one."""
-    return _slices(batch_size, BLOCK_ELEMENTS // (tokens * width))
 
 
 def _token_blocks(batch: slice, tokens: int, width: int) -> Iterator[slice]:
@@ -241,6 +219,7 @@ def _taps(grid: Tensor) -> Iterator[tuple[int, int, _Index, _Index]]:
 
 
 def _slices(extent: int, step: int) -> Iterator[slice]:
+    """Slices of `step` each, of one at least."""
     step = max(step, 1)
     return (slice(start, min(start + step, extent)) for start in range(0, extent, step))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from inline_attention.ops import fused_op
 from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.tracing import transform_reason
 
 LARGEST_HEAD_DIM = 128
 # bfloat16 tensor cores, and shared memory enough for the tiles.
@@ -32,12 +33,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "computes in float32, got float64"
     if call.q.shape[3] > LARGEST_HEAD_DIM or call.v.shape[3] > LARGEST_HEAD_DIM:
         return f"takes head dims up to {LARGEST_HEAD_DIM}, got D = {call.q.shape[3]}, Dv = {call.v.shape[3]}"
-    return fused_op.transform_reason()
-
-
-def can_be_automatic(call: AttentionCall) -> bool:
-    """True if "auto" may choose it: not on a CPU, where Triton's interpreter is for tests."""
-    return call.q.device.type != "cpu"
+    return transform_reason()
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:

@@ -37,7 +37,8 @@ from inline_attention.ops.backends.triton.primitives import (
     sum_over_heads,
     transpose_taps,
 )
-from inline_attention.ops.fused_op import Problem, split_state
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.fused_op import split_state
 
 
 @triton.jit(do_not_specialize=tuning.SIZES)
@@ -272,72 +273,67 @@ def _backward_local_weight_kernel(
 
 
 def backward(
+    call: AttentionCall,
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
     state: torch.Tensor,
-    problem: Problem,
-    grad_q: torch.Tensor,
-    grad_k: torch.Tensor,
-    grad_v: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor | None:
     """Fill the gradients of q, k and v and return that of `local_weight`, as `fused_op.Backward` asks."""
+    q, k, v, key_padding_mask, local_weight = call.q, call.k, call.v, call.key_padding_mask, call.local_weight
+    grad_q, grad_k, grad_v = grads
     covariance, key_mean, value_mean = split_state(state, q, v)
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
     device = q.device
     heads = tuning.head_group(H, D, DV)
-    half_products = tuning.half_products(q.dtype, problem.feature_map)
+    half_products = tuning.half_products(q.dtype, call.feature_map)
+    grid = *(call.grid_size or (0, 0)), call.num_prefix_tokens
     sums_stride = tuning.state_floats(D, DV)
 
     # a(z) makes aG a float32 quantity.
-    half_query_products = half_products and problem.normalization == "subtract"
+    half_query_products = half_products and call.normalization == "subtract"
     taps = None
     if local_weight is not None:
         local_weight = local_weight.contiguous()
         taps = torch.empty((B, 9, H, DV), dtype=local_weight.dtype, device=device)
-    plan = tuning.query_gradient_plan(B, N, heads, half_query_products, device)
+    plan = tuning.plan("query_gradient", B, N, heads, half_query_products, device)
     partial = torch.empty((plan.chunks, B, H, sums_stride), dtype=torch.float32, device=device)
     _backward_query_kernel[(B * plan.chunks, heads.groups)](
         grad_out, q, local_weight, key_mean, covariance, grad_q, partial, taps,
-        problem.scale, N, H, plan.chunks, plan.chunk_tokens, sums_stride,
+        call.scale, N, H, plan.chunks, plan.chunk_tokens, sums_stride,
         *grad_out.stride()[:3], *q.stride()[:3], *grad_q.stride()[:3],
         D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
-        problem.feature_map, problem.normalization, half_query_products, local_weight is not None, heads.resident,
-        **tuning.launch_options(plan),
+        call.feature_map, call.normalization, half_query_products, local_weight is not None, heads.resident,
+        **plan.options,
     )  # fmt: skip
     sums = partial[0] if plan.chunks == 1 else partial.sum(0)
 
     counts, mask_strides = None, (0, 0)
     if key_padding_mask is not None:
         counts, mask_strides = key_padding_mask.sum(1, dtype=torch.int32), key_padding_mask.stride()
-    plan = tuning.state_plan(B, M, heads, half_products, device)
+    plan = tuning.plan("state", B, M, heads, half_products, device)
     # The parts of a wide matrix and those of its transpose do not fit shared memory together.
     for for_keys, for_values in [(True, True)] if heads.resident else [(True, False), (False, True)]:
         _backward_key_value_kernel[(B * plan.chunks, heads.groups)](
             grad_out, k, v, key_padding_mask, counts, taps, key_mean, value_mean, sums, grad_k, grad_v,
-            problem.scale, M, H, plan.chunks, plan.chunk_tokens, sums_stride,
-            problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
+            call.scale, M, H, plan.chunks, plan.chunk_tokens, sums_stride, *grid,
             *grad_out.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
             *grad_k.stride()[:3], *grad_v.stride()[:3],
             D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
-            problem.feature_map, half_products,
+            call.feature_map, half_products,
             key_padding_mask is not None, local_weight is not None, heads.resident, for_keys, for_values,
-            **tuning.launch_options(plan),
+            **plan.options,
         )  # fmt: skip
     if local_weight is None:
         return None
-    plan = tuning.local_gradient_plan(B, M, heads, device)
+    # Three programs per group of heads, one for each row of taps.
+    plan = tuning.plan("local_gradient", 3 * B, M, heads, half_products, device)
     dtype = local_weight.dtype if plan.chunks == 1 else torch.float32
     grad_local = torch.empty((plan.chunks, *local_weight.shape), dtype=dtype, device=device)
     _backward_local_weight_kernel[(B * plan.chunks, heads.groups, 3)](
         grad_out, v, key_padding_mask, grad_local,
-        M, H, plan.chunks, plan.chunk_tokens,
-        problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
+        M, H, plan.chunks, plan.chunk_tokens, *grid,
         *grad_out.stride()[:3], *v.stride()[:3], *mask_strides,
         DV, heads.size, heads.block_dv, plan.block_tokens, key_padding_mask is not None,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     return grad_local[0] if plan.chunks == 1 else grad_local.sum(0).to(local_weight.dtype)

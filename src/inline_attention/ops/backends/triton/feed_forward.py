@@ -14,40 +14,29 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-
-class Plan(NamedTuple):
-    """Cut of the problem, and the resources of a program."""
-
-    first: int  # channels as a sum of two powers of two, the second possibly zero, as tensor cores need
-    second: int
-    block_rows: int
-    block_hidden: int
-    num_warps: int
-    num_stages: int
-
-
-def split_channels(channels: int) -> tuple[int, int]:
-    """Channels, a power of two or a sum of two of them, as the larger and the smaller (or zero)."""
-    first = 1 << (channels.bit_length() - 1)
-    return first, channels - first
+BLOCK_ROWS = 64
 
 
 @functools.cache
-def plan(channels: int) -> Plan:
-    """For tokens of so many channels, the fastest of half a dozen measured on an H200.
+def plan(channels: int) -> dict[str, int]:
+    """Return the constants and resources of a program: the fastest of half a dozen measured on an H200.
 
     Programs of 64 rows go two to a processor, and one computes its GELU while the other multiplies.
     """
-    first, second = split_channels(channels)
-    if channels <= 64:
-        return Plan(first, second, block_rows=64, block_hidden=64, num_warps=4, num_stages=2)
-    return Plan(first, second, block_rows=64, block_hidden=32, num_warps=4, num_stages=3 if channels <= 192 else 2)
+    # Tensor cores need powers of two: the channels are a sum of two of them, the second possibly zero.
+    first = 1 << (channels.bit_length() - 1)
+    second = channels - first
+    block_hidden, num_stages = (64, 2) if channels <= 64 else (32, 3 if channels <= 192 else 2)
+    return {
+        "FIRST": first, "SECOND": second, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_HIDDEN": block_hidden,
+        "BLOCK_CHANNELS": min(64, second or first), "num_warps": 4, "num_stages": num_stages,
+    }  # fmt: skip
 
 
 def launch(
@@ -60,13 +49,9 @@ def launch(
     out = torch.empty_like(x)
     channels = x.shape[-1]
     rows = x.numel() // channels
-    cut = plan(channels)
-    (launched or inline_feed_forward)[(triton.cdiv(rows, cut.block_rows),)](
-        x, attended, out, *parameters_and_eps, rows,
-        FIRST=cut.first, SECOND=cut.second, HIDDEN=parameters_and_eps[4].shape[0],
-        BLOCK_ROWS=cut.block_rows, BLOCK_HIDDEN=cut.block_hidden, BLOCK_CHANNELS=min(64, cut.second or cut.first),
-        INTERPRETED=os.environ.get("TRITON_INTERPRET") == "1",
-        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    (launched or inline_feed_forward)[(triton.cdiv(rows, BLOCK_ROWS),)](
+        x, attended, out, *parameters_and_eps, rows, HIDDEN=parameters_and_eps[4].shape[0],
+        INTERPRETED=os.environ.get("TRITON_INTERPRET") == "1", **plan(channels),
     )  # fmt: skip
     return out
 

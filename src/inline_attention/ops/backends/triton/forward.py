@@ -34,7 +34,8 @@ from inline_attention.ops.backends.triton.primitives import (
     store_tokens,
     transpose_taps,
 )
-from inline_attention.ops.fused_op import Problem, empty_state, split_state
+from inline_attention.ops.call import AttentionCall
+from inline_attention.ops.fused_op import empty_state, split_state
 
 
 @triton.jit
@@ -260,61 +261,54 @@ def _forward_output_kernel(
         store_tokens(out, heads * DV, DV, token, real, value_head, value_dim, heads, result, DV)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    local_weight: torch.Tensor | None,
-    problem: Problem,
-    keep_state: bool,
-    overwrite_q: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[B, N, H, Dv]` and state, as `fused_op.Forward` asks."""
+def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[B, N, H, Dv]` and state, as `fused_op.Forward` asks.
+
+    Not in the memory of q: a warp may still read queries that another warp of its program would overwrite.
+    """
     del keep_state  # the output kernel reads it from memory in any case
-    del overwrite_q  # a warp may still read queries that another warp of its program would overwrite
+    q, k, v, key_padding_mask, local_weight = call.q, call.k, call.v, call.key_padding_mask, call.local_weight
     (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
-    device = q.device
+    device, scale = q.device, float(call.scale)
     state = empty_state(q, v)
     covariance, key_mean, value_mean = split_state(state, q, v)
     heads = tuning.head_group(H, D, DV)
-    half_products = tuning.half_products(q.dtype, problem.feature_map)
+    half_products = tuning.half_products(q.dtype, call.feature_map)
     mask_strides = (0, 0) if key_padding_mask is None else key_padding_mask.stride()
     taps = None
     if local_weight is not None:
         local_weight = local_weight.contiguous()
         taps = torch.empty((B, 9, H, DV), dtype=v.dtype, device=device)
 
-    plan = tuning.state_plan(B, M, heads, half_products, device)
+    plan = tuning.plan("state", B, M, heads, half_products, device)
     partial_stride = tuning.state_floats(D, DV)
     partial = None
     if plan.chunks > 1:
         partial = torch.empty((plan.chunks, B, H, partial_stride), dtype=torch.float32, device=device)
     _forward_state_kernel[(B * plan.chunks, heads.groups)](
         k, v, key_padding_mask, local_weight, partial, key_mean, value_mean, covariance, taps,
-        problem.scale, M, H, plan.chunks, plan.chunk_tokens, partial_stride,
+        scale, M, H, plan.chunks, plan.chunk_tokens, partial_stride,
         *k.stride()[:3], *v.stride()[:3], *mask_strides,
-        D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens, problem.feature_map, half_products,
+        D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens, call.feature_map, half_products,
         key_padding_mask is not None, local_weight is not None, plan.chunks == 1,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     if partial is not None:
         rows, chunks = tuning.merge_block(plan.chunks, heads)
         _merge_state_kernel[(B * H, triton.cdiv(D, rows))](
-            partial, key_mean, value_mean, covariance, problem.scale, B * H, plan.chunks, partial_stride,
+            partial, key_mean, value_mean, covariance, scale, B * H, plan.chunks, partial_stride,
             D, DV, heads.block_dv, rows, chunks, enable_fp_fusion=True,
         )  # fmt: skip
         del partial  # the output may have its memory
     out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
-    plan = tuning.output_plan(B, N, heads, device)
+    plan = tuning.plan("output", B, N, heads, half_products, device)
     _forward_output_kernel[(B * plan.chunks, heads.groups)](
         q, v, key_padding_mask, taps, key_mean, value_mean, covariance, out,
-        problem.scale, N, H, plan.chunks, plan.chunk_tokens,
-        problem.grid_height, problem.grid_width, problem.num_prefix_tokens,
+        scale, N, H, plan.chunks, plan.chunk_tokens, *(call.grid_size or (0, 0)), call.num_prefix_tokens,
         *q.stride()[:3], *v.stride()[:3], *mask_strides,
         D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
-        problem.feature_map, problem.normalization, half_products,
+        call.feature_map, call.normalization, half_products,
         key_padding_mask is not None, local_weight is not None, heads.resident,
-        **tuning.launch_options(plan),
+        **plan.options,
     )  # fmt: skip
     return out, state

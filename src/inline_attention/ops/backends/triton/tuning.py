@@ -25,6 +25,15 @@ SIZES = (
 )  # fmt: skip
 # Elements of the block that one program of the merge adds up at a time.
 MERGE_ELEMENTS = 2048
+# Tokens of a block and warps of a program, by pass, for products in float32 and in half precision. Chosen by the
+# compiler's figures for compute capability 9.0 (head dim 32, bfloat16): the largest tiles whose registers leave room
+# for two to four programs on a multiprocessor, without spilling.
+BLOCKS = {
+    "state": ((32, 8), (32, 4)),  # keys and values, forward or backward
+    "output": ((32, 4), (32, 4)),
+    "query_gradient": ((32, 8), (64, 4)),
+    "local_gradient": ((64, 4), (64, 4)),
+}
 
 
 class HeadGroup(NamedTuple):
@@ -48,8 +57,7 @@ class Plan(NamedTuple):
     block_tokens: int
     chunk_tokens: int
     chunks: int
-    num_warps: int
-    num_stages: int
+    options: dict[str, int | bool]  # of the compiler
 
 
 def half_products(dtype: torch.dtype, feature_map: str) -> bool:
@@ -66,28 +74,6 @@ def head_group(heads: int, head_dim: int, value_dim: int) -> HeadGroup:
     return HeadGroup(size, -(-heads // size), block_d, block_dv, resident=size * widest <= GROUP_CHANNELS)
 
 
-# Block sizes and warps below were chosen by the compiler's figures for compute capability 9.0 (head dim 32, bfloat16):
-# the largest tiles whose registers leave room for two to four programs on a multiprocessor, without spilling.
-def state_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
-    """For a pass over keys and values, forward or backward."""
-    return _plan(batch, tokens, heads, 32, 4 if half else 8, device)
-
-
-def output_plan(batch: int, tokens: int, heads: HeadGroup, device: torch.device) -> Plan:
-    """For the pass over queries."""
-    return _plan(batch, tokens, heads, 32, 4, device)
-
-
-def query_gradient_plan(batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
-    """For the backward pass over queries."""
-    return _plan(batch, tokens, heads, 64 if half else 32, 4 if half else 8, device)
-
-
-def local_gradient_plan(batch: int, tokens: int, heads: HeadGroup, device: torch.device) -> Plan:
-    """For the gradient of the 3×3 weights, three programs (rows of taps) per group of heads."""
-    return _plan(3 * batch, tokens, heads, 64, 4, device)
-
-
 def state_floats(head_dim: int, value_dim: int) -> int:
     """Floats of one head's partial sums: a matrix, two vectors, a count; padded so that rows stay aligned."""
     return -(-(head_dim * value_dim + head_dim + value_dim + 1) // 4) * 4
@@ -99,29 +85,22 @@ def merge_block(chunks: int, heads: HeadGroup) -> tuple[int, int]:
     return max(1, min(heads.block_d, MERGE_ELEMENTS // (heads.block_dv * chunk_block))), chunk_block
 
 
-def launch_options(plan: Plan) -> dict[str, int | bool]:
-    """Compiler options of a launch. Fused multiply-adds are asked for: Triton's default changes with 3.10."""
-    return {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "enable_fp_fusion": True}
-
-
-def _plan(batch: int, tokens: int, heads: HeadGroup, block_tokens: int, num_warps: int, device: torch.device) -> Plan:
-    num_stages = 2
+def plan(pass_name: str, batch: int, tokens: int, heads: HeadGroup, half: bool, device: torch.device) -> Plan:
+    """Plan a pass of `BLOCKS`; `half` if it multiplies in half precision."""
+    (block_tokens, num_warps), num_stages = BLOCKS[pass_name][half], 2
     if heads.width > GROUP_CHANNELS:
         # Matrices of 128 × 128 in three parts leave no shared memory for loads in advance.
         block_tokens, num_warps, num_stages = 32, 8, 1
     block_tokens = min(block_tokens, max(16, 1 << (tokens - 1).bit_length()))
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // (batch * heads.groups)
+    multiprocessors = _multiprocessors(device.index) if device.type == "cuda" else DEFAULT_MULTIPROCESSORS
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (batch * heads.groups)
     chunks = min(max(wanted, -(-tokens // LARGEST_CHUNK)), -(-tokens // block_tokens))
     chunk_tokens = -(-tokens // (chunks * block_tokens)) * block_tokens
-    return Plan(block_tokens, chunk_tokens, -(-tokens // chunk_tokens), num_warps, num_stages)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return DEFAULT_MULTIPROCESSORS
-    return _multiprocessors_of(device.index)
+    # Fused multiply-adds are asked for: Triton's default changes with 3.10.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return Plan(block_tokens, chunk_tokens, -(-tokens // chunk_tokens), options)
 
 
 @functools.cache
-def _multiprocessors_of(index: int) -> int:
+def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
