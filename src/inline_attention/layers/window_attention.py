@@ -8,6 +8,7 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.cache import cache_by_shape
-from inline_attention.layers.grids import Extents, Windows, extents_of
+from inline_attention.layers.grids import Windows, extents_of
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
 from inline_attention.ops.validation import (
     FLOATING_DTYPES,
@@ -72,7 +73,7 @@ class WindowAttention(_GridAttention):
         grid_size: tuple[int, int],
         key_padding_mask: Tensor | None = None,
         *,
-        extents: Extents | None = None,
+        extents: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """Mix tokens `[B, N, C]` within windows, without the output projection.
 
@@ -84,7 +85,7 @@ class WindowAttention(_GridAttention):
             return self._mix(qkv, grid_size, None, self._shift(*grid_size))
         # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
         groups: dict[tuple[int, int], list[int]] = {}
-        pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents.pairs
+        pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents
         for index, (height, width) in enumerate(pairs):
             groups.setdefault(self._shift(height, width), []).append(index)
         if len(groups) == 1:
