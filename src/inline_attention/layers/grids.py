@@ -44,11 +44,11 @@ class Grid:
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
-        (height, width), *extents = (
+        size, *extents = [
             (ceil_divide(rows, stride), ceil_divide(columns, stride))
             for rows, columns in (self.size, *(self.extents or ()))
-        )
-        return Grid(height, width, extents, self.device)
+        ]
+        return Grid(*size, extents, self.device)
 
 
 def rectangle_mask(size: tuple[int, int], extents: Sequence[tuple[int, int]], device: torch.device | None) -> Tensor:
@@ -110,11 +110,11 @@ class Windows(NamedTuple):
         grid = (grid[0], grid[1])  # a list cannot be a key of a cache
         # In an exported graph that must serve every size, one window or several are different cases: always several.
         extra = 1 if is_exporting() else 0
-        sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]
-        counts = [
-            1 if size is None else ceil_divide(extent, size) + extra for extent, size in zip(grid, window, strict=True)
-        ]
-        return cls(grid, (sizes[0], sizes[1]), (counts[0], counts[1]))
+        (height, rows), (width, columns) = (
+            (extent, 1) if size is None else (size, ceil_divide(extent, size) + extra)
+            for extent, size in zip(grid, window, strict=True)
+        )
+        return cls(grid, (height, width), (rows, columns))
 
     @property
     def padded(self) -> tuple[int, int]:
