@@ -303,11 +303,13 @@ def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Ten
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
-    canvases: dict[tuple[int, int], Tensor] = {}
-    for height, width in grid.extents:
-        if (height, width) not in canvases:
-            image = torch.unflatten(resample_positions(positions, native, (height, width)), 1, (height, width))
-            padding = (0, 0, 0, grid.size[1] - width, 0, grid.size[0] - height)
-            canvases[height, width] = F.pad(image, padding).flatten(1, 2)
-    batch = [canvases[extent] for extent in grid.extents]
-    return batch[0] if len(canvases) == 1 else torch.cat(batch)
+    canvases: list[Tensor] = []  # not a dict by extent: torch.compile would compile again for every new key
+    distinct = 0
+    for index, (height, width) in enumerate(grid.extents):
+        if index > 0 and (height, width) == grid.extents[index - 1]:
+            canvases.append(canvases[-1])
+            continue
+        resampled = torch.unflatten(resample_positions(positions, native, (height, width)), 1, (height, width))
+        canvases.append(F.pad(resampled, (0, 0, 0, grid.size[1] - width, 0, grid.size[0] - height)).flatten(1, 2))
+        distinct += 1
+    return canvases[0] if distinct == 1 else torch.cat(canvases)
