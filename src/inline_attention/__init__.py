@@ -31,25 +31,17 @@ __all__ = [
     "local_residual",
 ]
 
-_PACKAGES = ("layers", "models", "ops")
-_PACKAGE_OF = {
-    "InLineAttention": "layers",
-    "LinearAttention": "layers",
-    "SoftmaxAttention": "layers",
-    "attention_weights": "ops",
-    "convert_attention": "layers",
-    "create_model": "models",
-    "inline_attention": "ops",
-    "inline_attention_qkvpacked": "ops",
-    "list_models": "models",
-    "load_checkpoint": "models",
-    "local_residual": "ops",
+_PUBLIC = {
+    "layers": ("InLineAttention", "LinearAttention", "SoftmaxAttention", "convert_attention"),
+    "models": ("create_model", "list_models", "load_checkpoint"),
+    "ops": ("attention_weights", "inline_attention", "inline_attention_qkvpacked", "local_residual"),
 }
+_PACKAGE_OF = {name: package for package, names in _PUBLIC.items() for name in (package, *names)}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name or a package on first use (PEP 562)."""
-    package = name if name in _PACKAGES else _PACKAGE_OF.get(name)
+    package = _PACKAGE_OF.get(name)
     if package is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if package == "models":
@@ -61,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*globals(), *__all__, *_PUBLIC})
 
 
 timm_registration.install()

@@ -20,10 +20,10 @@ OUR_MODELS = "inline_attention.models"
 
 def install() -> None:
     """Register the models now if timm is imported, otherwise when it is."""
-    if not _is_imported(TIMM_MODELS):
+    if TIMM_MODELS not in sys.modules:
         if not any(isinstance(finder, _RegisterAfterTimm) for finder in sys.meta_path):
             sys.meta_path.insert(0, _RegisterAfterTimm())
-    elif not _is_imported(OUR_MODELS):
+    elif OUR_MODELS not in sys.modules:  # nor being imported, in this thread or another
         import_module(OUR_MODELS)
 
 
@@ -60,8 +60,3 @@ def _register() -> None:
         import_module(OUR_MODELS)
     except ImportError as error:  # `import timm` must not fail because of us
         warnings.warn(f"the InLine models are not registered with timm: {error}", RuntimeWarning, stacklevel=2)
-
-
-def _is_imported(name: str) -> bool:
-    """True if a module is executed, or is being executed in this thread or another."""
-    return name in sys.modules

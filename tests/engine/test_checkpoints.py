@@ -27,7 +27,7 @@ from inline_attention.engine.checkpoints import (
     open_training_checkpoint,
 )
 from inline_attention.models import create_model, load_checkpoint
-from inline_attention.models.checkpoints import UnsafeCheckpointError
+from inline_attention.models.reading import UnsafeCheckpointError
 from inline_attention.support.files import UNFINISHED
 from inline_attention.tasks.classification import ImageClassifier
 

@@ -18,9 +18,9 @@ from inline_attention.models.checkpoints import (
     load_checkpoint,
     number_of_classes,
     open_checkpoint,
-    read_checkpoint,
     save_weights,
 )
+from inline_attention.models.reading import read_checkpoint
 from models.small_model import Classifier, assert_same, snapshot
 
 

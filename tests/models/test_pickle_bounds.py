@@ -8,8 +8,9 @@ import zipfile
 import pytest
 import torch
 
-from inline_attention.models.checkpoints import CheckpointError, read_checkpoint, save_weights
+from inline_attention.models.checkpoints import CheckpointError, save_weights
 from inline_attention.models.pickle_bounds import PickleBoundsError, check_pickle
+from inline_attention.models.reading import read_checkpoint
 
 LAUGHS = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(90)) + b"h\x5a"
 HOSTILE = {

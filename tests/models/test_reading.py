@@ -18,12 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from inline_attention.models.checkpoints import load_checkpoint, save_weights
-from inline_attention.models.reading import (
-    CheckpointError,
-    UnsafeCheckpointError,
-    read_checkpoint,
-    show_difference,
-)
+from inline_attention.models.reading import CheckpointError, UnsafeCheckpointError, read_checkpoint
 from models.small_model import Classifier, assert_same, snapshot
 
 
@@ -387,13 +382,3 @@ def test_compressed_archive(tmp_path, state):
         archive.write(tmp_path / "inner.pth")
     with pytest.raises(CheckpointError, match=r"compressed archive.*unpack it first"):
         read_checkpoint(tmp_path / "outer.pth")
-
-
-def test_lists_are_shown_from_their_first_difference():
-    names = [f"class {number}" for number in range(80)]
-    other = [*names[:70], "hat", *names[71:]]
-    shown, expected = show_difference(other, names)
-    assert shown == "…, hat, class 71, class 72, class 73, class 74 and 5 more"
-    assert expected.startswith("…, class 70, ")
-    assert show_difference(["a", "b"], ["c"]) == ("a, b", "c")
-    assert show_difference(["a", "b"], ["a"]) == ("…, b", "nothing after 1")

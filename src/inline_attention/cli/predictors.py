@@ -46,7 +46,7 @@ def build_predictor(
     file = open_checkpoint(path)
     task = file.metadata.get(TASK)
     if task is None:
-        classifier = ImageClassifier.from_checkpoint(path, model_name=model_name, size=size, device=device)
+        classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, size=size, device=device)
         return Predictor(
             lambda files: classifier.classify_files(files, top=top, batch_size=batch_size),
             lambda result: [f"{item.probability:6.1%}  {item.name}" for item in result.predictions],

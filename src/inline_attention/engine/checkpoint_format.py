@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.engine.durable_files import follow_pointer, write_durably
-from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
-from inline_attention.models.reading import Checkpoint, check_pickle_file
+from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
+from inline_attention.models.reading import Checkpoint, UnsafeCheckpointError, check_pickle_file
 from inline_attention.support.files import open_regular, read_bounded, sync_folder
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json

@@ -48,8 +48,7 @@ from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.strategies import Replicated, Sharded
 from inline_attention.models.checkpoints import model_metadata
 from inline_attention.models.described import parse_class_names
-from inline_attention.models.reading import show_difference
-from inline_attention.support.text import printable
+from inline_attention.support.text import printable, show_difference
 from inline_attention.tasks.task import Loaders, Metrics, Reading, Task, TaskData
 
 # Entries of an optimizer's groups that settings decide, beside the learning rate; other entries may be its state.

@@ -16,26 +16,12 @@ from torch import Tensor, nn
 from inline_attention.layers.hooks import has_private_output
 from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.layers.patch_grids import PatchGrid
-from inline_attention.ops import local_residual
+from inline_attention.ops import local_residual, validation
 from inline_attention.ops.api import attend
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import as_autocast, is_exporting, plain_sizes, unrecorded
-from inline_attention.ops.validation import (
-    check_added_mask,
-    check_count,
-    check_dense,
-    check_feature_map,
-    check_grid,
-    check_heads,
-    check_mask,
-    check_mask_form,
-    check_normalization,
-    check_tokens,
-    resolve_scale,
-    unknown_name,
-)
 
 
 class ProjectedAttention(nn.Module, ABC):
@@ -94,16 +80,16 @@ class TokenAttention(ProjectedAttention):
             dtype: Their dtype.
         """
         super().__init__()
-        check_heads(dim, num_heads)
-        check_feature_map(feature_map)
-        check_normalization(normalization)
-        check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+        validation.check_heads(dim, num_heads)
+        validation.check_feature_map(feature_map)
+        validation.check_normalization(normalization)
+        validation.check_count("num_prefix_tokens", num_prefix_tokens, least=0)
         if backend not in BACKEND_NAMES:
-            raise unknown_name("backend", backend, BACKEND_NAMES)
+            raise validation.unknown_name("backend", backend, BACKEND_NAMES)
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
-        self.scale = resolve_scale(scale, self.head_dim)
+        self.scale = validation.resolve_scale(scale, self.head_dim)
         self.feature_map = feature_map
         self.normalization: Normalization = normalization
         self.num_prefix_tokens = num_prefix_tokens
@@ -185,10 +171,7 @@ class TokenAttention(ProjectedAttention):
         if attn_mask is not None:
             if key_padding_mask is not None:
                 raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
-            check_tokens("x", x, self.dim)
-            check_dense("attn_mask", attn_mask)
-            key_padding_mask = _as_key_padding_mask(attn_mask, x)
-            self._check_has_grid(attn_mask, grid_size)
+            key_padding_mask = self._as_key_padding_mask(attn_mask, x, grid_size)
         return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, local_input=local_input)))
 
     def attend(
@@ -252,26 +235,41 @@ class TokenAttention(ProjectedAttention):
         )  # fmt: skip
 
     def _check_inputs(self, x: Any, grid_size: Any, key_padding_mask: Any, local_input: Any) -> None:
-        check_tokens("x", x, self.dim)
+        validation.check_tokens("x", x, self.dim)
         if grid_size is not None:  # checked even where no local term uses it
-            check_grid(grid_size, self.num_prefix_tokens, x.shape[1])
+            validation.check_grid(grid_size, self.num_prefix_tokens, x.shape[1])
         if key_padding_mask is not None:
-            check_mask_form(key_padding_mask, x)
+            validation.check_mask_form(key_padding_mask, x)
         if local_input is not None:
-            check_tokens("local_input", local_input, self.dim)
+            validation.check_tokens("local_input", local_input, self.dim)
             if local_input.shape != x.shape:
                 raise ValueError(
                     f"local_input must have the shape of x, got {tuple(local_input.shape)} and {tuple(x.shape)}"
                 )
 
-    def _check_has_grid(self, attn_mask: Tensor, grid_size: tuple[int, int] | None) -> None:
-        is_of_many_shapes = attn_mask.is_floating_point()  # only NaFlexViT passes such masks
+    def _as_key_padding_mask(self, attn_mask: Tensor, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
+        """Turn a mask `[B, 1, 1, N]`, bool or added to scores (0 or -inf), into `[B, N]` bool."""
+        validation.check_tokens("x", x, self.dim)
+        validation.check_dense("attn_mask", attn_mask)
+        batch, tokens, _ = x.shape
+        if attn_mask.shape != (batch, 1, 1, tokens):
+            raise ValueError(
+                f"attn_mask must be a key padding mask [B, 1, 1, N] = {(batch, 1, 1, tokens)}, got "
+                f"{tuple(attn_mask.shape)}: linear-time attention cannot mask single query-key pairs. timm's NaFlexViT "
+                "passes such a mask if made with use_key_only_attn_mask=True"
+            )
+        mask = attn_mask[:, 0, 0]
+        if not mask.is_floating_point():
+            return mask
+        with unrecorded():
+            validation.check_added_mask(mask)
         has_grid = grid_size is not None or self.default_grid_size is not None or self.patch_grid is not None
-        if is_of_many_shapes and self.has_local_term and not has_grid:
+        if self.has_local_term and not has_grid:  # only NaFlexViT adds masks to scores
             raise ValueError(
                 "an attn_mask that is added to scores is for images of unequal shapes, whose tokens share no grid for "
                 "the local residual; convert with local_residual=False, or pass grid_size=(h, w)"
             )
+        return mask == 0
 
     def _local_weight(self, tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
@@ -350,7 +348,7 @@ class SoftmaxAttention(TokenAttention):
         mask = call.key_padding_mask
         if mask is not None:
             with unrecorded():
-                check_mask(mask, call.k)
+                validation.check_mask(mask, call.k)
         out = heads_last(
             F.scaled_dot_product_attention(
                 call.q.transpose(1, 2),
@@ -375,20 +373,3 @@ def heads_last(x: Tensor) -> Tensor:
     # The output of fused kernels is contiguous after this transpose. An exported graph may be lowered to their
     # decomposition, whose output is not, so that a recorded view would fail.
     return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
-
-
-def _as_key_padding_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """Turn a mask `[B, 1, 1, N]`, bool or added to scores (0 or -inf), into `[B, N]` bool."""
-    batch, tokens, _ = x.shape
-    if attn_mask.shape != (batch, 1, 1, tokens):
-        raise ValueError(
-            f"attn_mask must be a key padding mask [B, 1, 1, N] = {(batch, 1, 1, tokens)}, got "
-            f"{tuple(attn_mask.shape)}: linear-time attention cannot mask single query-key pairs. timm's NaFlexViT "
-            "passes such a mask if made with use_key_only_attn_mask=True"
-        )
-    mask = attn_mask[:, 0, 0]
-    if not mask.is_floating_point():
-        return mask
-    with unrecorded():
-        check_added_mask(mask)
-    return mask == 0

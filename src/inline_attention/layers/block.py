@@ -5,6 +5,7 @@ Shapes: `B` batch, `N` tokens, `C` channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,6 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
 from inline_attention.layers.attention import ProjectedAttention
-from inline_attention.layers.grids import Extents
 from inline_attention.layers.hooks import must_be_called
 from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
@@ -72,7 +72,7 @@ class Block(nn.Module):
         grid_size: tuple[int, int],
         key_padding_mask: Tensor | None = None,
         wanted: int | None = None,
-        extents: Extents | None = None,
+        extents: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """Run the block on tokens `[B, N, C]` of a grid; return the first `wanted` tokens, or all.
 

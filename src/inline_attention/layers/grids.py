@@ -5,7 +5,7 @@ Shapes: `B` batch, `h`×`w` grid, `C` channels, `L` tokens of a window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -16,59 +16,47 @@ from inline_attention.layers.cache import cache_by_shape
 from inline_attention.ops.tracing import is_exporting, plain_sizes
 
 
-class Extents:
-    """Rows and columns of a grid that belong to each image of a batch, from the top left.
+class Grid:
+    """The token grid of a batch.
 
-    They are host numbers: reading them from a device would wait for all work that was launched before.
+    `extents` are the rows and columns of each image, from the top left; None if all images fill the grid. They are
+    host numbers: reading them from a device would wait for all work that was launched before.
     """
 
-    def __init__(self, grid: tuple[int, int], pairs: Iterable[tuple[int, int]], device: torch.device):
-        self.grid = grid
-        self.pairs = tuple(pairs)
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        extents: Iterable[tuple[int, int]] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.size = height, width
+        extents = tuple(extents or ())
+        self.extents = None if all(extent == self.size for extent in extents) else extents
         self.device = device
         self._mask: Tensor | None = None  # no cached_property: Dynamo cannot follow its lock
 
-    def mask(self) -> Tensor:
-        """`[B, h·w]` bool, True for a token of the image."""
-        if self._mask is None:
-            extents = torch.tensor(self.pairs, dtype=torch.int64).reshape(-1, 2)
-            extents = extents.to(self.device, non_blocking=True)  # a blocking copy would wait as well
-            rows, columns = (torch.arange(side, device=self.device) for side in self.grid)
-            inside = (rows < extents[:, :1])[:, :, None] & (columns < extents[:, 1:])[:, None, :]
-            self._mask = inside.flatten(1)
-        return self._mask
-
-
-class Grid(NamedTuple):
-    """The token grid of a batch; `extents` is None if all images fill the grid."""
-
-    height: int
-    width: int
-    extents: Extents | None = None
-
-    @classmethod
-    def of_images(cls, height: int, width: int, pairs: Iterable[tuple[int, int]], device: torch.device) -> Grid:
-        """Return the grid of a batch whose images have the given numbers of rows and columns."""
-        pairs = tuple(pairs)
-        is_full = all(pair == (height, width) for pair in pairs)
-        return cls(height, width, None if is_full else Extents((height, width), pairs, device))
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(height, width)."""
-        return self.height, self.width
-
     def mask(self) -> Tensor | None:
         """`[B, h·w]` bool, True for a token of the image; None when all are."""
-        return None if self.extents is None else self.extents.mask()
+        if self._mask is None and self.extents is not None:
+            self._mask = rectangle_mask(self.size, self.extents, self.device)
+        return self._mask
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
-        height, width = ceil_divide(self.height, stride), ceil_divide(self.width, stride)
-        if self.extents is None:
-            return Grid(height, width)
-        pairs = ((ceil_divide(rows, stride), ceil_divide(columns, stride)) for rows, columns in self.extents.pairs)
-        return Grid.of_images(height, width, pairs, self.extents.device)
+        size, *extents = [
+            (ceil_divide(rows, stride), ceil_divide(columns, stride))
+            for rows, columns in (self.size, *(self.extents or ()))
+        ]
+        return Grid(*size, extents, self.device)
+
+
+def rectangle_mask(size: tuple[int, int], extents: Sequence[tuple[int, int]], device: torch.device | None) -> Tensor:
+    """`[B, h·w]` bool, True in the given number of rows and columns at the top left of each image."""
+    bounds = torch.tensor(extents, dtype=torch.int64).reshape(-1, 2)
+    bounds = bounds.to(device, non_blocking=True)  # a blocking copy would wait for all work that was launched before
+    rows, columns = (torch.arange(side, device=device) for side in size)
+    return ((rows < bounds[:, :1])[:, :, None] & (columns < bounds[:, 1:])[:, None, :]).flatten(1)
 
 
 def ceil_divide(size: int, step: int) -> int:
@@ -122,11 +110,11 @@ class Windows(NamedTuple):
         grid = (grid[0], grid[1])  # a list cannot be a key of a cache
         # In an exported graph that must serve every size, one window or several are different cases: always several.
         extra = 1 if is_exporting() else 0
-        sizes = [extent if size is None else size for extent, size in zip(grid, window, strict=True)]
-        counts = [
-            1 if size is None else ceil_divide(extent, size) + extra for extent, size in zip(grid, window, strict=True)
-        ]
-        return cls(grid, (sizes[0], sizes[1]), (counts[0], counts[1]))
+        (height, rows), (width, columns) = (
+            (extent, 1) if size is None else (size, ceil_divide(extent, size) + extra)
+            for extent, size in zip(grid, window, strict=True)
+        )
+        return cls(grid, (height, width), (rows, columns))
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -295,39 +283,33 @@ def _divide(index: Tensor, size: int, count: int) -> tuple[Tensor, Tensor]:
     return index // size, index % size
 
 
-def resample_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Position embeddings `[1, h·w, C]` of an old grid, bilinearly for a new one; exact where both are equal."""
+def resample_positions(
+    positions: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int = 0
+) -> Tensor:
+    """Resample position embeddings `[1, prefix + h·w, C]` bilinearly to a new grid; those of the prefix stay."""
     if not is_exporting() and old == new:
         return positions
-    image = torch.unflatten(positions, 1, old).permute(0, 3, 1, 2)
+    image = torch.unflatten(positions[:, num_prefix_tokens:], 1, old).permute(0, 3, 1, 2)
     # In float32 at least: half-precision interpolation is missing or coarse on some devices.
-    resampled = F.interpolate(
-        image.to(torch.promote_types(image.dtype, torch.float32)), size=new, mode="bilinear", align_corners=False
-    )
-    return resampled.to(positions.dtype).flatten(2).transpose(1, 2)
-
-
-def resample_after_prefix(
-    positions: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int
-) -> Tensor:
-    """`resample_positions` of `[1, prefix + h·w, C]`; those of the prefix tokens stay."""
+    image = image.to(torch.promote_types(image.dtype, torch.float32))
+    resampled = F.interpolate(image, size=new, mode="bilinear", align_corners=False)
+    resampled = resampled.to(positions.dtype).flatten(2).transpose(1, 2)
     if num_prefix_tokens == 0:
-        return resample_positions(positions, old, new)
-    prefix, grid = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
-    return torch.cat([prefix, resample_positions(grid, old, new)], dim=1)
+        return resampled
+    return torch.cat([positions[:, :num_prefix_tokens], resampled], dim=1)
 
 
 def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Tensor:
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
-    canvases: list[Tensor] = []
+    canvases: list[Tensor] = []  # not a dict by extent: torch.compile would compile again for every new key
     distinct = 0
-    for index, (height, width) in enumerate(grid.extents.pairs):
-        if index > 0 and (height, width) == grid.extents.pairs[index - 1]:
+    for index, (height, width) in enumerate(grid.extents):
+        if index > 0 and (height, width) == grid.extents[index - 1]:
             canvases.append(canvases[-1])
             continue
         resampled = torch.unflatten(resample_positions(positions, native, (height, width)), 1, (height, width))
-        canvases.append(F.pad(resampled, (0, 0, 0, grid.width - width, 0, grid.height - height)).flatten(1, 2))
+        canvases.append(F.pad(resampled, (0, 0, 0, grid.size[1] - width, 0, grid.size[0] - height)).flatten(1, 2))
         distinct += 1
     return canvases[0] if distinct == 1 else torch.cat(canvases)

@@ -8,6 +8,7 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,17 +17,9 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.cache import cache_by_shape
-from inline_attention.layers.grids import Extents, Windows, extents_of
+from inline_attention.layers.grids import Windows, extents_of
+from inline_attention.ops import validation
 from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
-from inline_attention.ops.validation import (
-    FLOATING_DTYPES,
-    check_count,
-    check_grid,
-    check_heads,
-    check_mask_form,
-    check_rate,
-    check_tokens,
-)
 
 
 class _GridAttention(ProjectedAttention):
@@ -52,9 +45,9 @@ class WindowAttention(_GridAttention):
     ) -> None:
         """Build the layer; `shifted` shifts by half a window, along each axis that is longer than a window."""
         super().__init__()
-        check_heads(dim, num_heads)
-        check_rate("attn_drop", attn_drop)
-        check_count("window_size", window_size)
+        validation.check_heads(dim, num_heads)
+        validation.check_rate("attn_drop", attn_drop)
+        validation.check_count("window_size", window_size)
         self.dim = dim
         self.num_heads = num_heads
         self.window_size = window_size
@@ -72,7 +65,7 @@ class WindowAttention(_GridAttention):
         grid_size: tuple[int, int],
         key_padding_mask: Tensor | None = None,
         *,
-        extents: Extents | None = None,
+        extents: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """Mix tokens `[B, N, C]` within windows, without the output projection.
 
@@ -84,7 +77,7 @@ class WindowAttention(_GridAttention):
             return self._mix(qkv, grid_size, None, self._shift(*grid_size))
         # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
         groups: dict[tuple[int, int], list[int]] = {}
-        pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents.pairs
+        pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents
         for index, (height, width) in enumerate(pairs):
             groups.setdefault(self._shift(height, width), []).append(index)
         if len(groups) == 1:
@@ -96,7 +89,7 @@ class WindowAttention(_GridAttention):
 
     def set_window_size(self, window_size: int) -> None:
         """Change the window, resampling the relative position bias."""
-        check_count("window_size", window_size)
+        validation.check_count("window_size", window_size)
         if window_size == self.window_size:
             return
         table = resample_relative_positions(self.relative_position_bias_table.detach(), window_size)
@@ -159,10 +152,10 @@ class StripeAttention(_GridAttention):
     ) -> None:
         """Build the layer. Two branches need an even number of heads."""
         super().__init__()
-        check_heads(dim, num_heads)
-        check_rate("attn_drop", attn_drop)
+        validation.check_heads(dim, num_heads)
+        validation.check_rate("attn_drop", attn_drop)
         if stripe_width is not None:
-            check_count("stripe_width", stripe_width)
+            validation.check_count("stripe_width", stripe_width)
         branches = 1 if stripe_width is None else 2
         if num_heads % branches != 0:
             raise ValueError(f"two branches of stripes need an even number of heads, got {num_heads=}")
@@ -223,10 +216,10 @@ class StripeAttention(_GridAttention):
 def _check_inputs(x: Tensor, dim: int, grid_size: tuple[int, int], key_padding_mask: Tensor | None) -> None:
     grid_size = plain_sizes(grid_size)
     with unrecorded():
-        check_tokens("x", x, dim)
-        check_grid(grid_size, 0, x.shape[1])
+        validation.check_tokens("x", x, dim)
+        validation.check_grid(grid_size, 0, x.shape[1])
         if key_padding_mask is not None:
-            check_mask_form(key_padding_mask, x)
+            validation.check_mask_form(key_padding_mask, x)
 
 
 def _depthwise(x: Tensor, convolution: nn.Conv2d) -> Tensor:
@@ -260,7 +253,7 @@ def relative_position_index(device: torch.device, side: int) -> Tensor:
 
 def resample_relative_positions(table: Tensor, window_size: int) -> Tensor:
     """Resample a bias table `[(2s - 1)², H]` for another window, bicubically; return other tensors as they are."""
-    if table.dim() != 2 or table.dtype not in FLOATING_DTYPES or table.numel() == 0:
+    if table.dim() != 2 or table.dtype not in validation.FLOATING_DTYPES or table.numel() == 0:
         return table
     old, new = math.isqrt(table.shape[0]), 2 * window_size - 1
     if old == new or old * old != table.shape[0] or old % 2 == 0:

@@ -20,16 +20,8 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import (
-    Extents,
-    Grid,
-    as_pairs,
-    ceil_divide,
-    extents_of,
-    resample_after_prefix,
-    tokens_to_map,
-)
-from inline_attention.layers.local_weights import BlockDiagonalLinear, mean_token
+from inline_attention.layers.grids import Grid, as_pairs, extents_of, rectangle_mask, resample_positions, tokens_to_map
+from inline_attention.layers.local_weights import BlockDiagonalLinear
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
 from inline_attention.ops.validation import FLOATING_DTYPES, check_count
@@ -72,7 +64,7 @@ class VisionModel(nn.Module):
         self.grad_checkpointing = False
         self.global_pool = self._checked_pool(self.global_pools[0] if global_pool is None else global_pool)
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.head = self._new_head()
         self.feature_info: list[dict[str, Any]] = []
         self.register_load_state_dict_pre_hook(_convert_before_loading)
 
@@ -134,9 +126,8 @@ class VisionModel(nn.Module):
             Logits `[B, num_classes]`.
         """
         tokens, grid = self._encode(x, image_sizes, pixel_mask, self.num_head_tokens())
-        if self.global_pool == "":
-            return self.forward_head(self._shape_features(tokens, grid))
-        return self._head(tokens, self._token_mask(tokens, grid), pre_logits=False)
+        mask = grid.mask()
+        return self._head(self._shape_features(tokens, grid), None if mask is None else mask.sum(1))
 
     def forward_features(
         self, x: Tensor, image_sizes: ImageSizes | None = None, pixel_mask: Tensor | None = None
@@ -163,12 +154,7 @@ class VisionModel(nn.Module):
             image_sizes: Image sizes passed to `forward_features`. Without them, the mean counts the padding.
             pixel_mask: Mask passed to `forward_features`.
         """
-        tokens = x.flatten(1, 2) if x.dim() == 4 and self.global_pool != "" else x
-        counts = self._tokens_of_images(x, image_sizes, pixel_mask)
-        if self.global_pool != "avg" or counts is None:
-            return self._head(tokens, None, pre_logits)
-        total = tokens[:, self.num_prefix_tokens :].sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
-        return self._classify((total / counts[:, None]).to(tokens.dtype), pre_logits)
+        return self._head(x, self._count_tokens(x, image_sizes, pixel_mask), pre_logits)
 
     def forward_intermediates(
         self,
@@ -237,11 +223,7 @@ class VisionModel(nn.Module):
             self.global_pool = self._checked_pool(global_pool)
         self.num_classes = num_classes
         reference = next(self.parameters())
-        self.head = (
-            nn.Linear(self.num_features, num_classes, device=reference.device, dtype=reference.dtype)
-            if num_classes > 0
-            else nn.Identity()
-        )
+        self.head = self._new_head(device=reference.device, dtype=reference.dtype)
         self.head.apply(initialize)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -276,37 +258,42 @@ class VisionModel(nn.Module):
         prefix = mask.new_ones(tokens.shape[0], self.num_prefix_tokens)
         return torch.cat([prefix, mask], dim=1)
 
-    def _head(self, tokens: Tensor, mask: Tensor | None, pre_logits: bool) -> Tensor:
-        if self.global_pool == "avg":
-            start = self.num_prefix_tokens
-            tokens = mean_token(tokens[:, start:], None if mask is None else mask[:, start:])
-        elif self.global_pool == "token":
-            tokens = tokens[:, 0]
-        return self._classify(tokens, pre_logits)
-
-    def _classify(self, pooled: Tensor, pre_logits: bool) -> Tensor:
+    def _head(self, features: Tensor, counts: Tensor | None, pre_logits: bool = False) -> Tensor:
+        """Pool and classify features that are zero outside each image; `counts` `[B]` are its tokens, None for all."""
+        pooled = features
+        if self.global_pool == "token":
+            pooled = features[:, 0]
+        elif self.global_pool == "avg":
+            tokens = features.flatten(1, -2)[:, self.num_prefix_tokens :]
+            if counts is None:
+                pooled = tokens.mean(1)
+            else:
+                total = tokens.sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+                pooled = (total / counts[:, None]).to(tokens.dtype)
         pooled = self.head_drop(pooled)
         return pooled if pre_logits else self.head(pooled)
 
-    def _tokens_of_images(
+    def _count_tokens(
         self, features: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None
     ) -> Tensor | None:
         """Return the number of tokens `[B]` of each image in the output of `forward_features`; None if all are real.
 
         The size of the canvas is unknown here, so the sizes are checked against the number of tokens.
         """
-        if image_sizes is None and pixel_mask is None:
+        extents = _image_extents(features.shape[0], features.device, image_sizes, pixel_mask)
+        if extents is None:
             return None
         number = math.prod(features.shape[1:-1]) - self.num_prefix_tokens
-        pairs = _image_extents(features.shape[0], features.device, image_sizes, pixel_mask)
-        stride = self.largest_stride
-        counts = [ceil_divide(rows, stride) * ceil_divide(columns, stride) for rows, columns in pairs]
-        if any(min(pair) < 1 for pair in pairs) or any(count > number for count in counts):
+        counts = [math.prod(Grid(*extent).coarser(self.largest_stride).size) for extent in extents]
+        if any(min(extent) < 1 for extent in extents) or any(count > number for count in counts):
             raise ValueError(
-                f"images of {pairs} pixels must have between 1 and {number} tokens (the number in the features); "
+                f"images of {extents} pixels must have between 1 and {number} tokens (the number in the features); "
                 "pass what forward_features was given"
             )
         return torch.tensor(counts, device=features.device)
+
+    def _new_head(self, **place: Any) -> nn.Module:
+        return nn.Linear(self.num_features, self.num_classes, **place) if self.num_classes > 0 else nn.Identity()
 
     def _checked_pool(self, global_pool: str) -> str:
         if global_pool not in self.global_pools:
@@ -322,9 +309,9 @@ class VisionModel(nn.Module):
                 f"images must be [B, {self.in_chans}, H, W], got shape {tuple(x.shape)}; "
                 "add a batch dimension with x[None], or create the model with in_chans=..."
             )
-        _, _, height, width = sizes
-        grid = _pixel_grid(x, image_sizes, pixel_mask)
-        shortest = min(height, width) if grid.extents is None else min(map(min, grid.extents.pairs))
+        batch, _, height, width = sizes
+        grid = Grid(height, width, _image_extents(batch, x.device, image_sizes, pixel_mask, (height, width)), x.device)
+        shortest = min(height, width) if grid.extents is None else min(map(min, grid.extents))
         if not is_exporting() and shortest < self.largest_stride:
             raise ValueError(
                 f"images must be at least {self.largest_stride} pixels high and wide, got "
@@ -398,7 +385,7 @@ def _fit_positions(
         if tokens == grid[0] * grid[1] or side * side != tokens or tokens < 1:
             return positions
         saved = side, side
-    return resample_after_prefix(positions, saved, grid, num_prefix_tokens)
+    return resample_positions(positions, saved, grid, num_prefix_tokens)
 
 
 def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
@@ -411,46 +398,42 @@ def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix
         state_dict[prefix + key] = value
 
 
-def _pixel_grid(x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> Grid:
-    """Return the grid of pixels of a batch `[B, C, H, W]`, with the extent of each image."""
-    batch, _, height, width = plain_sizes(x.shape)
-    if image_sizes is None and pixel_mask is None:
-        return Grid(height, width)
-    if pixel_mask is not None and pixel_mask.shape != (batch, height, width):
-        raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, height, width)}, got {tuple(pixel_mask.shape)}")
-    pairs = _image_extents(batch, x.device, image_sizes, pixel_mask)
-    if any(rows > height or columns > width for rows, columns in pairs):
-        raise ValueError(f"image_sizes must fit into the canvas {height}×{width}, got {pairs}")
-    return Grid.of_images(height, width, pairs, x.device)
-
-
 def _as_int(number: Any) -> int:
     # torch.compile recompiles for every new number that passes through operator.index.
     return number if isinstance(number, int) else operator.index(number)
 
 
 def _image_extents(
-    batch: int, device: torch.device, image_sizes: ImageSizes | None, pixel_mask: Tensor | None
-) -> list[tuple[int, int]]:
-    """Return height and width of each image, from `image_sizes` or `pixel_mask`."""
+    batch: int,
+    device: torch.device,
+    image_sizes: ImageSizes | None,
+    pixel_mask: Tensor | None,
+    canvas: tuple[int, int] | None = None,
+) -> list[tuple[int, int]] | None:
+    """Return height and width of each image, from `image_sizes` or `pixel_mask`; None if neither is given."""
+    if image_sizes is None and pixel_mask is None:
+        return None
     if image_sizes is not None and pixel_mask is not None:
         raise ValueError("give image_sizes or pixel_mask, not both")
     if pixel_mask is not None:
-        if pixel_mask.dim() != 3 or pixel_mask.shape[0] != batch:
-            raise ValueError(f"pixel_mask must be [B, H, W] with B = {batch}, got {tuple(pixel_mask.shape)}")
+        size = pixel_mask.shape[1:] if canvas is None else canvas
+        if pixel_mask.dim() != 3 or pixel_mask.shape != (batch, *size):
+            raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, *size)}, got {tuple(pixel_mask.shape)}")
         pixel_mask = pixel_mask.to(device, torch.bool)
-        pairs = extents_of(pixel_mask)
-        rectangles = Extents((pixel_mask.shape[1], pixel_mask.shape[2]), pairs, device).mask()
+        extents = extents_of(pixel_mask)
+        rectangles = rectangle_mask((pixel_mask.shape[1], pixel_mask.shape[2]), extents, device)
         if not torch.equal(rectangles, pixel_mask.flatten(1)):
             raise ValueError("pixel_mask must be true in one rectangle at the top left of each image, and only there")
-        return pairs
+        return extents
     assert image_sizes is not None
     expected = f"image_sizes must be {batch} pairs (height, width) of integers"
     try:
         listed = as_pairs(image_sizes) if isinstance(image_sizes, Tensor) else image_sizes
-        pairs = [(_as_int(height), _as_int(width)) for height, width in listed]
+        extents = [(_as_int(height), _as_int(width)) for height, width in listed]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{expected}, got {image_sizes!r:.200}") from error
-    if len(pairs) != batch:
-        raise ValueError(f"{expected}, got {len(pairs)}")
-    return pairs
+    if len(extents) != batch:
+        raise ValueError(f"{expected}, got {len(extents)}")
+    if canvas is not None and any(height > canvas[0] or width > canvas[1] for height, width in extents):
+        raise ValueError(f"image_sizes must fit into the canvas {canvas[0]}×{canvas[1]}, got {extents}")
+    return extents

@@ -15,34 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from inline_attention.models.reading import (
-    Checkpoint,
-    CheckpointError,
-    UnsafeCheckpointError,
-    clean_weights,
-    digest,
-    open_checkpoint,
-    read_checkpoint,
-)
+from inline_attention.models.reading import Checkpoint, CheckpointError, clean_weights, digest, open_checkpoint
 from inline_attention.support.files import replace_atomically
 from inline_attention.support.text import some_of
 from inline_attention.support.untrusted import parse_json
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "LoadReport",
-    "UnsafeCheckpointError",
-    "convert_checkpoint",
-    "load_checkpoint",
-    "model_metadata",
-    "number_of_classes",
-    "open_checkpoint",
-    "read_checkpoint",
-    "read_position_grids",
-    "save_weights",
-]
 
 # Metadata key of the grids of position embeddings, as JSON.
 POSITION_GRIDS = "position_grids"
@@ -72,27 +48,16 @@ class CheckpointMismatchError(CheckpointError):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of loading a file. `str(report)` is one line for a log.
-
-    Attributes:
-        path: File.
-        origin: Entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict.
-        loaded: Names of loaded weights, as the model spells them.
-        missing: Names that only the model has (`strict=False`).
-        unexpected: Names that only the file has (`strict=False`).
-        reinitialized: Names of the head that keep their initial values (`reinitialize_head=True`).
-        cast: Names whose dtype was changed to the model's.
-        nonfinite: Names of weights with NaN or infinite values.
-    """
+    """Result of loading a file. `str(report)` is one line for a log. Names are spelled as in the model."""
 
     path: Path
-    origin: str
+    origin: str  # entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict
     loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    reinitialized: tuple[str, ...] = ()
-    cast: tuple[str, ...] = ()
-    nonfinite: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # only the model has them (`strict=False`)
+    unexpected: tuple[str, ...] = ()  # only the file has them (`strict=False`)
+    reinitialized: tuple[str, ...] = ()  # of the head, which keeps its initial values (`reinitialize_head=True`)
+    cast: tuple[str, ...] = ()  # their dtype was changed to the model's
+    nonfinite: tuple[str, ...] = ()  # they have NaN or infinite values
 
     def __str__(self) -> str:
         parts = [f"{self.path}: {len(self.loaded)} tensors" + (f" from {self.origin!r}" if self.origin else "")]

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.window_attention import StripeAttention
 from inline_attention.models.base import check_counts, global_attention
-from inline_attention.models.pyramid import PyramidModel, rename
+from inline_attention.models.pyramid import NORM_EPS, PyramidModel, rename
 from inline_attention.models.registry import AttentionKind, register_family
-
-NORM_EPS = 1e-5
 
 
 class InLineCSWin(PyramidModel):
@@ -36,7 +34,6 @@ class InLineCSWin(PyramidModel):
         attention_options: Mapping[str, Any] | None = None,
         global_stages: int = 2,
         stripe_widths: tuple[int, int, int] = (1, 2, 7),
-        mlp_ratio: float = 4.0,
         in_chans: int = 3,
         **common: Any,
     ) -> None:
@@ -51,9 +48,8 @@ class InLineCSWin(PyramidModel):
             global_stages: Number of stages, counted from the first, with InLine attention. The softmax twin has none.
             stripe_widths: Width of a stripe in tokens, for the first three stages. The last stage has one softmax
                 attention over the map.
-            mlp_ratio: Hidden width of the MLPs in multiples of the channels.
             in_chans: Channels of the images.
-            **common: Dropout rates, and arguments of the head: see `PyramidModel`.
+            **common: `mlp_ratio`, dropout rates, and arguments of the head: see `PyramidModel`.
         """
         check_counts(embed_dim=embed_dim, num_heads=num_heads, stripe_widths=stripe_widths)
         check_counts(least=0, global_stages=global_stages)
@@ -69,18 +65,8 @@ class InLineCSWin(PyramidModel):
                 return global_attention(attention, dim, heads, attention_options, static_local=True, **drops)
             return StripeAttention(dim, heads, stripe_width=(*stripe_widths, None)[stage], **drops)
 
-        super().__init__(
-            [stem, *merging],
-            make_attention,
-            depths,
-            dims,
-            nn.LayerNorm(dims[-1], eps=NORM_EPS),
-            mlp_ratios=[mlp_ratio] * 4,
-            norm_eps=NORM_EPS,
-            local_from_input=True,
-            in_chans=in_chans,
-            **{"drop_path_rate": 0.2, **common},
-        )
+        common = {"drop_path_rate": 0.2, "local_from_input": True, **common}
+        super().__init__([stem, *merging], make_attention, depths, dims, in_chans=in_chans, **common)
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, stripe_widths: tuple[int, int, int] | None = None

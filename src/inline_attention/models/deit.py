@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.block import Block
 from inline_attention.layers.embeddings import ConvEmbedding
-from inline_attention.layers.grids import Grid, positions_for, resample_after_prefix
+from inline_attention.layers.grids import Grid, positions_for, resample_positions
 from inline_attention.layers.hooks import has_hooks
 from inline_attention.models.base import (
     VisionModel,
@@ -134,7 +134,7 @@ class InLineDeiT(VisionModel):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Change the native image size and resample the positions."""
         grid_size = Grid(*image_sides(img_size)).coarser(self.largest_stride).size
-        self.pos_embed = nn.Parameter(resample_after_prefix(self.pos_embed.detach(), self.position_grid, grid_size, 1))
+        self.pos_embed = nn.Parameter(resample_positions(self.pos_embed.detach(), self.position_grid, grid_size, 1))
         self.position_grid = grid_size
 
     def no_weight_decay(self) -> set[str]:
@@ -151,7 +151,7 @@ class InLineDeiT(VisionModel):
 
     def _shape_features(self, tokens: Tensor, grid: Grid) -> Tensor:
         mask = self._token_mask(tokens, grid)
-        return tokens if mask is None else tokens.masked_fill(~mask[:, :, None], 0)
+        return tokens if mask is None else tokens.masked_fill(~mask[:, : tokens.shape[1], None], 0)
 
 
 register_family(

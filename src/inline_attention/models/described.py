@@ -39,19 +39,12 @@ class ModelDescriptionError(ValueError):
 
 @dataclass(frozen=True)
 class Description:
-    """What a file of weights says about its classifier, checked.
+    """What a file of weights says about its classifier, checked."""
 
-    Attributes:
-        name: A registered model.
-        arguments: Arguments of that model.
-        class_names: One name per class; None if the file has none.
-        crop_pct: Share of the resized image's side that evaluation keeps; None for the model's own.
-    """
-
-    name: str
+    name: str  # a registered model
     arguments: dict[str, Any]
-    class_names: list[str] | None = None
-    crop_pct: float | None = None
+    class_names: list[str] | None = None  # one for each class; None if the file has none
+    crop_pct: float | None = None  # share of the resized image's side that evaluation keeps; None for the model's own
 
     @property
     def image_size(self) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.embeddings import ConvEmbedding
@@ -62,9 +62,9 @@ class InLinePVT(PyramidModel):
             make_attention,
             depths,
             DIMS,
-            nn.Identity(),
-            mlp_ratios=MLP_RATIOS,
+            mlp_ratio=MLP_RATIOS,
             norm_eps=1e-6,
+            final_norm=False,
             img_size=img_size,
             in_chans=in_chans,
             **common,

@@ -15,6 +15,7 @@ from inline_attention.models.base import VisionModel, check_counts, drop_path_ra
 from inline_attention.models.reading import CheckpointError
 
 STRIDES = (4, 8, 16, 32)
+NORM_EPS = 1e-5
 
 
 class PyramidModel(VisionModel):
@@ -29,10 +30,10 @@ class PyramidModel(VisionModel):
         make_attention: Callable[..., nn.Module],
         depths: Sequence[int],
         dims: Sequence[int],
-        norm: nn.Module,
         *,
-        mlp_ratios: Sequence[float],
-        norm_eps: float,
+        mlp_ratio: float | Sequence[float] = 4.0,
+        norm_eps: float = NORM_EPS,
+        final_norm: bool = True,
         local_from_input: bool = False,
         img_size: int | tuple[int, int] = 224,
         proj_drop_rate: float = 0.0,
@@ -47,9 +48,9 @@ class PyramidModel(VisionModel):
             make_attention: Returns the layer of block `index` of a `stage`, given both and the dropout rates.
             depths: Number of blocks of each stage.
             dims: Channels of each stage.
-            norm: Norm after the last stage.
-            mlp_ratios: Hidden width of the MLPs of each stage, in multiples of its channels.
-            norm_eps: Epsilon of the blocks' norms.
+            mlp_ratio: Hidden width of the MLPs in multiples of the channels, one for all stages or one for each.
+            norm_eps: Epsilon of the norms.
+            final_norm: True for a norm after the last stage.
             local_from_input: Predict local weights from the un-normalized input of a block (CSWin).
             img_size: Native image size. Only learned positions depend on it.
             proj_drop_rate: Dropout rate after projections.
@@ -59,6 +60,7 @@ class PyramidModel(VisionModel):
         """
         check_counts(depths=depths)
         image_sides(img_size)
+        mlp_ratios = mlp_ratio if isinstance(mlp_ratio, Sequence) else [mlp_ratio] * len(dims)
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
 
         def block(stage: int, index: int) -> Block:
@@ -77,7 +79,7 @@ class PyramidModel(VisionModel):
         super().__init__(dims[-1], **head)
         self.embeddings = nn.ModuleList(embeddings)
         self.stages = nn.ModuleList(nn.ModuleList(blocks) for blocks in stages)
-        self.norm = norm
+        self.norm = nn.LayerNorm(dims[-1], eps=norm_eps) if final_norm else nn.Identity()
         self.feature_info = [
             {"num_chs": dim, "reduction": stride, "module": f"stages.{index}"}
             for index, (dim, stride) in enumerate(zip(dims, STRIDES, strict=True))

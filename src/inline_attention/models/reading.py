@@ -17,7 +17,7 @@ import zipfile
 from _compat_pickle import IMPORT_MAPPING
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,19 +48,12 @@ class UnsafeCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a file of weights.
-
-    Attributes:
-        path: File.
-        weights: Tensors by name, contiguous and on the CPU, without the prefixes of DDP and `torch.compile`.
-        origin: Entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict.
-        metadata: Metadata of a safetensors file, such as the name of its `model`; empty for other files.
-    """
+    """Content of a file of weights."""
 
     path: Path
-    weights: dict[str, Tensor]
-    origin: str
-    metadata: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, Tensor]  # contiguous and on the CPU; names without the prefixes of DDP and `torch.compile`
+    origin: str  # entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict
+    metadata: dict[str, str] = field(default_factory=dict)  # of a safetensors file, such as the name of its `model`
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None) -> Checkpoint:
@@ -135,15 +128,6 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return state.hexdigest()
 
 
-def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    """Return two lists of names as texts that start at the first difference."""
-    shorter = min(len(first), len(second))
-    start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
-    before, end = ("…, " if start else ""), f"nothing after {start}"
-    shown = [before + some_of(names[start:], 5) if names[start:] else end for names in (first, second)]
-    return shown[0], shown[1]
-
-
 class _StandIn:
     """Replacement of a harmless object in a checkpoint. It accepts the object's content and discards it."""
 
@@ -216,36 +200,40 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_pickle(path: Path) -> Any:
+    names: list[str] = []
     try:
-        is_archive = check_pickle_file(path)
+        is_archive, names = check_pickle_file(path)
         with _only_stand_ins_allowed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about unusual pickles; real problems raise
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        raise _refusal(path, error) from None  # torch's own message tells users to turn the protection off
+        raise _refusal(path, error, names) from None  # torch's own message tells users to turn the protection off
     except Exception as error:  # a damaged file can raise any exception
         raise _unreadable(path, error) from error
 
 
-def check_pickle_file(path: Path) -> bool:
-    """Refuse a file of `torch.save` that is damaged, or too deep or large to build; return True for an archive.
+def check_pickle_file(path: Path) -> tuple[bool, list[str]]:
+    """Refuse a file of `torch.save` that is damaged, or too deep or large to build.
 
-    An archive is the format of torch since 1.6. torch reports other problems when it reads the file.
+    Returns:
+        True for an archive (the format of torch since 1.6), and the names that the file would import. torch reports
+        other problems when it reads the file.
     """
+    names: list[str] = []
     with open_regular(path) as file:
         is_archive = file.read(4) == b"PK\x03\x04"
     if is_archive:
         _check_archive(path)
     try:
         for stream in _pickles(path, is_archive):
-            check_pickle(stream)
+            names += check_pickle(stream)
     except PickleBoundsError as error:
         raise _unreadable(path, error) from error
     except Exception:
         pass  # torch says what is wrong
-    return is_archive
+    return is_archive, names
 
 
 def _check_archive(path: Path) -> None:
@@ -259,8 +247,11 @@ def _check_archive(path: Path) -> None:
             raise CheckpointError(f"{path} is damaged: {damaged!r} in it does not match its checksum; {FETCH_AGAIN}")
 
 
-def _refusal(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
-    names = re.findall(r"GLOBAL ([\w.]+) (?:was|whose)", str(error)) or _foreign_globals(path)
+def _refusal(path: Path, error: pickle.UnpicklingError, imported: list[str]) -> CheckpointError:
+    """Return the error for a file that torch refused. `imported` are the names in its opcodes."""
+    foreign = re.compile(r"(?!torch\.|collections\.)[\w.]+")
+    names = re.findall(r"GLOBAL ([\w.]+) (?:was|whose)", str(error))
+    names += [name for name in imported if name not in _STAND_INS and foreign.fullmatch(name)]
     if not names:
         return _unreadable(path, "its pickle is not of the plain kind (protocol 2) that torch.save writes by default")
     module, _, name = names[0].rpartition(".")
@@ -270,16 +261,6 @@ def _refusal(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
         "It was refused and nothing in it was run; ask its author for a .safetensors file, "
         "or for torch.save(model.state_dict(), ...)"
     )
-
-
-def _foreign_globals(path: Path) -> list[str]:
-    """Return the names that a pickle would import besides torch, from its opcodes, without executing them."""
-    names: list[str] = []
-    with suppress(Exception):  # the file is refused in any case; this only adds detail to the message
-        for stream in _pickles(path, zipfile.is_zipfile(path)):
-            names += check_pickle(stream)
-    foreign = re.compile(r"(?!torch\.|collections\.)[\w.]+")
-    return [name for name in names if name not in _STAND_INS and foreign.fullmatch(name)]
 
 
 def _pickles(path: Path, is_archive: bool) -> Iterator[BinaryIO]:

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from inline_attention.layers.embeddings import ConvEmbedding, PatchMerging
 from inline_attention.layers.window_attention import WindowAttention, resample_relative_positions
 from inline_attention.models.base import blocks_of, check_counts, global_attention
-from inline_attention.models.pyramid import PyramidModel, rename
+from inline_attention.models.pyramid import NORM_EPS, PyramidModel, rename
 from inline_attention.models.registry import AttentionKind, register_family
-
-NORM_EPS = 1e-5
 
 
 class InLineSwin(PyramidModel):
@@ -33,7 +31,6 @@ class InLineSwin(PyramidModel):
         attention: AttentionKind = "inline",
         attention_options: Mapping[str, Any] | None = None,
         window_size: int = 7,
-        mlp_ratio: float = 4.0,
         in_chans: int = 3,
         **common: Any,
     ) -> None:
@@ -48,9 +45,8 @@ class InLineSwin(PyramidModel):
             attention: "inline", or "softmax" (windows in all blocks) or "linear" for a twin.
             attention_options: Extra arguments of the InLine or linear attention layer.
             window_size: Side of a window in tokens.
-            mlp_ratio: Hidden width of the MLPs in multiples of the channels.
             in_chans: Channels of the images.
-            **common: Dropout rates, and arguments of the head: see `PyramidModel`.
+            **common: `mlp_ratio`, dropout rates, and arguments of the head: see `PyramidModel`.
         """
         check_counts(embed_dim=embed_dim, num_heads=num_heads, window_size=window_size)
         check_counts(least=0, global_blocks=global_blocks)
@@ -64,17 +60,8 @@ class InLineSwin(PyramidModel):
                 return global_attention(attention, dim, heads, attention_options, **drops)
             return WindowAttention(dim, heads, window_size=window_size, shifted=index % 2 == 1, **drops)
 
-        super().__init__(
-            [stem, *merging],
-            make_attention,
-            depths,
-            dims,
-            nn.LayerNorm(dims[-1], eps=NORM_EPS),
-            mlp_ratios=[mlp_ratio] * 4,
-            norm_eps=NORM_EPS,
-            in_chans=in_chans,
-            **{"drop_path_rate": 0.2, **common},
-        )
+        common = {"drop_path_rate": 0.2, **common}
+        super().__init__([stem, *merging], make_attention, depths, dims, in_chans=in_chans, **common)
 
     def set_input_size(self, img_size: int | tuple[int, int] | None = None, window_size: int | None = None) -> None:
         """Change the window size and resample the relative position biases. `img_size` has no effect."""
@@ -113,12 +100,7 @@ register_family(
         # 29.2 M parameters, InLine in the first three stages
         "inline_swin_tiny": {**_SMALL, "depths": (2, 2, 6, 2), "global_blocks": (2, 2, 6, 0)},
         # 49.8 M, InLine in the first two stages
-        "inline_swin_small": {
-            **_SMALL,
-            "depths": (2, 2, 18, 2),
-            "global_blocks": (2, 2, 0, 0),
-            "drop_path_rate": 0.3,
-        },
+        "inline_swin_small": {**_SMALL, "depths": (2, 2, 18, 2), "global_blocks": (2, 2, 0, 0), "drop_path_rate": 0.3},
         # 88.4 M, InLine in the first two stages and the first two blocks of the third
         "inline_swin_base": _BASE,
         "inline_swin_base_384": {**_BASE, "img_size": 384, "window_size": 12},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def did_you_mean(word: object, known: Iterable[str], *, most: int = 1) -> str:
@@ -17,6 +17,15 @@ def some_of(names: Iterable[object], limit: int = 12) -> str:
     """Return the first few names, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """Return two lists of names as texts that start at the first difference."""
+    shorter = min(len(first), len(second))
+    start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
+    before, end = ("…, " if start else ""), f"nothing after {start}"
+    shown = [before + some_of(names[start:], 5) if names[start:] else end for names in (first, second)]
+    return shown[0], shown[1]
 
 
 def natural_key(text: str) -> list[int | str]:

@@ -20,9 +20,9 @@ from inline_attention.data.sampling import Batches
 from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
 from inline_attention.models.described import check_description, check_model_size, parse_class_names, parse_note
-from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
+from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.support.settings import read_settings, settings_of
-from inline_attention.support.text import printable, some_of
+from inline_attention.support.text import printable, show_difference, some_of
 from inline_attention.tasks.pyramid import BACKBONE, BACKBONE_MODEL, DenseModel
 from inline_attention.tasks.task import DataSection, ModelChoice, Objective, Reading, Task, TaskData, UnusableDataError
 

@@ -54,7 +54,7 @@ class PaddedImages:
         """`[B, 1, h, w]` bool, true where a token of a stride belongs to no image; None if all do."""
         if stride not in self._outside:
             height, width = self.canvas.shape[-2:]
-            grid = Grid.of_images(height, width, self.backbone_sizes, self.canvas.device).coarser(stride)
+            grid = Grid(height, width, self.backbone_sizes, self.canvas.device).coarser(stride)
             mask = grid.mask()
             self._outside[stride] = None if mask is None else ~mask.unflatten(1, grid.size)[:, None]
         return self._outside[stride]
