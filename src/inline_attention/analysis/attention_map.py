@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inline_attention.analysis.layer_attention import LayerAttention
-from inline_attention.analysis.probes import capture_attention, choose_heads, choose_layers
+from inline_attention.analysis.probes import LayerAttention, capture_attention, choose_heads, choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, draw_picture, new_figure, save

@@ -17,10 +17,15 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from inline_attention.analysis.layer_attention import LARGEST_MATRIX, LayerAttention, neighborhood_mask
-from inline_attention.analysis.pictures import OnProgress, PictureSample
-from inline_attention.analysis.probes import attention_layers, observed
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.locality import SIDES
+from inline_attention.analysis.probes import (
+    LARGEST_MATRIX,
+    LayerAttention,
+    attention_layers,
+    neighborhood_mask,
+    observed,
+)
+from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
 from inline_attention.support.figures import INK, LIGHT, Axes, Chart, LegendEntry, Panel, Style, light_grid
@@ -68,9 +73,9 @@ def survey_masking(
     subject: Subject,
     sample: PictureSample,
     *,
-    sides: Sequence[int] = (3, 5, 7),
+    sides: Sequence[int] = SIDES,
     seed: int = 0,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda _: None,
 ) -> list[MaskingResult]:
     """Measure accuracy under every hiding, on labeled pictures, which are read once per hiding."""
     hidings = len(planned_hidings(subject.model, sides))
@@ -78,8 +83,7 @@ def survey_masking(
     def batches() -> Iterator[Batch]:
         for batch in sample.batches(subject, normalized=True):
             yield batch
-            if on_progress is not None:
-                on_progress(len(batch) / len(sample) / hidings)
+            on_progress(len(batch) / len(sample) / hidings)
 
     return measure_masking(subject.model, batches, sides=sides, seed=seed)
 
@@ -95,7 +99,7 @@ def planned_hidings(model: nn.Module, sides: Sequence[int]) -> list[Hiding]:
 
 
 def measure_masking(
-    model: nn.Module, batches: Callable[[], Iterable[Batch]], *, sides: Sequence[int] = (3, 5, 7), seed: int = 0
+    model: nn.Module, batches: Callable[[], Iterable[Batch]], *, sides: Sequence[int] = SIDES, seed: int = 0
 ) -> list[MaskingResult]:
     """Evaluate a classifier under every hiding, each time on the normalized, labeled images that `batches` returns."""
     results: list[MaskingResult] = []

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.pictures import PictureSample
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.subjects import PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
 from inline_attention.support.figures import ALARM, INK, Axes, draw_picture, new_figure, save, shortened

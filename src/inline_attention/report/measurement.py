@@ -27,10 +27,9 @@ from inline_attention.analysis.attention_map import interesting_tokens, measure_
 from inline_attention.analysis.confusion import ImageConfusion, by_image, survey_confusion
 from inline_attention.analysis.locality import SIDES, Locality, average, survey_locality
 from inline_attention.analysis.masking import MaskingResult, survey_masking
-from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.predictions import Answer, answer_batches
 from inline_attention.analysis.probes import capture_attention
-from inline_attention.analysis.subjects import Subject, trained_subject
+from inline_attention.analysis.subjects import PictureSample, Subject, trained_subject
 from inline_attention.analysis.training_curves import SETTINGS, TrainingCurves, read_training_curves, run_labels
 from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
 from inline_attention.benchmark.environment import describe_environment, describe_machine

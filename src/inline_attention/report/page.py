@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageColor
 
 from inline_attention.ablation.tables import ablation_panel, mean_and_spread
 from inline_attention.analysis.collision_cases import COLLISION_TOLERANCE, KEYS, collision_cases, measure_injectivity
@@ -252,7 +252,7 @@ def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, An
 
 def map_address(weights: np.ndarray, largest: float) -> str:
     """Return weights `[h, w]` as a PNG address: InLine's color above zero, softmax's below, opaque at `largest`."""
-    positive, negative = ([int(LIGHT[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in ("inline", "softmax"))
+    positive, negative = (ImageColor.getrgb(LIGHT[kind]) for kind in ("inline", "softmax"))
     pixels = np.empty((*weights.shape, 4), dtype=np.uint8)
     pixels[..., :3] = np.where(weights[..., None] >= 0, positive, negative)
     pixels[..., 3] = np.clip(np.abs(weights) / max(largest, 1e-12) * 255, 0, 255).round()
