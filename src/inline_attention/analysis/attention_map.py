@@ -65,16 +65,17 @@ def measure_attention_maps(
     heads: Sequence[int] | None = None,
     tokens: Sequence[Place] | None = None,
     token_grid: tuple[int, int] | None = None,
+    count: int = 3,
 ) -> AttentionMaps:
     """Run a model on one picture `[3, height, width]`, uint8, and take the weights of some tokens in one layer.
 
-    By default, these are three tokens where the picture has detail, in the middle layer. `token_grid` is the size of
+    By default, these are `count` tokens where the picture has detail, in the middle layer. `token_grid` is the size of
     the grid that `tokens` refer to, if it is another model's.
     """
     layer = len(choose_layers(subject.model, None)) // 2 if layer is None else layer
     (attention,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=[layer])
     picked = choose_heads(attention, heads)
-    places = list(tokens) if tokens else interesting_tokens(pixels, attention.grid_size)
+    places = list(tokens) if tokens else interesting_tokens(pixels, attention.grid_size, count)
     if token_grid is not None:
         places = corresponding_tokens(places, token_grid, attention.grid_size)
     kernels = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -25,15 +24,9 @@ from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_ch
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.report.measurement import Evidence, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
-from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
 LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one exists
-
-
-def write_page(evidence: Evidence, path: Path) -> None:
-    """Write the report atomically."""
-    write_atomically(path, render(evidence))
 
 
 def render(evidence: Evidence) -> str:
