@@ -219,10 +219,10 @@ def draw_worst_images(
     with figures.new_figure(*size, "Where attention confuses tokens most", small_print) as figure:
         panels = figure.subplots(len(shown), columns, squeeze=False)
         for (label, images), row in zip(shown.items(), panels, strict=True):
-            for axes in row:
-                figures.without_ticks(axes)
             for axes, image in zip(row, images, strict=False):
                 _draw_confused_image(axes, image)
+            for axes in row[len(images) :]:
+                axes.set_axis_off()
             row[0].set_ylabel(label, fontweight="bold", fontsize=10)
         return figures.save(figure, folder, "confusion-worst")
 

@@ -102,10 +102,7 @@ def survey_injectivity(
 
 def measure_key_condition(layer: LayerAttention, image: int, head: int) -> KeyCondition:
     """Return the condition of one head of one image; in windows, of the window with the worst keys."""
-    keys = layer.k[image, :, head]
-    if layer.groups is None:
-        return key_condition(layer.rule, keys, layer.index, head)
-    group = layer.groups[head]
+    group, keys = layer.group(head), layer.k[image, :, head]
     conditions = [key_condition(layer.rule, keys[group == number], layer.index, head) for number in group.unique()]
     return min(conditions, key=lambda found: (found.rank - found.needed, found.smallest / max(found.largest, 1e-300)))
 
@@ -170,9 +167,8 @@ def measure_collisions(
 
     A position bias is left out, since it does not decide which queries collide.
     """
-    members = torch.arange(layer.num_tokens, device=layer.q.device)
-    if layer.groups is not None:
-        members = (layer.groups[head] == layer.groups[head].mode().values).nonzero().flatten()
+    group = layer.group(head)
+    members = (group == group.mode().values).nonzero().flatten()
     generator = torch.Generator().manual_seed(derived_seed("queries", seed, layer.index, head))
     chosen = members[torch.randperm(len(members), generator=generator)[:queries].to(members.device)]
     q, k = layer.q[image, chosen, head].double(), layer.k[image, members, head].double()

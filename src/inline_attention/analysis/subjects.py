@@ -6,7 +6,7 @@ Shapes: `B` batch, `H`, `W` height and width of images in pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -34,9 +34,10 @@ from inline_attention.models.described import read_description
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.support.text import printable
-from inline_attention.tasks.classification.prediction import ImageClassifier
+from inline_attention.tasks.classification.prediction import ImageClassifier, find_device
 
 OnProgress: TypeAlias = Callable[[float], None]  # called with the share of the work just done; shares sum to one
+NOT_A_RUN = ("checkpoints", "best", "last", "/")  # folders on the way from a run to its weights
 HeadOfImage: TypeAlias = tuple[LayerAttention, int, int]  # a layer, and the numbers of an image and a head in it
 
 
@@ -98,15 +99,10 @@ def trained_subject(
     file = find_weights(path)
     classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
     described = read_description(open_checkpoint(file), model_name)
-    return _subject(
-        classifier.model,
-        described.name,
-        file,
-        # Only names from the file itself can be matched with those of a dataset.
-        None if described.class_names is None else tuple(described.class_names),
-        size or described.image_size,
-        described.crop_pct,
-    )
+    subject = _subject(classifier.model, described.name, size or described.image_size, described.crop_pct)
+    # Only names from the file itself can be matched with those of a dataset.
+    names = None if described.class_names is None else tuple(described.class_names)
+    return replace(subject, weights=file, class_names=names)
 
 
 def untrained_subject(
@@ -114,25 +110,23 @@ def untrained_subject(
 ) -> Subject:
     """Build a model with random weights; `arguments` are those of `create_model`."""
     torch.manual_seed(seed)
-    classifier = ImageClassifier(create_model(model_name, **arguments), [], device=device)
+    model = create_model(model_name, **arguments).eval().to(find_device(device))
     native: Any = to_2tuple(arguments["img_size"]) if "img_size" in arguments else None
     # A trained model of unusual size is evaluated on the whole picture.
-    crop_pct = 1.0 if native else None
-    return _subject(classifier.model, model_name, None, None, size or native, crop_pct)
+    return _subject(model, model_name, size or native, crop_pct=1.0 if native else None)
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
     """Return the same subjects; several of one model get their runs or numbers as labels."""
-    labels = [subject.model_name for subject in subjects]
+    names = [subject.model_name for subject in subjects]
     distinct: list[Subject] = []
-    for number, subject in enumerate(subjects, start=1):
-        if labels.count(subject.model_name) == 1:
-            distinct.append(subject)
-            continue
-        run = f"#{number}" if subject.weights is None else printable(_run_name(subject.weights))
-        label = f"{subject.model_name} ({run})"
-        taken = {other.label for other in distinct}
-        distinct.append(replace(subject, label=label if label not in taken else f"{subject.model_name} (#{number})"))
+    for number, (name, subject) in enumerate(zip(names, subjects, strict=True), start=1):
+        label = name if names.count(name) == 1 else f"{name} (#{number})"
+        if names.count(name) > 1 and subject.weights is not None:
+            folders = [part for part in subject.weights.parent.parts if part not in NOT_A_RUN]
+            of_run = f"{name} ({printable([subject.weights.stem, *folders][-1])})"
+            label = label if of_run in {other.label for other in distinct} else of_run
+        distinct.append(replace(subject, label=label))
     return distinct
 
 
@@ -144,14 +138,7 @@ def weights_note(subjects: Sequence[Subject]) -> str:
     return f"Untrained weights: {', '.join(untrained)}." if untrained else "Trained weights."
 
 
-def _subject(
-    model: nn.Module,
-    model_name: str,
-    weights: Path | None,
-    class_names: tuple[str, ...] | None,
-    size: tuple[int, int] | None,
-    crop_pct: float | None,
-) -> Subject:
+def _subject(model: nn.Module, model_name: str, size: tuple[int, int] | None, crop_pct: float | None) -> Subject:
     wanted = {"crop_pct": crop_pct} | ({} if size is None else {"input_size": (3, *size)})
     config: dict[str, Any] = resolve_data_config(wanted, model=model)
     height, width = config["input_size"][1:]
@@ -162,13 +149,7 @@ def _subject(
         )
     first = next(iter(attention_layers(model).values()))
     kind = KIND_OF_NORMALIZATION[first.normalization] if isinstance(first, KernelAttention) else "softmax"
-    return Subject(model_name, model_name, kind, model, weights, class_names, (height, width), config)
-
-
-def _run_name(weights: Path) -> str:
-    """Return the name of the run's folder: not `checkpoints`, `best` or `last`."""
-    parts = [part for part in weights.parent.parts if part not in ("checkpoints", "best", "last", "/")]
-    return parts[-1] if parts else weights.stem
+    return Subject(model_name, model_name, kind, model, None, None, (height, width), config)
 
 
 class Chosen(TypedDict, total=False):
@@ -216,20 +197,21 @@ class SampledBatches(EvaluationBatches):
             self._indices = torch.randperm(length, generator=generator)[:count].sort().values
 
 
+@dataclass
 class PictureSample:
     """Some pictures of a source, drawn at random and read again for every model that is analyzed."""
 
-    def __init__(
-        self, source: ImageSource, *, images: int | None = None, seed: int = 0, batch_size: int = 8, workers: int = 0
-    ):
-        """Plan to draw so many images, or all, and to read them with so many worker processes."""
-        self.source = source
-        self.skipped: dict[str, str] = {}  # pictures that could not be read so far: reasons by name
-        self._images, self._seed, self._batch_size, self._workers = images, seed, batch_size, workers
+    source: ImageSource
+    _: KW_ONLY
+    images: int | None = None  # None for all
+    seed: int = 0
+    batch_size: int = 8
+    workers: int = 0  # processes that read
+    skipped: dict[str, str] = field(default_factory=dict)  # pictures that could not be read so far: reasons by name
 
     def __len__(self) -> int:
         """Number of pictures, unreadable ones included."""
-        return len(self.source) if self._images is None else min(self._images, len(self.source))
+        return len(self.source) if self.images is None else min(self.images, len(self.source))
 
     def batches(self, subject: Subject, *, normalized: bool = False) -> Iterator[Batch]:
         """Yield uint8 pictures in a model's size and crop; unreadable ones are left out and recorded.
@@ -241,11 +223,11 @@ class PictureSample:
         loader = ImageLoader(
             _with_classes_of(subject, self.source) if normalized else self.source,
             subject.transform(),
-            SampledBatches(len(self.source), self._images, self._batch_size, self._seed),
+            SampledBatches(len(self.source), self.images, self.batch_size, self.seed),
             normalize=subject.normalization() if normalized else None,
             broken=broken,
             replace_broken=False,
-            workers=self._workers,
+            workers=self.workers,
             device=subject.device if normalized else "cpu",
         )
         try:

@@ -33,7 +33,7 @@ from inline_attention.analysis.probes import capture_attention
 from inline_attention.analysis.subjects import PictureSample, Subject, trained_subject
 from inline_attention.analysis.training_curves import SETTINGS, TrainingCurves, read_training_curves, run_labels
 from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
-from inline_attention.benchmark.environment import describe_environment, describe_machine
+from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.datasets import open_dataset
@@ -162,7 +162,6 @@ class Evidence:
 
     runs: list[Run]
     cost: list[CostPoint] = field(default_factory=list)
-    cost_machine: str = ""
     ablations: list[AblationFile] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     missing: dict[str, list[str]] = field(default_factory=dict)  # by section: why something is left out
@@ -320,10 +319,10 @@ def gather(
             key = f"pictures {shown} {loaded.key}"
             loaded.run.pictures = kept.get(key, ShownPicture, partial(loaded.show, shown))
     on_step("cost of attention")
-    machine = describe_machine()
     if cost is None:
-        cost = kept.get(f"cost {machine} {COST_SIZES}", CostPoint, lambda: measure_attention_cost(sizes=COST_SIZES))
-    evidence.cost, evidence.cost_machine = list(cost), machine
+        key = f"cost {evidence.environment['machine']} {COST_SIZES}"
+        cost = kept.get(key, CostPoint, lambda: measure_attention_cost(sizes=COST_SIZES))
+    evidence.cost = list(cost)
     kept.drop_unused()
     return evidence
 

@@ -180,7 +180,7 @@ def _cost(evidence: Evidence) -> dict[str, Any] | None:
         for point in points
     ]  # fmt: skip
     sizes = f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many"
-    settings = f"{HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.cost_machine}"
+    settings = f"{HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.environment['machine']}"
     return {"sizes": sizes, "growth": _listed(growth), "settings": settings, "chart": cost_chart(points), "rows": rows}
 
 

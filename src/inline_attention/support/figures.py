@@ -274,11 +274,6 @@ def draw_picture(axes: Axes, picture: Any, grid_size: tuple[int, int] | None = N
         (height, width), (rows, columns) = picture.shape[:2], grid_size
         options = {"extent": (0, columns, rows, 0), "aspect": (height / rows) / (width / columns), **options}
     axes.imshow(picture, **options)
-    without_ticks(axes)
-
-
-def without_ticks(axes: Axes) -> None:
-    """Remove ticks and frame, as for a picture."""
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
 
