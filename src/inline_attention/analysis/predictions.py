@@ -106,7 +106,8 @@ def draw_predictions(predictions: Predictions, label: str, dataset: str, folder:
         small_print += f" {predictions.broken:,} pictures could not be read and are not counted."
     title = f"{label} on {dataset}: {100 * predictions.right / predictions.images:.1f} % right"
     draw = partial(_draw_picture, names_are_short=names_are_short)
-    panels = [Panel("", partial(draw, picture=picture), height=CELL) for picture in shown]
+    height = CELL + (-0.1 if names_are_short else 0.05)  # a longer name takes a line of its own
+    panels = [Panel("", partial(draw, picture=picture), height=height) for picture in shown]
     return Chart(panels).save(folder, "predictions", title=title, small_print=small_print, columns=COLUMNS, width=CELL)
 
 
