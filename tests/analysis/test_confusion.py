@@ -12,7 +12,7 @@ from inline_attention.analysis.confusion import (
     pairwise_difference,
     worst_images,
 )
-from inline_attention.analysis.layer_attention import LayerAttention, MixingRule
+from inline_attention.analysis.probes import LayerAttention, MixingRule
 
 GRID = (2, 4)
 

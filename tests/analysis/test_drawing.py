@@ -12,9 +12,9 @@ from analysis.small_models import DEIT
 from inline_attention.analysis.attention_map import draw_attention_maps, measure_attention_maps
 from inline_attention.analysis.confusion import ConfusedImage, ConfusionCount, draw_confusion, draw_worst_images
 from inline_attention.analysis.injectivity import CollisionRate, draw_injectivity, key_condition
-from inline_attention.analysis.layer_attention import MixingRule
 from inline_attention.analysis.locality import Locality, draw_locality
 from inline_attention.analysis.masking import Hiding, MaskingResult, draw_masking
+from inline_attention.analysis.probes import MixingRule
 from inline_attention.analysis.scaling import ScalingPoint, draw_scaling
 from inline_attention.analysis.subjects import untrained_subject, weights_note, with_distinct_labels
 from inline_attention.support import figures

@@ -18,8 +18,7 @@ from inline_attention.analysis.injectivity import (
     search_partner,
     weight_gradients,
 )
-from inline_attention.analysis.layer_attention import MixingRule
-from inline_attention.analysis.probes import capture_attention
+from inline_attention.analysis.probes import MixingRule, capture_attention
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 
 RULES = rules_to_try(MixingRule(None, "identity", 0.5))

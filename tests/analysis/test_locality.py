@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from analysis.small_models import small_model
-from inline_attention.analysis.layer_attention import neighborhood_mask
 from inline_attention.analysis.locality import average, measure_locality
-from inline_attention.analysis.probes import capture_attention
+from inline_attention.analysis.probes import capture_attention, neighborhood_mask
 
 CASES = [("inline_deit_tiny", 0, (20, 28)), ("softmax_deit_tiny", 1, (20, 28)), ("inline_cswin_tiny", 1, (40, 72))]
 

@@ -5,7 +5,6 @@ import torch
 
 from analysis.small_models import small_model
 from inline_attention.analysis import masking
-from inline_attention.analysis.layer_attention import neighborhood_mask
 from inline_attention.analysis.masking import (
     Hiding,
     hidden_keys,
@@ -14,7 +13,7 @@ from inline_attention.analysis.masking import (
     mixed_values,
     planned_hidings,
 )
-from inline_attention.analysis.probes import capture_attention
+from inline_attention.analysis.probes import capture_attention, neighborhood_mask
 from inline_attention.data.batch import Batch
 from inline_attention.ops.reference import kernel_weights, softmax_weights
 

@@ -6,10 +6,19 @@ import torch
 from torch import nn
 
 from analysis.small_models import small_model
-from inline_attention.analysis import layer_attention as explicit_module
-from inline_attention.analysis.layer_attention import MatrixTooLargeError, MixingRule, neighbor_table, neighborhood_mask
+from inline_attention.analysis import probes as explicit_module
 from inline_attention.analysis.masking import mixed_values
-from inline_attention.analysis.probes import attention_layers, capture_attention, choose_heads, choose_layers, observed
+from inline_attention.analysis.probes import (
+    MatrixTooLargeError,
+    MixingRule,
+    attention_layers,
+    capture_attention,
+    choose_heads,
+    choose_layers,
+    neighbor_table,
+    neighborhood_mask,
+    observed,
+)
 from inline_attention.layers import attention as attention_module
 from inline_attention.layers.conversion import convert_attention
 from inline_attention.ops import attention_weights

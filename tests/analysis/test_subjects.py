@@ -9,8 +9,14 @@ import torch
 from PIL import Image
 
 from inline_attention import create_model
-from inline_attention.analysis.pictures import PictureSample, SampledBatches, open_pictures
-from inline_attention.analysis.subjects import trained_subject, untrained_subject, with_distinct_labels
+from inline_attention.analysis.subjects import (
+    PictureSample,
+    SampledBatches,
+    open_pictures,
+    trained_subject,
+    untrained_subject,
+    with_distinct_labels,
+)
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.sources import DataError
 from inline_attention.engine.checkpoint_format import find_weights

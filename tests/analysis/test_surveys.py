@@ -7,8 +7,7 @@ from inline_attention.analysis.confusion import by_image, survey_confusion
 from inline_attention.analysis.injectivity import survey_injectivity
 from inline_attention.analysis.locality import survey_locality
 from inline_attention.analysis.masking import survey_masking
-from inline_attention.analysis.pictures import PictureSample
-from inline_attention.analysis.subjects import untrained_subject
+from inline_attention.analysis.subjects import PictureSample, untrained_subject
 from inline_attention.data.datasets import digits
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from inline_attention import create_model
 from inline_attention.analysis.injectivity import key_condition
-from inline_attention.analysis.layer_attention import MixingRule
+from inline_attention.analysis.probes import MixingRule
 from inline_attention.analysis.scaling import ScalingPoint
 from inline_attention.cli import analyze_runs
 from inline_attention.cli.analyze_tables import condition_table

@@ -14,7 +14,6 @@ from inline_attention.report.measurement import (
     KeptMeasurements,
     LoadedRun,
     NoRunError,
-    SampleSizes,
     ShownPicture,
     find_runs,
     gather,
@@ -27,10 +26,8 @@ COST = [CostPoint("inline", tokens, 1.0, 1, 1) for tokens in (4, 16)]
 
 @pytest.fixture(autouse=True)
 def few_pictures(monkeypatch):
-    def init(self, tokens, device):
-        self.attention, self.masking, self.answers = 2, 6, 12
-
-    monkeypatch.setattr(SampleSizes, "__init__", init)
+    sizes = {"attention": 2, "masking": 6, "answers": 12}
+    monkeypatch.setattr(report_measurement, "sample_sizes", lambda tokens, device: sizes)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from inline_attention.ablation.runs import OUTCOME, TIMING, UnusableRunError, fi
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.cli.main import app
 from inline_attention.report import measurement
-from inline_attention.report.measurement import SampleSizes
 
 SCRIPT = "</script><script>alert(1)</script>"
 IMAGE = "\"'><img src=x onerror=alert(2)>"
@@ -25,10 +24,8 @@ HOSTILE = f"{SCRIPT}{IMAGE}{ESCAPES}$x^2$ {{{{ 7 * 7 }}}} [bold]"
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch):
-    def init(self, tokens, device):
-        self.attention, self.masking, self.answers = 1, 4, 4
-
-    monkeypatch.setattr(SampleSizes, "__init__", init)
+    sizes = {"attention": 1, "masking": 4, "answers": 4}
+    monkeypatch.setattr(measurement, "sample_sizes", lambda tokens, device: sizes)
     points = [CostPoint("inline", tokens, 1.0, 1, 1) for tokens in (4, 16)]
     monkeypatch.setattr(measurement, "measure_attention_cost", lambda sizes: points)
 

@@ -80,4 +80,5 @@ def ablation(title="Ablation of digits", label="relu"):
 
 def evidence(*runs, **fields):
     points = [CostPoint(kind, n, n / 100, 5, n * 1000) for n in (64, 256) for kind in ("softmax", "linear", "inline")]
-    return Evidence(list(runs), **({"cost": points, "cost_machine": "a CPU", "ablations": [ablation()]} | fields))
+    measured = {"cost": points, "environment": {"machine": "a CPU"}, "ablations": [ablation()]}
+    return Evidence(list(runs), **(measured | fields))

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inline_attention.analysis.layer_attention import LayerAttention
-from inline_attention.analysis.probes import capture_attention, choose_heads, choose_layers
+from inline_attention.analysis.probes import LayerAttention, capture_attention, choose_heads, choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, draw_picture, new_figure, save
@@ -66,51 +65,41 @@ def measure_attention_maps(
     heads: Sequence[int] | None = None,
     tokens: Sequence[Place] | None = None,
     token_grid: tuple[int, int] | None = None,
+    count: int = 3,
 ) -> AttentionMaps:
     """Run a model on one picture `[3, height, width]`, uint8, and take the weights of some tokens in one layer.
 
-    By default, these are three tokens where the picture has detail, in the middle layer. `token_grid` is the size of
+    By default, these are `count` tokens where the picture has detail, in the middle layer. `token_grid` is the size of
     the grid that `tokens` refer to, if it is another model's.
     """
     layer = len(choose_layers(subject.model, None)) // 2 if layer is None else layer
-    (attention,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=[layer])
-    picked = choose_heads(attention, heads)
-    places = list(tokens) if tokens else interesting_tokens(pixels, attention.grid_size)
+    (found,) = capture_attention(subject.model, subject.normalize(pixels[None]), layers=[layer])
+    picked = choose_heads(found, heads)
+    places = list(tokens) if tokens else interesting_tokens(pixels, found.grid_size, count)
     if token_grid is not None:
-        places = corresponding_tokens(places, token_grid, attention.grid_size)
-    kernels = None
-    if attention.local_weight is not None:
-        kernels = attention.local_weight[0, picked].double().mean(1).cpu()
+        places = corresponding_tokens(places, token_grid, found.grid_size)
+    maps = tuple(_token_map(found, picked, place) for place in places)
+    local = found.local_weight
+    kernels = None if local is None else local[0, picked].double().mean(1).cpu()
     return AttentionMaps(
-        subject.label,
-        attention.rule.kind,
-        attention.index,
-        attention.name,
-        tuple(picked),
-        attention.grid_size,
-        pixels,
-        tuple(_token_map(attention, picked, place) for place in places),
-        kernels,
+        subject.label, found.rule.kind, found.index, found.name, tuple(picked), found.grid_size, pixels, maps, kernels
     )
 
 
 def interesting_tokens(pixels: Tensor, grid_size: tuple[int, int], count: int = 3) -> list[Place]:
     """Return places of a grid with high contrast, far from each other and, on larger grids, from the border."""
-    height, width = grid_size
     gray = pixels.float().mean(0)[None, None]
-    brightness = F.adaptive_avg_pool2d(gray, (height, width))
-    variance = F.adaptive_avg_pool2d(gray**2, (height, width)) - brightness**2
+    variance = F.adaptive_avg_pool2d(gray**2, grid_size) - F.adaptive_avg_pool2d(gray, grid_size) ** 2
     contrast = variance.clamp(min=0).sqrt().flatten() + 1  # a blank picture has tokens too
-    place = torch.arange(height * width)
-    places = torch.stack([place // width, place % width], dim=1)
-    if min(height, width) >= LEAST_WITH_BORDER:
-        inner = ((places > 0) & (places < torch.tensor([height - 1, width - 1]))).all(1)
+    places = torch.cartesian_prod(*map(torch.arange, grid_size))
+    if min(grid_size) >= LEAST_WITH_BORDER:
+        inner = ((places > 0) & (places < torch.tensor(grid_size) - 1)).all(1)
         places, contrast = places[inner], contrast[inner]
     chosen = [int(contrast.argmax())]
     while len(chosen) < min(count, len(places)):
         distance = torch.cdist(places.float(), places[chosen].float()).min(1).values
         chosen.append(int((distance * contrast).argmax()))
-    return sorted((row, column) for row, column in places[chosen].tolist())
+    return sorted(map(tuple, places[chosen].tolist()))
 
 
 def corresponding_tokens(tokens: Sequence[Place], grid_size: tuple[int, int], other: tuple[int, int]) -> list[Place]:

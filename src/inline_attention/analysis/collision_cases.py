@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,6 +31,11 @@ CAPTION = (
     "the same all along the gray line. A bias does not help: the line starts at −A⁻¹b instead of the origin. InLine "
     "subtracts the mean score instead; its weights may be negative and sum to one as well. Linear and InLine use the φ "
     "named on the left; softmax has none."
+)
+# Name, phi, A, b, the first query, and the factors between its features A q + b and those of all queries.
+CASES: tuple[Any, ...] = (
+    ("one ray", "relu(x)", ((1, 0), (0, 1)), (0, 0), (0.5, 0.25), (1.0, 2.4, 4.0, 6.0)),
+    ("different rays", "relu(Ax + b)", ((1.0, 0.2), (0.6, 1.0)), (0.84, -1.08), (-0.4, 1.6), (1.0, 1.8, 2.8, 4.0)),
 )
 KEYS = ((2.6, 0.4), (2.3, 1.7), (1.4, 2.0), (0.8, 2.5), (0.1, 2.2), (0.4, 0.9))
 
@@ -90,36 +95,23 @@ def measure_injectivity() -> list[InjectivityResult]:
 
 def collision_cases() -> list[CollisionCase]:
     """Return queries on a ray from the origin for relu(x), and queries on different rays for relu(Ax + b)."""
-    keys = torch.tensor(KEYS, dtype=torch.float64)
-    identity, zero = torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    matrix = torch.tensor([[1.0, 0.2], [0.6, 1.0]], dtype=torch.float64)
-    bias = torch.tensor([0.84, -1.08], dtype=torch.float64)
-    ray = _parallel_queries(identity, zero, first_query=(0.5, 0.25), factors=(1.0, 2.4, 4.0, 6.0))
-    shifted = _parallel_queries(matrix, bias, first_query=(-0.4, 1.6), factors=(1.0, 1.8, 2.8, 4.0))
-    return [
-        CollisionCase("one ray", "relu(x)", identity, zero, keys, ray),
-        CollisionCase("different rays", "relu(Ax + b)", matrix, bias, keys, shifted),
-    ]
-
-
-def _parallel_queries(
-    matrix: torch.Tensor, bias: torch.Tensor, first_query: tuple[float, float], factors: tuple[float, ...]
-) -> torch.Tensor:
-    """Return queries `[len(factors), 2]` that solve `A q + b = factor · (A first_query + b)`."""
-    first_feature = matrix @ torch.tensor(first_query, dtype=torch.float64) + bias
-    assert (first_feature > 0).all()  # where relu clips, it would bend the line of solutions
-    features = torch.tensor(factors, dtype=torch.float64)[:, None] * first_feature
-    return torch.linalg.solve(matrix, (features - bias).T).T
+    cases = []
+    for name, formula, *numbers in CASES:
+        matrix, bias, first_query, factors = (torch.tensor(values, dtype=torch.float64) for values in numbers)
+        features = factors[:, None] * (matrix @ first_query + bias)
+        assert (features > 0).all()  # where relu clips, it would bend the line of solutions
+        queries = torch.linalg.solve(matrix, (features - bias).T).T
+        keys = torch.tensor(KEYS, dtype=torch.float64)
+        cases.append(CollisionCase(name, formula, matrix, bias, keys, queries))
+    return cases
 
 
 def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> None:
     """Write a PNG with one row per case: the plane with keys and queries, then the weights under each attention."""
     rows = [list(group) for _, group in itertools.groupby(results, key=lambda result: result.case.name)]
     with new_figure(12.5, 3.3 * len(rows) + 1.2, TITLE, CAPTION) as figure:
-        ratios = (1.1, *(1.0 for _ in rows[0]))
-        panels = figure.subplots(
-            len(rows), len(ratios), squeeze=False, width_ratios=ratios, gridspec_kw={"hspace": 0.1}
-        )
+        grid = {"width_ratios": (1.1, *(1.0 for _ in rows[0])), "hspace": 0.1}
+        panels = figure.subplots(len(rows), 1 + len(rows[0]), squeeze=False, gridspec_kw=grid)
         for axes in panels[:, 1:].flat[1:]:
             axes.sharey(panels[0, 1])  # so that bars can be compared across panels
         for row, (plane, first, *others) in zip(rows, panels, strict=True):
@@ -171,14 +163,12 @@ def _draw_weights(axes: Axes, result: InjectivityResult) -> None:
     light_grid(axes)
     axes.spines["bottom"].set_visible(False)
     axes.set(xticks=range(1, keys + 1), xlabel="key")
-    if result.verdict == "distinct":
-        statement, color = "every query gets its own weights", INK
-    elif result.largest_difference <= COLLISION_TOLERANCE:
-        statement, color = f"all {queries} queries get the same weights", ALARM
-    else:
-        statement, color = "some queries get the same weights", ALARM
     name = KIND_LABELS[result.kind]
-    _title(axes, name[0].upper() + name[1:], statement, color)
+    statement = "every query gets its own weights"
+    if result.verdict == "collide":
+        all_same = result.largest_difference <= COLLISION_TOLERANCE
+        statement = f"{f'all {queries}' if all_same else 'some'} queries get the same weights"
+    _title(axes, name[0].upper() + name[1:], statement, INK if result.verdict == "distinct" else ALARM)
 
 
 def _title(axes: Axes, name: str, statement: str, color: str) -> None:

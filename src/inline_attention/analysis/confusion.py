@@ -9,6 +9,7 @@ Shapes: `N` tokens, which are all queries.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.layer_attention import LayerAttention, beyond_uniform, check_matrix_size
-from inline_attention.analysis.pictures import Chosen, PictureSample, captured_images
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.injectivity import DISTINCT_QUERIES
+from inline_attention.analysis.probes import LayerAttention, beyond_uniform, check_matrix_size
+from inline_attention.analysis.subjects import Chosen, PictureSample, Subject, captured_images
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support import figures
 from inline_attention.support.figures import Axes, Chart, DotRow, LegendEntry, Panel, Style, dot_panel
@@ -28,9 +29,8 @@ from inline_attention.support.text import printable
 
 TOLERANCES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TOLERANCE = 1e-2
-DISTINCT_QUERIES = 0.1
-LARGEST_GROUPS = 6  # groups of confused tokens that get a color of their own
 LONGEST_NAME = 26
+LARGEST_GROUPS = 6  # groups of confused tokens that get a color of their own
 
 
 @dataclass(frozen=True)
@@ -126,33 +126,30 @@ def count_confusion(
 def pairwise_difference(rows: Tensor) -> Tensor:
     """Return ‖a - b‖ over the longer of a and b for all pairs of rows `[N, M]`, as `[N, N]`; 0 where both are zero."""
     lengths = rows.norm(dim=1)
-    # Through inner products, which is fast: exact to about 1e-8 of the lengths in float64, well below the tolerances.
-    squares = lengths[:, None] ** 2 + lengths[None, :] ** 2 - 2 * rows @ rows.T
-    difference = squares.clamp_(min=0).sqrt_()
-    difference /= torch.maximum(lengths[:, None], lengths[None, :]).clamp(min=torch.finfo(rows.dtype).tiny)
-    return difference.fill_diagonal_(0)
+    longer = torch.maximum(lengths[:, None], lengths[None, :]).clamp(min=torch.finfo(rows.dtype).tiny)
+    # Of many rows through inner products, which is fast and in float64 exact to about 1e-8 of the lengths.
+    return (torch.cdist(rows, rows) / longer).fill_diagonal_(0)
 
 
 def connected_groups(confused: Tensor) -> Tensor:
     """Return the numbers `[N]` of groups that pairs `[N, N]` connect, the largest first; 0 for single tokens."""
     count = len(confused)
-    confused = confused.cpu()
-    linked = confused | torch.eye(count, dtype=torch.bool)
-    label, spread = None, torch.arange(count)
-    while label is None or not torch.equal(spread, label):  # each token takes the smallest label it is linked to
-        label, spread = spread, torch.where(linked, spread, count).min(1).values
+    linked = confused.cpu() | torch.eye(count, dtype=torch.bool)
+    label = torch.arange(count)
+    while not torch.equal(label, spread := torch.where(linked, label, count).amin(1)):
+        label = spread  # each token takes the smallest label that it is linked to
     _, inverse, sizes = label.unique(return_inverse=True, return_counts=True)
     number = sizes.argsort(descending=True, stable=True).argsort() + 1
     return torch.where(sizes > 1, number, 0)[inverse]
 
 
-def by_image(counts: Sequence[ConfusionCount]) -> list[ImageConfusion]:
+def by_image(counts: Iterable[ConfusionCount]) -> list[ImageConfusion]:
     """Return the confused pairs of each image over all layers and heads."""
-    totals: dict[str, tuple[int, int]] = {}
+    distinct, confused = Counter[str](), Counter[str]()
     for count in counts:
-        distinct, confused = totals.get(count.image, (0, 0))
-        totals[count.image] = distinct + count.distinct_pairs, confused + count.confused_pairs
-    return [ImageConfusion(image, *pairs) for image, pairs in totals.items()]
+        distinct[count.image] += count.distinct_pairs
+        confused[count.image] += count.confused_pairs
+    return [ImageConfusion(image, pairs, confused[image]) for image, pairs in distinct.items()]
 
 
 def confusion_panel(styles: Mapping[str, Style], images: Mapping[str, Sequence[ImageConfusion]]) -> Panel:
@@ -222,10 +219,10 @@ def draw_worst_images(
     with figures.new_figure(*size, "Where attention confuses tokens most", small_print) as figure:
         panels = figure.subplots(len(shown), columns, squeeze=False)
         for (label, images), row in zip(shown.items(), panels, strict=True):
-            for axes in row:
-                figures.without_ticks(axes)
             for axes, image in zip(row, images, strict=False):
                 _draw_confused_image(axes, image)
+            for axes in row[len(images) :]:
+                axes.set_axis_off()
             row[0].set_ylabel(label, fontweight="bold", fontsize=10)
         return figures.save(figure, folder, "confusion-worst")
 

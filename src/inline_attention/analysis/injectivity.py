@@ -18,12 +18,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.layer_attention import LayerAttention, MixingRule, beyond_uniform
-from inline_attention.analysis.pictures import Chosen, PictureSample, captured_images
-from inline_attention.analysis.probes import choose_layers
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.probes import LayerAttention, MixingRule, beyond_uniform, choose_layers
+from inline_attention.analysis.subjects import Chosen, PictureSample, Subject, captured_images
 from inline_attention.data.randomness import derived_seed
-from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.ops.feature_maps import EXP_RATE, FEATURE_MAPS, LEAKY_RELU_SLOPE
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.support.figures import KIND_LABELS, LIGHT, MUTED, Axes, light_grid, new_figure, save
@@ -105,10 +102,7 @@ def survey_injectivity(
 
 def measure_key_condition(layer: LayerAttention, image: int, head: int) -> KeyCondition:
     """Return the condition of one head of one image; in windows, of the window with the worst keys."""
-    keys = layer.k[image, :, head]
-    if layer.groups is None:
-        return key_condition(layer.rule, keys, layer.index, head)
-    group = layer.groups[head]
+    group, keys = layer.group(head), layer.k[image, :, head]
     conditions = [key_condition(layer.rule, keys[group == number], layer.index, head) for number in group.unique()]
     return min(conditions, key=lambda found: (found.rank - found.needed, found.smallest / max(found.largest, 1e-300)))
 
@@ -173,9 +167,8 @@ def measure_collisions(
 
     A position bias is left out, since it does not decide which queries collide.
     """
-    members = torch.arange(layer.num_tokens, device=layer.q.device)
-    if layer.groups is not None:
-        members = (layer.groups[head] == layer.groups[head].mode().values).nonzero().flatten()
+    group = layer.group(head)
+    members = (group == group.mode().values).nonzero().flatten()
     generator = torch.Generator().manual_seed(derived_seed("queries", seed, layer.index, head))
     chosen = members[torch.randperm(len(members), generator=generator)[:queries].to(members.device)]
     q, k = layer.q[image, chosen, head].double(), layer.k[image, members, head].double()
@@ -190,12 +183,12 @@ def measure_collisions(
 
 def collision_rate(rule: MixingRule, q: Tensor, k: Tensor) -> CollisionRate:
     """Return the collisions of queries `[Q, D]` on keys `[M, D]`, both float64, under one rule."""
-    tolerance = _tolerance(rule)
     # The query itself comes first, so that its weights are rounded as those of its partners.
     queries = torch.stack([q, *constructed_partners(rule, q, k), search_partner(rule, q, k)])  # [..., Q, D]
     rows = _compared_rows(rule, queries, k)
     difference = relative_difference(rows, rows[0])
     difference[relative_difference(queries, q) < DISTINCT_QUERIES] = torch.inf
+    tolerance = _tolerance(rule)
     collides = difference <= tolerance
     return CollisionRate(
         layer=0,
@@ -233,13 +226,12 @@ def constructed_partners(rule: MixingRule, q: Tensor, k: Tensor) -> list[Tensor]
     keys = rule.features(k)
     keys = keys - keys.mean(0)
     unseen = torch.linalg.eigh(keys.mT @ keys).eigenvectors[:, 0]
-    length = SEARCH_DISTANCE * features.norm(dim=-1, keepdim=True)
     for direction in (unseen, -unseen):
-        moved = features + length * direction
+        length = SEARCH_DISTANCE * features.norm(dim=-1, keepdim=True)
         if name not in ("identity", "leaky_relu"):  # features must stay positive, as this phi makes them
             room = torch.where(direction < 0, features / direction.abs().clamp(min=1e-300), torch.inf)
-            moved = features + torch.minimum(length, 0.9 * room.min(dim=-1, keepdim=True).values) * direction
-        partners.append(preimage(moved, q))
+            length = torch.minimum(length, 0.9 * room.amin(dim=-1, keepdim=True))
+        partners.append(preimage(features + length * direction, q))
     return partners
 
 
@@ -270,39 +262,18 @@ def search_partner(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
         better = difference < smallest
         best = torch.where(better[:, None], candidate, best)
         smallest = torch.where(better, difference, smallest)
-    one_way, other_way = best.chunk(2)
-    first_is_better = smallest[: len(q)] <= smallest[len(q) :]
-    return torch.where(first_is_better[:, None], one_way, other_way)
+    one_way, other_way = smallest.chunk(2)
+    return torch.where((one_way <= other_way)[:, None], *best.chunk(2))
 
 
 def weight_gradients(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:
-    """Return the float64 derivatives `[Q, M, D]` of the weights of queries `[Q, D]` for keys `[M, D]` by the queries.
+    """Return the derivatives `[Q, M, D]` of the weights of queries `[Q, D]` for keys `[M, D]` by the queries."""
 
-    Written by hand for built-in feature maps: forward-mode differentiation takes a few times as long.
-    """
-    if rule.normalization is not None and not isinstance(rule.feature_map, str):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # from torch, at the first use of jacfwd
-            return torch.func.vmap(torch.func.jacfwd(lambda x: rule.weights(x[None], k)[0]))(q)
-    with torch.enable_grad():
-        point = q.detach().double().requires_grad_()
-        features = rule.features(point)
-        (slopes,) = torch.autograd.grad(features.sum(), point)  # phi acts on each coordinate separately
-    keys = rule.features(k)
-    scores = rule.scale * features.detach() @ keys.mT
-    by_query = rule.scale * slopes[:, None] * keys  # derivatives of the scores
-    if rule.normalization is None:
-        weights = scores.softmax(-1)[..., None]
-        return weights * (by_query - (weights * by_query).sum(1, keepdim=True))
-    # All three rules are (1 + a(z) (s - z)) / M with the mean score z (docs/math.md, section 2).
-    mean, mean_by_query = scores.mean(-1, keepdim=True), by_query.mean(1, keepdim=True)
-    divisible = mean.abs() > SMALLEST_MEAN_SCORE
-    inverse = torch.where(divisible, 1 / torch.where(divisible, mean, 1), 0)
-    slope = {"subtract": torch.ones_like(mean), "divide": inverse, "magnitude": 1 + inverse}[rule.normalization]
-    result = slope[..., None] * (by_query - mean_by_query)
-    if rule.normalization != "subtract":  # where a(z) depends on z
-        result = result - inverse.square()[..., None] * mean_by_query * (scores - mean)[..., None]
-    return result / len(k)
+    def along(direction: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: rule.weights(x, k), (q,), (direction.expand_as(q),))[1]
+
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own, at the first use of jvp
+        return torch.func.vmap(along, out_dims=-1)(torch.eye(q.shape[-1], dtype=q.dtype, device=q.device))
 
 
 def _compared_rows(rule: MixingRule, q: Tensor, k: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from typing import Literal, TypeAlias, Unpack
 
 from torch import Tensor
 
-from inline_attention.analysis.layer_attention import TAPS, LayerAttention, neighborhood_mask
-from inline_attention.analysis.pictures import Chosen, PictureSample, captured_images
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.probes import TAPS, LayerAttention, neighborhood_mask
+from inline_attention.analysis.subjects import Chosen, PictureSample, Subject, captured_images
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
 

@@ -9,25 +9,25 @@ Shapes: `B` batch, `N` tokens, `C` channels, `H` heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from inline_attention.analysis.layer_attention import LARGEST_MATRIX, LayerAttention, neighborhood_mask
-from inline_attention.analysis.pictures import OnProgress, PictureSample
-from inline_attention.analysis.probes import attention_layers, observed
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.locality import SIDES
+from inline_attention.analysis.probes import LayerAttention, attention_layers, neighborhood_mask, observed
+from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
 from inline_attention.support.figures import INK, LIGHT, Axes, Chart, LegendEntry, Panel, Style, light_grid
 
 Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]  # in British spelling, as in result files
 LocalTerm: TypeAlias = Literal["none", "kept", "hidden"]
-BYTES_AT_ONCE = LARGEST_MATRIX // 2
+BYTES_AT_ONCE = 1 << 28  # of weights
 WHERE_LABELS = {"neighbourhood": "neighborhood hidden", "random": "as many random tokens hidden"}
 WHERE_KINDS = {"neighbourhood": "inline", "random": "random"}  # kinds of `figures.Style`
 TERM_LABELS = {"none": "no 3×3 term", "hidden": "hidden from the 3×3 term too", "kept": "3×3 term sees all"}
@@ -68,9 +68,9 @@ def survey_masking(
     subject: Subject,
     sample: PictureSample,
     *,
-    sides: Sequence[int] = (3, 5, 7),
+    sides: Sequence[int] = SIDES,
     seed: int = 0,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda _: None,
 ) -> list[MaskingResult]:
     """Measure accuracy under every hiding, on labeled pictures, which are read once per hiding."""
     hidings = len(planned_hidings(subject.model, sides))
@@ -78,8 +78,7 @@ def survey_masking(
     def batches() -> Iterator[Batch]:
         for batch in sample.batches(subject, normalized=True):
             yield batch
-            if on_progress is not None:
-                on_progress(len(batch) / len(sample) / hidings)
+            on_progress(len(batch) / len(sample) / hidings)
 
     return measure_masking(subject.model, batches, sides=sides, seed=seed)
 
@@ -95,7 +94,7 @@ def planned_hidings(model: nn.Module, sides: Sequence[int]) -> list[Hiding]:
 
 
 def measure_masking(
-    model: nn.Module, batches: Callable[[], Iterable[Batch]], *, sides: Sequence[int] = (3, 5, 7), seed: int = 0
+    model: nn.Module, batches: Callable[[], Iterable[Batch]], *, sides: Sequence[int] = SIDES, seed: int = 0
 ) -> list[MaskingResult]:
     """Evaluate a classifier under every hiding, each time on the normalized, labeled images that `batches` returns."""
     results: list[MaskingResult] = []
@@ -112,23 +111,18 @@ def measure_masking(
     return results
 
 
-@contextmanager
-def hidden_tokens(model: nn.Module, hiding: Hiding, *, seed: int = 0) -> Iterator[None]:
-    """Hide keys from the queries of all attention layers inside the `with` block.
+def hidden_tokens(model: nn.Module, hiding: Hiding, *, seed: int = 0) -> AbstractContextManager[None]:
+    """Hide keys from the queries of all attention layers inside a `with` block.
 
     Random tokens are drawn anew for every layer and batch, from the seed.
     """
-    if hiding.where == "nothing":
-        yield
-        return
     generator = torch.Generator().manual_seed(derived_seed("masking", seed, hiding.side))
 
     def mix(layer: LayerAttention) -> Tensor:
         hide = hidden_keys(layer, hiding, generator)
         return mixed_values(layer, hide, hide_from_local_term=hiding.local_term == "hidden")
 
-    with observed(model, mix):
-        yield
+    return nullcontext() if hiding.where == "nothing" else observed(model, mix)
 
 
 def hidden_keys(layer: LayerAttention, hiding: Hiding, generator: torch.Generator) -> Tensor:
@@ -182,7 +176,7 @@ def masking_chart(results: Mapping[str, Sequence[MaskingResult]]) -> Chart:
                 for item in shown
             )
             description = f"{title}: {shown[0].baseline_top1:.1f} % with nothing hidden, {found}."
-            panels.append(Panel(title, lambda axes, shown=shown: _draw_masking(axes, shown), description))
+            panels.append(Panel(title, partial(_draw_masking, items=shown), description))
     legend = [LegendEntry(text, Style(WHERE_KINDS[where]), is_patch=True) for where, text in WHERE_LABELS.items()]
     return Chart(panels, legend)
 

@@ -6,19 +6,18 @@ Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.pictures import PictureSample
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.subjects import PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
-from inline_attention.support.figures import ALARM, INK, Axes, draw_picture, new_figure, save, shortened
+from inline_attention.support.figures import ALARM, INK, Axes, Chart, Panel, draw_picture, shortened
 from inline_attention.support.text import printable
 
 COLUMNS = 8
@@ -60,17 +59,16 @@ class Predictions:
 
 def predict_dataset(subject: Subject, source: ImageSource, *, keep: int, batch_size: int = 64) -> Predictions:
     """Classify every picture of a dataset whose classes the subject knows, and keep the pixels of the hardest."""
-    source = source.with_classes(_class_names(subject))
-    sample = PictureSample(source, batch_size=batch_size)
+    sample = PictureSample(source.with_classes(_class_names(subject)), batch_size=batch_size)
     images = right = 0
     hardest: list[PredictedPicture] = []
     for batch, answers in answer_batches(subject, sample):
         images += len(answers)
         right += sum(answer.is_right for answer in answers)
         # A copy of the pixels: a view would keep the whole batch.
-        found = sorted(zip(answers, batch.images, strict=True), key=lambda item: item[0].truth_probability)[:keep]
-        new = [PredictedPicture(**vars(answer), pixels=pixels.clone()) for answer, pixels in found]
-        hardest = heapq.nsmallest(keep, [*hardest, *new], key=lambda picture: picture.truth_probability)
+        pairs = zip(answers, batch.images, strict=True)
+        found = [PredictedPicture(**vars(answer), pixels=pixels.clone()) for answer, pixels in pairs]
+        hardest = heapq.nsmallest(keep, [*hardest, *found], key=lambda picture: picture.truth_probability)
     if not images:
         raise ValueError(f"there is no readable picture in {source.location}; check the dataset and its split")
     return Predictions(images, right, len(sample.skipped), tuple(hardest))
@@ -97,7 +95,6 @@ def answer_batches(subject: Subject, sample: PictureSample) -> Iterator[tuple[Ba
 def draw_predictions(predictions: Predictions, label: str, dataset: str, folder: Path) -> list[Path]:
     """Write `predictions.png` and `.svg`: the hardest pictures with the model's guess; wrong ones have a frame."""
     shown = predictions.hardest
-    rows = math.ceil(len(shown) / COLUMNS)
     names_are_short = all(len(picture.guess) <= SHORT_NAME for picture in shown)
     wrong, wrong_shown = predictions.images - predictions.right, sum(not picture.is_right for picture in shown)
     small_print = (
@@ -108,14 +105,10 @@ def draw_predictions(predictions: Predictions, label: str, dataset: str, folder:
     if predictions.broken:
         small_print += f" {predictions.broken:,} pictures could not be read and are not counted."
     title = f"{label} on {dataset}: {100 * predictions.right / predictions.images:.1f} % right"
-    height = rows * (CELL + (0.5 if names_are_short else 0.65)) + 1.2
-    with new_figure(COLUMNS * CELL, height, title, small_print) as figure:
-        panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-        for axes, picture in zip(panels, shown, strict=False):
-            _draw_picture(axes, picture, names_are_short=names_are_short)
-        for axes in panels[len(shown) :]:
-            axes.set_axis_off()
-        return save(figure, folder, "predictions")
+    draw = partial(_draw_picture, names_are_short=names_are_short)
+    height = CELL + (-0.1 if names_are_short else 0.05)  # a longer name takes a line of its own
+    panels = [Panel("", partial(draw, picture=picture), height=height) for picture in shown]
+    return Chart(panels).save(folder, "predictions", title=title, small_print=small_print, columns=COLUMNS, width=CELL)
 
 
 def _draw_picture(axes: Axes, picture: PredictedPicture, *, names_are_short: bool) -> None:

@@ -18,13 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inline_attention.benchmark.model_size import measure_model_size
-from inline_attention.benchmark.timing import (
-    interleaved_timings,
-    prepare_throughput,
-    read_peak,
-    release_memory,
-    reset_peak,
-)
+from inline_attention.benchmark.results import measure_contestants
+from inline_attention.benchmark.timing import Work, prepare_throughput, read_peak, release_memory, reset_peak
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import TWINS
 from inline_attention.support.figures import KIND_LABELS, Axes, Chart, LegendEntry, Panel, Style, draw_line, log_axes
@@ -67,7 +62,7 @@ def measure_scaling(
     batch: int = 1,
     device: torch.device | None = None,
     seconds: float = 1.0,
-    on_progress: Callable[[ScalingPoint], None] | None = None,
+    on_progress: Callable[[ScalingPoint], None] = lambda _: None,
 ) -> list[ScalingPoint]:
     """Measure a model and its twins, in turns, on images of growing sizes, then with growing windows at the first size.
 
@@ -80,8 +75,7 @@ def measure_scaling(
     for size, window in [*((size, None) for size in sizes), *((sizes[0], window) for window in windows)]:
         for point in _measure_step(names, size, window, batch, device or torch.device("cpu"), seconds):
             points.append(point)
-            if on_progress is not None:
-                on_progress(point)
+            on_progress(point)
     return points
 
 
@@ -90,37 +84,32 @@ def _measure_step(
 ) -> list[ScalingPoint]:
     arguments: dict[str, Any] = {} if window is None else {"window_size": window}
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
-    works: dict[str, Any] = {}
-    peaks: dict[str, int | None] = {}
-    notes: dict[str, str] = {}
-    for kind, model_name in names.items():
-        try:
-            with device:
-                model = create_model(model_name, **arguments).eval()
-            forward = torch.inference_mode()(partial(model, images))
-            forward()
-            peaks[kind] = peak_tensor_bytes(forward, device)
-            works[kind] = prepare_throughput(forward, device)
-        except (RuntimeError, MemoryError) as error:  # such as out of memory: measure the others
-            notes[kind] = (str(error).strip() or type(error).__name__).splitlines()[0]
-            release_memory(device)
-    timings = interleaved_timings(works, seconds=seconds, at_least=LEAST_ROUNDS)
+
+    def prepare(kind: str) -> tuple[Work, None, int | None]:
+        with device:
+            model = create_model(names[kind], **arguments).eval()
+        forward = torch.inference_mode()(partial(model, images))
+        forward()
+        peak_bytes = peak_tensor_bytes(forward, device)
+        return prepare_throughput(forward, device), None, peak_bytes
+
+    measured = measure_contestants(names, prepare, device, seconds=seconds, at_least=LEAST_ROUNDS)
     release_memory(device)
     return [
         ScalingPoint(
-            model=model_name,
-            attention=kind,
+            model=names[found.contestant],
+            attention=found.contestant,
             axis="resolution" if window is None else "window",
             size=size,
             window=window,
             batch=batch,
-            milliseconds=timings[kind].milliseconds if kind in timings else None,
-            spread=timings[kind].spread if kind in timings else None,
-            peak_bytes=peaks.get(kind),
-            macs=batch * measure_model_size(model_name, input_size=(3, size, size), **arguments).macs,
-            note=notes.get(kind, ""),
+            milliseconds=found.milliseconds,
+            spread=None if found.timing is None else found.timing.spread,
+            peak_bytes=found.peak_bytes,
+            macs=batch * measure_model_size(names[found.contestant], input_size=(3, size, size), **arguments).macs,
+            note=found.note,
         )
-        for kind, model_name in names.items()
+        for found in measured
     ]
 
 
@@ -129,8 +118,7 @@ class TensorMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak_bytes = 0
-        self._bytes = 0
+        self.peak_bytes = self._bytes = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(

@@ -1,22 +1,31 @@
-"""The models to analyze: from a run, a weights file, or untrained by name, with images prepared for each.
+"""The models to analyze (of a run, of a weights file, or untrained), and samples of pictures prepared for each.
 
 Shapes: `B` batch, `H`, `W` height and width of images in pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypedDict, Unpack
 
+import numpy as np
 import torch
+from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
-from inline_attention.analysis.probes import attention_layers
-from inline_attention.data.batch import Normalize
+from inline_attention.analysis.probes import LayerAttention, attention_layers, capture_attention, choose_heads
+from inline_attention.data.batch import Batch, Normalize
+from inline_attention.data.broken import BrokenImageLimit, BrokenImages
+from inline_attention.data.datasets import open_dataset
+from inline_attention.data.images import find_images, load_image
+from inline_attention.data.loading import ImageLoader
+from inline_attention.data.randomness import derived_seed
+from inline_attention.data.sampling import EvaluationBatches
+from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.layers.attention import KernelAttention
@@ -25,7 +34,11 @@ from inline_attention.models.described import read_description
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.support.text import printable
-from inline_attention.tasks.classification.prediction import ImageClassifier
+from inline_attention.tasks.classification.prediction import ImageClassifier, find_device
+
+OnProgress: TypeAlias = Callable[[float], None]  # called with the share of the work just done; shares sum to one
+NOT_A_RUN = ("checkpoints", "best", "last", "/")  # folders on the way from a run to its weights
+HeadOfImage: TypeAlias = tuple[LayerAttention, int, int]  # a layer, and the numbers of an image and a head in it
 
 
 @dataclass(frozen=True)
@@ -86,15 +99,10 @@ def trained_subject(
     file = open_checkpoint(find_weights(path))
     classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
     described = read_description(file, model_name)
-    return _subject(
-        classifier.model,
-        described.name,
-        file.path,
-        # Only names from the file itself can be matched with those of a dataset.
-        None if described.class_names is None else tuple(described.class_names),
-        size or described.image_size,
-        described.crop_pct,
-    )
+    subject = _subject(classifier.model, described.name, size or described.image_size, described.crop_pct)
+    # Only names from the file itself can be matched with those of a dataset.
+    names = None if described.class_names is None else tuple(described.class_names)
+    return replace(subject, weights=file.path, class_names=names)
 
 
 def untrained_subject(
@@ -102,25 +110,23 @@ def untrained_subject(
 ) -> Subject:
     """Build a model with random weights; `arguments` are those of `create_model`."""
     torch.manual_seed(seed)
-    classifier = ImageClassifier(create_model(model_name, **arguments), [], device=device)
+    model = create_model(model_name, **arguments).eval().to(find_device(device))
     native: Any = to_2tuple(arguments["img_size"]) if "img_size" in arguments else None
     # A trained model of unusual size is evaluated on the whole picture.
-    crop_pct = 1.0 if native else None
-    return _subject(classifier.model, model_name, None, None, size or native, crop_pct)
+    return _subject(model, model_name, size or native, crop_pct=1.0 if native else None)
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
     """Return the same subjects; several of one model get their runs or numbers as labels."""
-    labels = [subject.model_name for subject in subjects]
+    names = [subject.model_name for subject in subjects]
     distinct: list[Subject] = []
-    for number, subject in enumerate(subjects, start=1):
-        if labels.count(subject.model_name) == 1:
-            distinct.append(subject)
-            continue
-        run = f"#{number}" if subject.weights is None else printable(_run_name(subject.weights))
-        label = f"{subject.model_name} ({run})"
-        taken = {other.label for other in distinct}
-        distinct.append(replace(subject, label=label if label not in taken else f"{subject.model_name} (#{number})"))
+    for number, (name, subject) in enumerate(zip(names, subjects, strict=True), start=1):
+        label = name if names.count(name) == 1 else f"{name} (#{number})"
+        if names.count(name) > 1 and subject.weights is not None:
+            folders = [part for part in subject.weights.parent.parts if part not in NOT_A_RUN]
+            of_run = f"{name} ({printable([subject.weights.stem, *folders][-1])})"
+            label = label if of_run in {other.label for other in distinct} else of_run
+        distinct.append(replace(subject, label=label))
     return distinct
 
 
@@ -132,14 +138,7 @@ def weights_note(subjects: Sequence[Subject]) -> str:
     return f"Untrained weights: {', '.join(untrained)}." if untrained else "Trained weights."
 
 
-def _subject(
-    model: nn.Module,
-    model_name: str,
-    weights: Path | None,
-    class_names: tuple[str, ...] | None,
-    size: tuple[int, int] | None,
-    crop_pct: float | None,
-) -> Subject:
+def _subject(model: nn.Module, model_name: str, size: tuple[int, int] | None, crop_pct: float | None) -> Subject:
     wanted = {"crop_pct": crop_pct} | ({} if size is None else {"input_size": (3, *size)})
     config: dict[str, Any] = resolve_data_config(wanted, model=model)
     height, width = config["input_size"][1:]
@@ -150,10 +149,115 @@ def _subject(
         )
     first = next(iter(attention_layers(model).values()))
     kind = KIND_OF_NORMALIZATION[first.normalization] if isinstance(first, KernelAttention) else "softmax"
-    return Subject(model_name, model_name, kind, model, weights, class_names, (height, width), config)
+    return Subject(model_name, model_name, kind, model, None, None, (height, width), config)
 
 
-def _run_name(weights: Path) -> str:
-    """Return the name of the run's folder: not `checkpoints`, `best` or `last`."""
-    parts = [part for part in weights.parent.parts if part not in ("checkpoints", "best", "last", "/")]
-    return parts[-1] if parts else weights.stem
+class Chosen(TypedDict, total=False):
+    """The numbers of the layers and heads that a survey looks at, all by default, and a function to show progress."""
+
+    layers: Sequence[int] | None
+    heads: Sequence[int] | None
+    on_progress: OnProgress
+
+
+class UnlabelledPictures(ImageSource):
+    """Picture files without classes."""
+
+    def __init__(self, location: Path, files: Sequence[Path]):
+        super().__init__(str(location), [""], np.zeros(len(files)))
+        self._files = list(files)
+
+    def load(self, index: int) -> Image.Image:
+        """Read a file."""
+        return load_image(self._files[index])
+
+    def name(self, index: int) -> str:
+        """Return a file's path."""
+        return str(self._files[index])
+
+
+def open_pictures(dataset: str, data_dir: Path | None, split: str) -> ImageSource:
+    """Open pictures whose classes do not matter: a folder need not be sorted by class, and may be a single picture."""
+    if dataset not in ("", "folder") or data_dir is None:
+        return open_dataset(dataset, data_dir, split)
+    files = find_images([data_dir])
+    if not files or not data_dir.exists():
+        what = "holds no picture" if data_dir.exists() else "does not exist"
+        raise DataError(f"{data_dir} {what}; give a folder of pictures with --data-dir, or --dataset digits")
+    return UnlabelledPictures(data_dir, files)
+
+
+class SampledBatches(EvaluationBatches):
+    """Batches of `count` samples drawn at random without repetition, in the order of the dataset; None draws all."""
+
+    def __init__(self, length: int, count: int | None, batch_size: int, seed: int):
+        super().__init__(length, batch_size)
+        if count is not None and count < length:
+            generator = torch.Generator().manual_seed(derived_seed("sampled pictures", seed))
+            self._indices = torch.randperm(length, generator=generator)[:count].sort().values
+
+
+@dataclass
+class PictureSample:
+    """Some pictures of a source, drawn at random and read again for every model that is analyzed."""
+
+    source: ImageSource
+    _: KW_ONLY
+    images: int | None = None  # None for all
+    seed: int = 0
+    batch_size: int = 8
+    workers: int = 0  # processes that read
+    skipped: dict[str, str] = field(default_factory=dict)  # pictures that could not be read so far: reasons by name
+
+    def __len__(self) -> int:
+        """Number of pictures, unreadable ones included."""
+        return len(self.source) if self.images is None else min(self.images, len(self.source))
+
+    def batches(self, subject: Subject, *, normalized: bool = False) -> Iterator[Batch]:
+        """Yield uint8 pictures in a model's size and crop; unreadable ones are left out and recorded.
+
+        Normalized, they are inputs on the model's device, with classes numbered as in the model. Raises
+        `BrokenImagesError` if too many are broken, `DataError` if the model does not know their classes.
+        """
+        broken = BrokenImages(len(self), BrokenImageLimit())
+        loader = ImageLoader(
+            _with_classes_of(subject, self.source) if normalized else self.source,
+            subject.transform(),
+            SampledBatches(len(self.source), self.images, self.batch_size, self.seed),
+            normalize=subject.normalization() if normalized else None,
+            broken=broken,
+            replace_broken=False,
+            workers=self.workers,
+            device=subject.device if normalized else "cpu",
+        )
+        try:
+            yield from loader.epoch()
+        finally:
+            loader.close()
+            self.skipped |= {image.name: image.reason for image in broken}
+
+
+def captured_images(
+    subject: Subject, sample: PictureSample, **chosen: Unpack[Chosen]
+) -> Iterator[tuple[str, Tensor, list[HeadOfImage]]]:
+    """Yield the name of each picture, its uint8 pixels, and its place in what the chosen heads did with its batch."""
+    on_progress = chosen.get("on_progress", lambda _: None)
+    for batch in sample.batches(subject):
+        layers = capture_attention(subject.model, subject.normalize(batch.images), layers=chosen.get("layers"))
+        for image, index in enumerate(batch.indices.tolist()):
+            places = [(layer, image, head) for layer in layers for head in choose_heads(layer, chosen.get("heads"))]
+            yield sample.source.name(index), batch.images[image], places
+        on_progress(len(batch) / len(sample))
+
+
+def _with_classes_of(subject: Subject, source: ImageSource) -> ImageSource:
+    """Return the pictures with classes numbered as in the model."""
+    if subject.class_names is not None:
+        return source.with_classes(subject.class_names)
+    expected, found = getattr(subject.model, "num_classes", None), len(source.class_names)
+    if expected not in (None, found):
+        raise DataError(
+            f"{subject.label} has {expected} classes without names, {source.location} has {found} classes; give the "
+            "data that the model was trained on"
+        )
+    return source

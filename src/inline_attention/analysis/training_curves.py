@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +76,10 @@ def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
 
 def run_labels(model_names: Sequence[str], folders: Sequence[Path]) -> list[str]:
     """Return distinct labels of runs: the model, or the folder where several runs are of one model."""
-    seen: Counter[str] = Counter()
-    labels: list[str] = []
-    for name, folder in zip(model_names, folders, strict=True):
-        label = printable(name if model_names.count(name) == 1 else folder.resolve().name)
-        seen[label] += 1
-        labels.append(label if seen[label] == 1 else f"{label} (#{seen[label]})")
-    return labels
+    named = zip(model_names, folders, strict=True)
+    labels = [printable(name if model_names.count(name) == 1 else folder.resolve().name) for name, folder in named]
+    earlier = [labels[:number].count(label) for number, label in enumerate(labels)]
+    return [f"{label} (#{1 + count})" if count else label for label, count in zip(labels, earlier, strict=True)]
 
 
 def curves_chart(styles: Mapping[str, Style], runs: Sequence[TrainingCurves]) -> Chart:

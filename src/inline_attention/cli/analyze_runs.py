@@ -18,10 +18,11 @@ from inline_attention.analysis.attention_map import (
     measure_attention_maps,
     weight_rows,
 )
-from inline_attention.analysis.pictures import PictureSample, open_pictures
 from inline_attention.analysis.scaling import KINDS, draw_scaling, measure_scaling
 from inline_attention.analysis.subjects import (
+    PictureSample,
     Subject,
+    open_pictures,
     trained_subject,
     untrained_subject,
     weights_note,

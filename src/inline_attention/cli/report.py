@@ -10,6 +10,7 @@ from rich.console import Console
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.cli.printing import fail, make_console, say, warn
 from inline_attention.report.measurement import KeptMeasurements, find_runs, gather
+from inline_attention.support.files import write_atomically
 
 PAGE_SUFFIXES = (".html", ".htm")
 
@@ -32,7 +33,7 @@ def run_report(
         fail(f"expected a file to write, such as {output / 'report.html'}, got the folder {output}")
     if output.suffix.lower() not in PAGE_SUFFIXES:
         fail(f"--output names the page, which is HTML: expected a name such as {output.stem}.html, got {output}")
-    from inline_attention.report.page import write_page
+    from inline_attention.report.page import render
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,7 @@ def run_report(
             evidence = gather(
                 find_runs(runs), kept, ablations=ablations, cost=cost, device=device, on_step=status.update
             )
-        write_page(evidence, output)
+        write_atomically(output, render(evidence))
     except OSError as error:
         fail(f"cannot write {output}: {error.strerror or error}; choose another file with --output")
     for section, reasons in evidence.missing.items():

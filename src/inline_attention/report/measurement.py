@@ -12,6 +12,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,17 +24,16 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from inline_attention.analysis.attention_map import interesting_tokens, measure_attention_maps
+from inline_attention.analysis.attention_map import measure_attention_maps
 from inline_attention.analysis.confusion import ImageConfusion, by_image, survey_confusion
 from inline_attention.analysis.locality import SIDES, Locality, average, survey_locality
 from inline_attention.analysis.masking import MaskingResult, survey_masking
-from inline_attention.analysis.pictures import PictureSample
 from inline_attention.analysis.predictions import Answer, answer_batches
 from inline_attention.analysis.probes import capture_attention
-from inline_attention.analysis.subjects import Subject, trained_subject
+from inline_attention.analysis.subjects import PictureSample, Subject, trained_subject
 from inline_attention.analysis.training_curves import SETTINGS, TrainingCurves, read_training_curves, run_labels
 from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
-from inline_attention.benchmark.environment import describe_environment, describe_machine
+from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.datasets import open_dataset
@@ -41,7 +41,7 @@ from inline_attention.data.loading import DataWorkerError
 from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
 from inline_attention.engine.checkpoints import LAST
-from inline_attention.engine.config import DataSection, TrainConfig, read_config
+from inline_attention.engine.config import TrainConfig, read_config
 from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.checkpoints import CheckpointError
@@ -58,6 +58,12 @@ MAX_ABLATION_BYTES = 2**24
 KINDS = ("inline", *TWINS)
 SHOWN_PICTURES = 6
 SMALL = 100  # tokens up to which one thread is as fast as several
+# Pictures by the largest number of tokens, and by measurement: about a minute for three models.
+SAMPLE_SIZES = {
+    SMALL: {"attention": 120, "masking": 360, "answers": 360},
+    400: {"attention": 12, "masking": 48, "answers": 128},
+    math.inf: {"attention": 2, "masking": 8, "answers": 32},
+}
 MASKED_SIDES = 2  # neighborhoods to hide; each takes four passes over the pictures of a model with a local term
 LARGEST_SIDE = 256  # pixels; larger pictures are reduced, so that a page stays small
 PNG_ADDRESS = "data:image/png;base64,"
@@ -156,7 +162,6 @@ class Evidence:
 
     runs: list[Run]
     cost: list[CostPoint] = field(default_factory=list)
-    cost_machine: str = ""
     ablations: list[AblationFile] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     missing: dict[str, list[str]] = field(default_factory=dict)  # by section: why something is left out
@@ -219,18 +224,6 @@ class KeptMeasurements:
         write_json(self._path, {"format": KEPT_FORMAT, "version": KEPT_VERSION, "measurements": self._entries})
 
 
-class SampleSizes:
-    """Number of pictures of each measurement: about a minute for three models."""
-
-    def __init__(self, tokens: int, device: torch.device):
-        """Choose fewer pictures for many tokens, whose attention matrices are large, and more on a GPU."""
-        small, medium = tokens <= SMALL, tokens <= 400
-        factor = 1 if device.type == "cpu" else 8
-        self.attention = factor * (120 if small else 12 if medium else 2)
-        self.masking = factor * (360 if small else 48 if medium else 8)
-        self.answers = factor * (360 if small else 128 if medium else 32)
-
-
 class LoadedRun(NamedTuple):
     """A run with its model and pictures, ready to be measured."""
 
@@ -239,21 +232,20 @@ class LoadedRun(NamedTuple):
     source: ImageSource
     tokens: int  # of the largest layer
     sides: Sequence[int]  # of neighborhoods that are smaller than the smallest grid
-    sizes: SampleSizes
+    sizes: dict[str, int]  # see `sample_sizes`
     key: str  # all that measurements depend on
 
     def measure(self, name: str) -> Sequence[Any]:
         """Return one of `MEASUREMENTS`."""
-        sizes, few = self.sizes, PictureSample(self.source, images=self.sizes.attention)
+        few = PictureSample(self.source, images=self.sizes["attention"])
         with _suitable_threads(self.tokens):
             if name == "confusion":
                 return by_image(survey_confusion(self.subject, few, worst=0)[0])
             if name == "locality":
                 return average(survey_locality(self.subject, few, sides=self.sides), over_heads=True)
+            many = PictureSample(self.source, images=self.sizes[name], batch_size=32)
             if name == "masking":
-                many = PictureSample(self.source, images=sizes.masking, batch_size=32)
                 return survey_masking(self.subject, many, sides=self.sides[:MASKED_SIDES])
-            many = PictureSample(self.source, images=sizes.answers, batch_size=32)
             return [answer for _, answers in answer_batches(self.subject, many) for answer in answers]
 
     def show(self, indices: Sequence[int]) -> list[ShownPicture]:
@@ -261,14 +253,19 @@ class LoadedRun(NamedTuple):
         pictures: list[ShownPicture] = []
         for index in indices:
             pixels = self.subject.transform()(self.source.load(index))
-            grid_size = measure_attention_maps(self.subject, pixels).grid_size
-            (place,) = interesting_tokens(pixels, grid_size, count=1)
-            found = measure_attention_maps(self.subject, pixels, tokens=[place])
+            found = measure_attention_maps(self.subject, pixels, count=1)
             picture = Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
             picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-            weights, name = found.maps[0].times_uniform.tolist(), self.source.name(index)
-            pictures.append(ShownPicture(index, name, png_address(picture), found.layer, place, weights))
+            token, weights = found.maps[0].token, found.maps[0].times_uniform.tolist()
+            name = self.source.name(index)
+            pictures.append(ShownPicture(index, name, png_address(picture), found.layer, token, weights))
         return pictures
+
+
+def sample_sizes(tokens: int, device: torch.device) -> dict[str, int]:
+    """Return the number of pictures by measurement: fewer for large attention matrices, more on a GPU."""
+    sizes = next(sizes for most, sizes in SAMPLE_SIZES.items() if tokens <= most)
+    return {name: count if device.type == "cpu" else 8 * count for name, count in sizes.items()}
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -280,8 +277,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             what = "holds no run" if path.is_dir() else "does not exist"
             raise NoRunError(f"{printable(path)} {what}; expected a run folder of `inline train`, or a folder of runs")
         found += [folder for folder in inside if folder not in found]
-    # InLine first, then its twins, whatever their folders are called.
-    return sorted(found, key=_rank) if len(paths) == 1 else found
+    return found if len(paths) > 1 else sorted(found, key=_rank)
 
 
 def gather(
@@ -293,21 +289,16 @@ def gather(
     device: str = "auto",
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
-    """Read runs and JSON files of `inline ablate`, and measure what is not kept or given.
-
-    Raises:
-        NoRunError: If an ablation cannot be read.
-    """
+    """Read runs and results of `inline ablate` (or raise `NoRunError`), and measure what is not kept or given."""
     configs = [read_config(folder / SETTINGS) for folder in folders]
     names = [config.model.name for config in configs]
-    evidence = Evidence(
-        [
-            Run(label, name.partition("_")[0], name, config.data.dataset)
-            for label, name, config in zip(run_labels(names, folders), names, configs, strict=True)
-        ],
-        environment=describe_environment(),
-        ablations=[_read_ablation(path) for path in ablations],
-    )
+    labels = run_labels(names, folders)
+    runs = [
+        Run(label, name.partition("_")[0], name, config.data.dataset)
+        for label, name, config in zip(labels, names, configs, strict=True)
+    ]
+    results = [_read_ablation(path) for path in ablations]
+    evidence = Evidence(runs, ablations=results, environment=describe_environment())
     answered: list[LoadedRun] = []
     for run, folder, config in zip(evidence.runs, folders, configs, strict=True):
         with evidence.leaving_out(run, "curves"):
@@ -328,10 +319,10 @@ def gather(
             key = f"pictures {shown} {loaded.key}"
             loaded.run.pictures = kept.get(key, ShownPicture, partial(loaded.show, shown))
     on_step("cost of attention")
-    machine = describe_machine()
     if cost is None:
-        cost = kept.get(f"cost {machine} {COST_SIZES}", CostPoint, lambda: measure_attention_cost(sizes=COST_SIZES))
-    evidence.cost, evidence.cost_machine = list(cost), machine
+        key = f"cost {evidence.environment['machine']} {COST_SIZES}"
+        cost = kept.get(key, CostPoint, lambda: measure_attention_cost(sizes=COST_SIZES))
+    evidence.cost = list(cost)
     kept.drop_unused()
     return evidence
 
@@ -356,25 +347,30 @@ def png_address(picture: Image.Image) -> str:
 
 
 def _load(run: Run, folder: Path, config: TrainConfig, device: str) -> LoadedRun:
-    source, file = _validation_pictures(config.data), _last_weights(folder)
+    data = config.data
+    if data.dataset.startswith("hfds/"):  # a run's file may describe data, not fetch it
+        raise DataError(f"the run was trained on {data.dataset}, which a report does not download")
+    source = open_dataset(data.dataset, data.dir, data.val_split)
+    # The weights after the last epoch: the best would be chosen by the pictures they are measured on.
+    checkpoint = follow_pointer(folder / CHECKPOINTS / LAST)
+    file = next((checkpoint / name for name in (EMA_WEIGHTS, WEIGHTS) if (checkpoint / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
     subject = dataclasses.replace(trained_subject(file, device=device), label=run.label)
     blank = torch.zeros(1, 3, *subject.image_size, dtype=torch.uint8)
     layers = capture_attention(subject.model, subject.normalize(blank))
     tokens, smallest = max(layer.num_tokens for layer in layers), min(min(layer.grid_size) for layer in layers)
     sides = [side for side in SIDES if side < smallest] or [SIDES[0]]
-    sizes = SampleSizes(tokens, subject.device)
+    sizes = sample_sizes(tokens, subject.device)
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
-    key = f"{digest} {source.location} {len(source)} {json.dumps(vars(sizes))}"
+    key = f"{digest} {source.location} {len(source)} {json.dumps(sizes)}"
     return LoadedRun(run, subject, source, tokens, sides, sizes, key)
 
 
 @contextmanager
 def _suitable_threads(tokens: int) -> Iterator[None]:
-    """Use one thread for a small model.
-
-    A second core gains little, and makes it ten times as slow when another program uses that core too.
-    """
+    """Use one thread for a small model: another gains little, and costs a lot if another program needs its core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if tokens <= SMALL else threads)
     try:
@@ -383,22 +379,8 @@ def _suitable_threads(tokens: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _validation_pictures(settings: DataSection) -> ImageSource:
-    if settings.dataset.startswith("hfds/"):  # a run's file may describe data, not fetch it
-        raise DataError(f"the run was trained on {settings.dataset}, which a report does not download")
-    return open_dataset(settings.dataset, settings.dir, settings.val_split)
-
-
-def _last_weights(folder: Path) -> Path:
-    """Return the weights after the last epoch: the best would be chosen by the pictures they are measured on."""
-    checkpoint = follow_pointer(folder / CHECKPOINTS / LAST)
-    for file in (checkpoint / EMA_WEIGHTS, checkpoint / WEIGHTS):
-        if file.is_file():
-            return file
-    raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
-
-
 def _rank(folder: Path) -> tuple[int, str]:
+    """InLine first, then its twins, whatever their folders are called."""
     kind = read_config(folder / SETTINGS).model.name.partition("_")[0]
     return (KINDS.index(kind) if kind in KINDS else len(KINDS), folder.name)
 

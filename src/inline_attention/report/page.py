@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import jinja2
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageColor
 
 from inline_attention.ablation.tables import ablation_panel, mean_and_spread
 from inline_attention.analysis.collision_cases import COLLISION_TOLERANCE, KEYS, collision_cases, measure_injectivity
@@ -25,15 +24,9 @@ from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_ch
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.report.measurement import Evidence, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
-from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
 LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one exists
-
-
-def write_page(evidence: Evidence, path: Path) -> None:
-    """Write the report atomically."""
-    write_atomically(path, render(evidence))
 
 
 def render(evidence: Evidence) -> str:
@@ -187,7 +180,7 @@ def _cost(evidence: Evidence) -> dict[str, Any] | None:
         for point in points
     ]  # fmt: skip
     sizes = f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many"
-    settings = f"{HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.cost_machine}"
+    settings = f"{HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.environment['machine']}"
     return {"sizes": sizes, "growth": _listed(growth), "settings": settings, "chart": cost_chart(points), "rows": rows}
 
 
@@ -252,7 +245,7 @@ def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, An
 
 def map_address(weights: np.ndarray, largest: float) -> str:
     """Return weights `[h, w]` as a PNG address: InLine's color above zero, softmax's below, opaque at `largest`."""
-    positive, negative = ([int(LIGHT[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in ("inline", "softmax"))
+    positive, negative = (ImageColor.getrgb(LIGHT[kind]) for kind in ("inline", "softmax"))
     pixels = np.empty((*weights.shape, 4), dtype=np.uint8)
     pixels[..., :3] = np.where(weights[..., None] >= 0, positive, negative)
     pixels[..., 3] = np.clip(np.abs(weights) / max(largest, 1e-12) * 255, 0, 255).round()

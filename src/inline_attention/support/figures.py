@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import ImageColor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -78,8 +79,7 @@ class Style:
     @property
     def color(self) -> str:
         """Color for files; pages replace it by a CSS variable."""
-        parts = [int(LIGHT[self.kind][place : place + 2], 16) for place in (1, 3, 5)]
-        return "#" + "".join(f"{round(part + self.tint * (255 - part)):02x}" for part in parts)
+        return "#" + "".join(f"{round(c + self.tint * (255 - c)):02x}" for c in ImageColor.getrgb(LIGHT[self.kind]))
 
     @property
     def marker(self) -> str:
@@ -156,13 +156,9 @@ class Chart:
 
     def svgs(self, prefix: str) -> list[tuple[Panel, str, str]]:
         """Return each panel with the view box and content of its SVG, whose ids start with the prefix."""
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-
         drawn = []
         for number, panel in enumerate(self.panels):
-            with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
-                figure = Figure(figsize=(PANEL[0], panel.height), layout="constrained")
+            with new_figure(PANEL[0], panel.height, svg_text="none") as figure:
                 axes = figure.subplots()
                 panel.draw(axes)
                 figure.draw_without_rendering()
@@ -176,26 +172,24 @@ class Chart:
 
 def numbered_styles(kinds: Mapping[str, str]) -> dict[str, Style]:
     """Return styles by label from kinds of attention by label; a kind without a color is "other"."""
-    seen: Counter[str] = Counter()
-    styles: dict[str, Style] = {}
-    for label, kind in kinds.items():
-        kind = kind if kind in KIND_LABELS else "other"
-        styles[label] = Style(kind, seen[kind])
-        seen[kind] += 1
-    return styles
+    known = [kind if kind in KIND_LABELS else "other" for kind in kinds.values()]
+    return {label: Style(known[i], known[:i].count(known[i])) for i, label in enumerate(kinds)}
 
 
 @contextmanager
-def new_figure(width: float, height: float, title: str, small_print: str) -> Iterator[Figure]:
-    """Yield a figure of so many inches, to be filled and saved inside."""
+def new_figure(
+    width: float, height: float, title: str = "", small_print: str = "", *, svg_text: str = "path"
+) -> Iterator[Figure]:
+    """Yield a figure of so many inches, to be filled and saved inside; `svg_text` "none" keeps text as text in SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context({**STYLE, "svg.fonttype": svg_text}):
         figure = Figure(figsize=(width, height), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
-        lines = textwrap.fill(small_print, int(SMALL_PRINT_CHARACTERS * width))
-        figure.supxlabel(lines, x=0.01, ha="left", fontsize=8.5, color=MUTED, linespacing=1.5)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
+            lines = textwrap.fill(small_print, int(SMALL_PRINT_CHARACTERS * width))
+            figure.supxlabel(lines, x=0.01, ha="left", fontsize=8.5, color=MUTED, linespacing=1.5)
         yield figure
 
 
@@ -280,11 +274,6 @@ def draw_picture(axes: Axes, picture: Any, grid_size: tuple[int, int] | None = N
         (height, width), (rows, columns) = picture.shape[:2], grid_size
         options = {"extent": (0, columns, rows, 0), "aspect": (height / rows) / (width / columns), **options}
     axes.imshow(picture, **options)
-    without_ticks(axes)
-
-
-def without_ticks(axes: Axes) -> None:
-    """Remove ticks and frame, as for a picture."""
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
 
