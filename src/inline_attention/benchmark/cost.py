@@ -42,25 +42,17 @@ KILLED = -9  # exit code of a process ended by SIGKILL, as by the out-of-memory 
 
 
 class CostPoint(NamedTuple):
-    """The cost of one attention call of one size.
+    """The cost of one attention call of one size."""
 
-    Attributes:
-        kind: Key of `ATTENTIONS`.
-        tokens: N.
-        milliseconds: Median wall-clock time of one forward call; None if it was not run.
-        runs: Number of timed calls.
-        peak_bytes: Peak resident memory of the process during one call, minus that before it: the output and
-            intermediate results, not the input. Linux counts in steps of about 128 KiB, so a very small call has 0.
-            None if it was not run, or the platform cannot measure it.
-        note: Reason for missing values.
-    """
-
-    kind: str
-    tokens: int
-    milliseconds: float | None
-    runs: int
+    kind: str  # key of `ATTENTIONS`
+    tokens: int  # N
+    milliseconds: float | None  # median wall-clock time of one forward call; None if it was not run
+    runs: int  # number of timed calls
+    # Peak resident memory of the process during one call, minus that before it: the output and intermediate results,
+    # not the input. Linux counts in steps of about 128 KiB, so a very small call has 0. None if it was not run, or the
+    # platform cannot measure it.
     peak_bytes: int | None
-    note: str = ""
+    note: str = ""  # reason for missing values
 
 
 class Attention(NamedTuple):
@@ -127,10 +119,6 @@ def _softmax_explicit(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return (weights @ v).transpose(1, 2)
 
 
-def _linear(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return inline_attention_qkvpacked(qkv, normalization="divide", feature_map="relu")
-
-
 def _inline(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
     return inline_attention_qkvpacked(qkv, local_weight=local_weight, grid_size=squarest_grid(qkv.shape[1]))
 
@@ -138,7 +126,9 @@ def _inline(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
 ATTENTIONS: dict[str, Attention] = {
     "softmax": Attention("softmax (SDPA)", _softmax),
     "softmax_explicit": Attention("softmax, explicit weights", _softmax_explicit),
-    "linear": Attention("linear", _linear),
+    "linear": Attention(
+        "linear", lambda qkv, _: inline_attention_qkvpacked(qkv, normalization="divide", feature_map="relu")
+    ),
     "inline": Attention("InLine", _inline),
 }
 

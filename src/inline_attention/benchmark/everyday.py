@@ -94,9 +94,8 @@ class Cell:
         """Check, then time; preparing a contestant may take so many seconds."""
         if self.missing:
             return self.empty_rows(f"not available: {self.missing}")
-        return {"models": _measure_model, "attention": _measure_attention, "blocks": _measure_blocks}[self.section](
-            self, report, seconds
-        )
+        measure = {"models": _measure_model, "attention": _measure_attention, "blocks": _measure_blocks}[self.section]
+        return measure(self, report, seconds)
 
     def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
         """Return what other processes can compile ahead, by description."""
@@ -251,8 +250,10 @@ def _measure_model(cell: Cell, report: EverydayReport, seconds: float) -> list[R
 def _measure_attention(cell: Cell, report: EverydayReport, seconds: float) -> list[Row]:
     """Compare attention with the fastest softmax kernel, the copy floor and the base cell, in milliseconds."""
     settings = _attention_settings(cell, report.settings)
+    result = attention.CaseResult(cell.case, cell.case.floor(settings.dtype, report.copy_rate))
     with time_limit(seconds), _tf32_allowed(cell.tf32):
-        result = attention.measure_case(cell.case, settings, report.copy_rate)
+        for pass_ in settings.passes:
+            attention.measure_pass(result, pass_, settings)
     rows: list[Row] = []
     for pass_ in settings.passes:
         *others, auto = result.measurements[pass_]
@@ -299,8 +300,7 @@ def _run_job(job: Call, deadline: float) -> None:
 def _tf32_allowed(allowed: bool) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    if allowed:
-        matmul.fp32_precision = "tf32"
+    matmul.fp32_precision = "tf32" if allowed else before
     try:
         yield
     finally:
