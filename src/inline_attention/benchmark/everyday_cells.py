@@ -86,8 +86,8 @@ def _other_attention() -> list[Cell]:
     cells += [_attention(head_dim, 784, with_mask, ", mask", padded=True) for head_dim in (32, 64)]
     for normalization, feature_map in NORMALIZATIONS:
         bounds = {FORWARD: (base(1.4, 1.1),), BOTH: (base(1.4, 1.1),)}
-        options = {"normalization": normalization, "feature_map": feature_map}
-        cells.append(_attention(32, 784, bounds, f", {normalization}, {feature_map}", **options))
+        about = f", {normalization}, {feature_map}"
+        cells.append(_attention(32, 784, bounds, about, normalization=normalization, feature_map=feature_map))
     one_row = {FORWARD: (floor(2.2, 1.8),), BOTH: ()}
     cells += [_attention(head_dim, 3136, one_row, grid=(1, 3136)) for head_dim in (32, 64)]
     for head_dim, tokens in ((32, 784), (64, 196)):
