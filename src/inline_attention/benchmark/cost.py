@@ -18,19 +18,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from inline_attention.benchmark.timing import Work, interleaved_timings
 from inline_attention.ops import inline_attention_qkvpacked
+from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, log_axes
 from inline_attention.support.signals import children_ignore_interrupts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from inline_attention.support.figures import Chart
 
 DEFAULT_SIZES = (196, 784, 3136, 12544)  # 14² (a 224² image in 16² patches), 28², 56², 112²
 HEADS, HEAD_DIM = 6, 32  # of DeiT-T's InLine blocks
@@ -198,8 +194,6 @@ def _peak_resident_bytes() -> int | None:
 
 def cost_chart(points: Sequence[CostPoint]) -> Chart:
     """Return time and peak memory by the number of tokens, on logarithmic axes."""
-    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, log_axes
-
     kinds = list(dict.fromkeys(point.kind for point in points))
     styles = {kind: Style("softmax", 1) if kind == "softmax_explicit" else Style(kind) for kind in kinds}
     sizes = sorted({point.tokens for point in points})

@@ -162,7 +162,7 @@ def confusion(
     worst_images = {label: shown for label, (_, shown) in found.items()}
 
     def draw() -> list[Path]:
-        files = draw_confusion(survey.styles(), counts, tolerance, survey.note, options.output)
+        files = draw_confusion(survey.styles, counts, tolerance, survey.note, options.output)
         return files + draw_worst_images(worst_images, tolerance, survey.note, options.output)
 
     settings = {"layers": layer, "heads": head, "tolerance": tolerance}
@@ -191,7 +191,7 @@ def locality(
         [locality_table(measured, odd_sides)],
         {"locality": measured},
         {"layers": layer, "heads": head, "sides": odd_sides},
-        lambda: draw_locality(survey.styles(), measured, survey.note, options.output),
+        lambda: draw_locality(survey.styles, measured, survey.note, options.output),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import TaskID
@@ -27,9 +27,7 @@ from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
-
-if TYPE_CHECKING:
-    from inline_attention.support.figures import Style
+from inline_attention.support.figures import numbered_styles
 
 DEFAULT_MODEL = "inline_deit_tiny"
 SHOWN_BROKEN = 3
@@ -38,7 +36,10 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Survey:
-    """An analysis of models on a sample of pictures; `note` says in small print whether weights are trained."""
+    """An analysis of models on a sample of pictures.
+
+    For pictures, `note` says in small print whether weights are trained, and `styles` are line styles by label.
+    """
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Survey:
         self._subjects = load_subjects(options, for_digits=in_memory, **arguments)
         self._settings = options.described() | {"images": images}
         self.note = weights_note(self._subjects)
+        self.styles = numbered_styles({subject.label: subject.kind for subject in self._subjects})
 
     def measure(self, survey: Callable[..., Result], **arguments: Any) -> dict[str, Result]:
         """Return what a survey finds for each model, by label, with a progress bar for each."""
@@ -74,12 +76,6 @@ class Survey:
 
                 results[subject.label] = survey(subject, self._sample, on_progress=advance, **arguments)
         return results
-
-    def styles(self) -> dict[str, Style]:
-        """Return line styles by label."""
-        from inline_attention.support.figures import numbered_styles
-
-        return numbered_styles({subject.label: subject.kind for subject in self._subjects})
 
     def finish(
         self,
