@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -134,15 +134,15 @@ def _read_file(path: Path, kind: type[Content]) -> Content:
 
 @dataclass(frozen=True)
 class _Timing:
-    seconds: float = 0.0
-    epoch_seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float
+    epoch_seconds: dict[str, float]
 
 
 class _Clock:
     """Seconds of a run and of its epochs, kept in a file across attempts."""
 
     def __init__(self, path: Path):
-        earlier = _read_file(path, _Timing) if path.exists() else _Timing()
+        earlier = _read_file(path, _Timing) if path.exists() else _Timing(0.0, {})
         self._path, self.epoch_seconds = path, earlier.epoch_seconds
         self._start = time.perf_counter() - earlier.seconds
         self._last_end: float | None = None  # the first epoch of an attempt includes loading and compiling

@@ -368,7 +368,7 @@ def _flat_gradients(model: nn.Module) -> torch.Tensor:
 
 
 class BlockCost(NamedTuple):
-    """Kernels, copies and fills that the host starts on a GPU in one pass, and its time."""
+    """Kernels, copies and fills that the host starts on a GPU in one pass, and the host's time."""
 
     launches: int
     microseconds: float
