@@ -12,10 +12,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from inline_attention import create_model
+from inline_attention.analysis import scaling
 from inline_attention.analysis.injectivity import key_condition
 from inline_attention.analysis.probes import MixingRule
 from inline_attention.analysis.scaling import ScalingPoint
-from inline_attention.cli import analyze_runs
 from inline_attention.cli.analyze_tables import condition_table
 from inline_attention.cli.main import app
 from inline_attention.models.checkpoints import save_weights
@@ -192,7 +192,7 @@ def test_scaling(invoke, tmp_path, monkeypatch):
         on_progress(point)
         return [point]
 
-    monkeypatch.setattr(analyze_runs, "measure_scaling", measured)
+    monkeypatch.setattr(scaling, "measure_scaling", measured)
     result = invoke("scaling", "--model", "inline_swin_tiny", "--sizes", "64,32", "--windows", "7", "-b", 2)
     assert_files(result, tmp_path / "out", "scaling.json", "scaling.csv", "scaling.png", "scaling.svg")
     assert rows(tmp_path / "out" / "scaling.csv")[0]["milliseconds"] == "1.5"

@@ -10,6 +10,7 @@ trains one run. `--alone` says that no other run shares the machine, so that its
 
 from __future__ import annotations
 
+import math
 import signal
 import statistics
 import sys
@@ -50,8 +51,8 @@ class UnusableRunError(ValueError):
 def finish_run(
     config: TrainConfig,
     *,
-    stop_at: float | None = None,
-    on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
+    stop_at: float = math.inf,
+    on_epoch: Callable[[Mapping[str, Any]], None] = lambda _: None,
     is_alone: bool = True,
 ) -> RunOutcome:
     """Train to the end or resume; do nothing if the run is finished.
@@ -76,9 +77,8 @@ def finish_run(
 
     def epoch_done(row: Mapping[str, Any]) -> None:
         clock.note_epoch(row["epoch"])
-        if on_epoch is not None:
-            on_epoch(row)
-        if stop_at is not None and time.monotonic() > stop_at:
+        on_epoch(row)
+        if time.monotonic() > stop_at:
             signal.raise_signal(signal.SIGTERM)  # the engine saves, then stops
 
     top1, failure = None, ""
@@ -110,13 +110,11 @@ def read_outcome(config: TrainConfig) -> RunOutcome | None:
         UnusableRunError: If the folder holds a run with other settings, finished or not.
     """
     folder = run_folder(config)
-    if (folder / SETTINGS).is_file():
-        differences = list(_differences(read_config(folder / SETTINGS), config))
-        if differences:
-            raise UnusableRunError(
-                f"{folder} holds a run with other settings ({'; '.join(differences[:3])}); choose another folder, or "
-                "remove that one"
-            )
+    if (folder / SETTINGS).is_file() and (differences := _differences(read_config(folder / SETTINGS), config)):
+        raise UnusableRunError(
+            f"{folder} holds a run with other settings ({'; '.join(differences[:3])}); choose another folder, or "
+            "remove that one"
+        )
     path = folder / OUTCOME
     return _read_file(path, RunOutcome) if path.exists() else None
 
@@ -173,13 +171,14 @@ def _images_per_second(config: TrainConfig, epoch_seconds: Mapping[str, float]) 
     return images / statistics.median(epoch_seconds.values())
 
 
-def _differences(earlier: TrainConfig, now: TrainConfig) -> Iterator[str]:
-    old, new = to_mapping(earlier), to_mapping(now)
-    for section, fields in new.items():
-        for name, value in fields.items():
-            path = f"{section}.{name}"
-            if not path.startswith(INCIDENTAL) and old[section][name] != value:
-                yield f"{path} was {old[section][name]}, now {value}"
+def _differences(earlier: TrainConfig, now: TrainConfig) -> list[str]:
+    old = to_mapping(earlier)
+    return [
+        f"{section}.{name} was {old[section][name]}, now {value}"
+        for section, fields in to_mapping(now).items()
+        for name, value in fields.items()
+        if not f"{section}.{name}".startswith(INCIDENTAL) and old[section][name] != value
+    ]
 
 
 class FinishedRun(NamedTuple):
@@ -203,7 +202,7 @@ def train_cells(
     seeds: Sequence[int],
     output: Path,
     *,
-    stop_at: float | None = None,
+    stop_at: float = math.inf,
     on_epoch: Callable[[Cell, int, Mapping[str, Any]], None] = lambda *_: None,
 ) -> Iterator[FinishedRun]:
     """Train all cells that can be trained in folders below `output`; finished runs are not repeated.
@@ -220,12 +219,9 @@ def train_cells(
         InterruptedBySignalError: After SIGTERM, SIGINT or, during a run, `stop_at`. The same call resumes.
     """
     for cell, seed, config in _runs(cells, seeds, output):
-        outcome = read_outcome(config)
-        if outcome is None:
-            if stop_at is not None and time.monotonic() > stop_at:
-                return
-            outcome = finish_run(config, stop_at=stop_at, on_epoch=partial(on_epoch, cell, seed))
-        yield FinishedRun(cell, seed, outcome)
+        if time.monotonic() > stop_at and read_outcome(config) is None:
+            return
+        yield FinishedRun(cell, seed, finish_run(config, stop_at=stop_at, on_epoch=partial(on_epoch, cell, seed)))
 
 
 def train_side_by_side(
@@ -237,12 +233,12 @@ def train_side_by_side(
     time_limit: float | None = None,
     on_trouble: Callable[[str], None],
 ) -> Iterator[FinishedRun]:
-    """Train like `train_cells`, but several runs at a time, each in its own process.
+    """Train like `train_cells`, but several runs at a time, each in its own process with a log in `output`.
 
     Args:
         cells: Combinations to train.
         seeds: Seeds, one run of each cell per seed.
-        output: Parent of the run folders, their settings and logs.
+        output: Parent of the run folders.
         at_once: Runs at a time; speeds are recorded if it is 1.
         time_limit: Seconds after which runs are saved and stopped. The same call resumes.
         on_trouble: Called with a message for each run that did not finish.

@@ -149,7 +149,7 @@ def write_ablation(
 
 
 def latest_environment(results: Sequence[CellResult]) -> dict[str, str]:
-    """Return the environment of the last run; see `combined_environment`."""
+    """Return the environment of the last run, or of this process if there is none."""
     found = [outcome.environment for result in results for outcome in result.outcomes.values()]
     return combined_environment(found) if found else describe_environment()
 

@@ -24,7 +24,7 @@ from inline_attention.benchmark import results, timing
 from inline_attention.benchmark.cost import squarest_grid
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import Measurement, check_close, check_finite, dtype_name, ratio
-from inline_attention.benchmark.timing import Call, Work, measure_copy_rate, release_memory
+from inline_attention.benchmark.timing import Work, measure_copy_rate, release_memory
 from inline_attention.ops import dispatch, inline_attention_qkvpacked
 from inline_attention.ops.call import Normalization
 from inline_attention.support.untrusted import build_dataclass
@@ -50,7 +50,7 @@ LARGEST_TF32_ERROR = 2e-3
 CACHE_TURNOVERS = 4  # inputs rotate until they have filled the GPU's cache this often, so that none is still there
 MOST_INPUT_SETS = 64  # reached only by problems so small that a model, too, would find them in the cache
 LEAST_ROUNDS = 9
-HOST_WARM_UP_CALLS = 10
+HOST_WARM_UP_CALLS, HOST_ROUNDS = 10, 15
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,10 @@ class AttentionCase:
     def grid_size(self) -> tuple[int, int]:
         """Height and width in tokens."""
         return self.grid or squarest_grid(self.tokens)
+
+    def floor(self, dtype: torch.dtype, copy_rate: float) -> float:
+        """Return the milliseconds to read q, k and v and write the output, at a rate in bytes per second."""
+        return 1e3 * 4 * self.elements * dtype.itemsize / copy_rate
 
 
 # One 1024² image in 16² patches.
@@ -213,13 +217,9 @@ class Inputs:
     def sample(self, index: int) -> Inputs:
         """Return one sample in float64."""
         one = slice(index, index + 1)
-        return Inputs(
-            self.case,
-            self.qkv[one].detach().double().requires_grad_(),
-            None if self.local_weight is None else self.local_weight[one].detach().double().requires_grad_(),
-            self.grad[one].double(),
-            None if self.mask is None else self.mask[one],
-        )
+        qkv, *local_weight = (leaf[one].detach().double().requires_grad_() for leaf in self.leaves)
+        mask = None if self.mask is None else self.mask[one]
+        return Inputs(self.case, qkv, local_weight[0] if local_weight else None, self.grad[one].double(), mask)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -277,13 +277,13 @@ def measure_attention(
     if settings.device.type == "cuda":
         report.host_overhead = _measure_host_overheads(settings)
         on_step(report, "host overhead")
-    if settings.latency_case is not None:
-        report.latency = _empty_result(settings.latency_case, settings, report.copy_rate)
-        on_step(report, f"single image: {_measure_pass(report.latency, 'forward', settings)}")
+    if (case := settings.latency_case) is not None:
+        report.latency = CaseResult(case, case.floor(settings.dtype, report.copy_rate))
+        on_step(report, f"single image: {measure_pass(report.latency, 'forward', settings)}")
     for case in settings.cases:
-        report.results.append(_empty_result(case, settings, report.copy_rate))
+        report.results.append(CaseResult(case, case.floor(settings.dtype, report.copy_rate)))
         for pass_ in settings.passes:
-            on_step(report, _measure_pass(report.results[-1], pass_, settings))
+            on_step(report, measure_pass(report.results[-1], pass_, settings))
     return report
 
 
@@ -293,14 +293,6 @@ def count_steps(settings: AttentionSettings) -> int:
     return 1 + on_gpu + (settings.latency_case is not None) + len(settings.cases) * len(settings.passes)
 
 
-def measure_case(case: AttentionCase, settings: AttentionSettings, copy_rate: float) -> CaseResult:
-    """Measure every pass of one case, which need not be one of the settings."""
-    result = _empty_result(case, settings, copy_rate)
-    for pass_ in settings.passes:
-        _measure_pass(result, pass_, settings)
-    return result
-
-
 def compile_kernels(case: AttentionCase, settings: AttentionSettings) -> None:
     """Run two samples of a case once, so that later processes find the kernels on disk."""
     inputs = Inputs.random(replace(case, batch=min(2, case.batch)), settings.device, settings.dtype, seed=0)
@@ -308,12 +300,8 @@ def compile_kernels(case: AttentionCase, settings: AttentionSettings) -> None:
         _evaluate(_contestant("auto"), inputs, pass_)
 
 
-def _empty_result(case: AttentionCase, settings: AttentionSettings, copy_rate: float) -> CaseResult:
-    return CaseResult(case, 1e3 * 4 * case.elements * settings.dtype.itemsize / copy_rate)
-
-
-def _measure_pass(result: CaseResult, pass_: Pass, settings: AttentionSettings) -> str:
-    """Add the measurements of a pass to the result and return a line about them."""
+def measure_pass(result: CaseResult, pass_: Pass, settings: AttentionSettings) -> str:
+    """Add the measurements of a pass to a result, whose case need not be in the settings; return a line about them."""
     result.measurements[pass_] = _measure_contestants(result.case, pass_, settings)
     release_memory(settings.device)
     return f"{result.case} {pass_}: {results.describe(result.measurements[pass_])} (floor {result.floor:.3g} ms)"
@@ -426,19 +414,17 @@ def _check(attend: Attend, inputs: Inputs, exact: dict[int, list[torch.Tensor]],
 
 def _measure_host_overheads(settings: AttentionSettings) -> dict[str, dict[str, float | str]]:
     """Return host microseconds by contestant and pass, on four tokens, so that the device is never late."""
-    case = AttentionCase(tokens=4, channels=32, head_dim=32, batch=1)
-    inputs = Inputs.random(case, settings.device, settings.dtype, seed=0)
-    overheads: dict[str, dict[str, float | str]] = {name: {} for name in ("sdpa", *_fused_backends(), "auto")}
+    device, names = settings.device, ("sdpa", *_fused_backends(), "auto")
+    inputs = Inputs.random(AttentionCase(tokens=4, channels=32, head_dim=32, batch=1), device, settings.dtype, seed=0)
+    overheads: dict[str, dict[str, float | str]] = {name: {} for name in names}
     for pass_ in settings.passes:
-        calls: dict[str, Call] = {}
-        for name, by_pass in overheads.items():
+
+        def prepare(name: str, pass_: Pass = pass_) -> tuple[Work, None, None]:
             call = functools.partial(_evaluate, _contestant(name), inputs, pass_)
-            try:
-                for _ in range(HOST_WARM_UP_CALLS):
-                    call()
-                calls[name] = call
-            except Exception as failure:  # measure the others
-                by_pass[pass_] = Measurement.failure(name, failure).note
-        for name, microseconds in timing.measure_host_overheads(calls, settings.device).items():
-            overheads[name][pass_] = microseconds
+            for _ in range(HOST_WARM_UP_CALLS):
+                call()
+            return timing.host_work(call, device), None, None
+
+        for item in results.measure_contestants(names, prepare, device, seconds=0, at_least=HOST_ROUNDS):
+            overheads[item.contestant][pass_] = item.note if item.timing is None else 1e3 * item.timing.milliseconds
     return overheads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -26,10 +25,7 @@ def run_compile_jobs(
     on one core. A script that calls this needs the usual `if __name__ == "__main__":` of multiprocessing.
     """
     spawn = multiprocessing.get_context("spawn")
-    with (
-        _environment_variable("TORCHINDUCTOR_COMPILE_THREADS", "1"),  # one thread each: there are enough processes
-        ProcessPoolExecutor(processes, mp_context=spawn, initializer=_forget_calling_script) as pool,
-    ):
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_set_up_process) as pool:
         with children_ignore_interrupts():
             futures = {pool.submit(job): name for name, job in jobs.items()}
         for future in as_completed(futures):
@@ -58,19 +54,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-@contextmanager
-def _environment_variable(name: str, value: str) -> Iterator[None]:
-    previous = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if previous is not None:
-            os.environ[name] = previous
-
-
-def _forget_calling_script() -> None:
+def _set_up_process() -> None:
     # PyTorch's cache keys name the first loaded module that has a `torch`. In a child that could be its copy of the
     # calling script, which has this name in no other process: the cache would never be hit.
     sys.modules.pop("__mp_main__", None)
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # there are enough processes

@@ -18,19 +18,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from inline_attention.benchmark.timing import Work, interleaved_timings
 from inline_attention.ops import inline_attention_qkvpacked
+from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, log_axes
 from inline_attention.support.signals import children_ignore_interrupts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from inline_attention.support.figures import Chart
 
 DEFAULT_SIZES = (196, 784, 3136, 12544)  # 14² (a 224² image in 16² patches), 28², 56², 112²
 HEADS, HEAD_DIM = 6, 32  # of DeiT-T's InLine blocks
@@ -42,25 +38,17 @@ KILLED = -9  # exit code of a process ended by SIGKILL, as by the out-of-memory 
 
 
 class CostPoint(NamedTuple):
-    """The cost of one attention call of one size.
+    """The cost of one attention call of one size."""
 
-    Attributes:
-        kind: Key of `ATTENTIONS`.
-        tokens: N.
-        milliseconds: Median wall-clock time of one forward call; None if it was not run.
-        runs: Number of timed calls.
-        peak_bytes: Peak resident memory of the process during one call, minus that before it: the output and
-            intermediate results, not the input. Linux counts in steps of about 128 KiB, so a very small call has 0.
-            None if it was not run, or the platform cannot measure it.
-        note: Reason for missing values.
-    """
-
-    kind: str
-    tokens: int
-    milliseconds: float | None
-    runs: int
+    kind: str  # key of `ATTENTIONS`
+    tokens: int  # N
+    milliseconds: float | None  # median wall-clock time of one forward call; None if it was not run
+    runs: int  # number of timed calls
+    # Peak resident memory of the process during one call, minus that before it: the output and intermediate results,
+    # not the input. Linux counts in steps of about 128 KiB, so a very small call has 0. None if it was not run, or the
+    # platform cannot measure it.
     peak_bytes: int | None
-    note: str = ""
+    note: str = ""  # reason for missing values
 
 
 class Attention(NamedTuple):
@@ -127,10 +115,6 @@ def _softmax_explicit(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return (weights @ v).transpose(1, 2)
 
 
-def _linear(qkv: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return inline_attention_qkvpacked(qkv, normalization="divide", feature_map="relu")
-
-
 def _inline(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
     return inline_attention_qkvpacked(qkv, local_weight=local_weight, grid_size=squarest_grid(qkv.shape[1]))
 
@@ -138,7 +122,9 @@ def _inline(qkv: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
 ATTENTIONS: dict[str, Attention] = {
     "softmax": Attention("softmax (SDPA)", _softmax),
     "softmax_explicit": Attention("softmax, explicit weights", _softmax_explicit),
-    "linear": Attention("linear", _linear),
+    "linear": Attention(
+        "linear", lambda qkv, _: inline_attention_qkvpacked(qkv, normalization="divide", feature_map="relu")
+    ),
     "inline": Attention("InLine", _inline),
 }
 
@@ -208,8 +194,6 @@ def _peak_resident_bytes() -> int | None:
 
 def cost_chart(points: Sequence[CostPoint]) -> Chart:
     """Return time and peak memory by the number of tokens, on logarithmic axes."""
-    from inline_attention.support.figures import Chart, LegendEntry, Panel, Style, draw_line, log_axes
-
     kinds = list(dict.fromkeys(point.kind for point in points))
     styles = {kind: Style("softmax", 1) if kind == "softmax_explicit" else Style(kind) for kind in kinds}
     sizes = sorted({point.tokens for point in points})

@@ -24,10 +24,8 @@ def describe_machine() -> str:
     """Return CPU, number of threads and torch version."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+        models = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+        name = next(models, f":{name}").partition(":")[2].strip()
     threads = torch.get_num_threads()
     return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}"
 

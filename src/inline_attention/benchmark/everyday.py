@@ -21,6 +21,7 @@ from inline_attention.benchmark.compile_cache import run_compile_jobs, time_limi
 from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.results import Measurement, dtype_name, ratio
 from inline_attention.benchmark.timing import Call, measure_copy_rate, release_memory
+from inline_attention.support.untrusted import build_dataclass
 
 Section = Literal["models", "attention", "blocks"]
 Figure = Literal["times_softmax", "over_floor", "over_base"]
@@ -56,7 +57,7 @@ class Row:
     step: str  # pass or mode
     ours: float | None = None  # figure of InLine: images per second, milliseconds or host microseconds, by section
     softmax: float | None = None  # the same of the fastest softmax
-    figures: dict[str, float | None] = field(default_factory=dict)  # ratios and counts by name
+    figures: dict[str, int | float | None] = field(default_factory=dict)  # ratios and counts by name
     bounds: tuple[Bound, ...] = ()
     note: str = ""  # reason for missing values
 
@@ -66,11 +67,6 @@ class Row:
         figures = ((bound, self.figures.get(bound.figure)) for bound in self.bounds)
         outcomes = [bound.reached(value) for bound, value in figures if value is not None]
         return max(outcomes, key=REACHED.index, default=None)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """Return the row that `asdict` has written."""
-        return cls(**{**content, "bounds": tuple(Bound(**bound) for bound in content["bounds"])})
 
 
 @dataclass(frozen=True)
@@ -94,9 +90,8 @@ class Cell:
         """Check, then time; preparing a contestant may take so many seconds."""
         if self.missing:
             return self.empty_rows(f"not available: {self.missing}")
-        return {"models": _measure_model, "attention": _measure_attention, "blocks": _measure_blocks}[self.section](
-            self, report, seconds
-        )
+        measure = {"models": _measure_model, "attention": _measure_attention, "blocks": _measure_blocks}[self.section]
+        return measure(self, report, seconds)
 
     def compile_jobs(self, settings: EverydaySettings) -> dict[str, Call]:
         """Return what other processes can compile ahead, by description."""
@@ -162,7 +157,7 @@ def measure_everyday(
     report.rows = {cell.name: cell.empty_rows(NOT_REACHED) for cell in settings.cells}
     if earlier is not None:
         report.environment = combined_environment([earlier["environment"], report.environment])
-        report.rows |= {name: [Row.from_json(row) for row in rows] for name, rows in earlier["cells"].items()}
+        report.rows |= {name: [build_dataclass(Row, row) for row in rows] for name, rows in earlier["cells"].items()}
     release_memory(settings.device)  # the compiling processes need it
     chosen = choose_cells(settings.cells, settings.only)
     to_do = [cell for cell in chosen if all(row.ours is None for row in report.rows[cell.name])]
@@ -251,8 +246,10 @@ def _measure_model(cell: Cell, report: EverydayReport, seconds: float) -> list[R
 def _measure_attention(cell: Cell, report: EverydayReport, seconds: float) -> list[Row]:
     """Compare attention with the fastest softmax kernel, the copy floor and the base cell, in milliseconds."""
     settings = _attention_settings(cell, report.settings)
+    result = attention.CaseResult(cell.case, cell.case.floor(settings.dtype, report.copy_rate))
     with time_limit(seconds), _tf32_allowed(cell.tf32):
-        result = attention.measure_case(cell.case, settings, report.copy_rate)
+        for pass_ in settings.passes:
+            attention.measure_pass(result, pass_, settings)
     rows: list[Row] = []
     for pass_ in settings.passes:
         *others, auto = result.measurements[pass_]
@@ -299,8 +296,7 @@ def _run_job(job: Call, deadline: float) -> None:
 def _tf32_allowed(allowed: bool) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    if allowed:
-        matmul.fp32_precision = "tf32"
+    matmul.fp32_precision = "tf32" if allowed else before
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,17 +18,6 @@ CHANNELS = 384  # about, for head dims other than 32
 FORWARD, BOTH = "forward", "forward+backward"
 softmax, floor, base = (partial(Bound, figure) for figure in ("times_softmax", "over_floor", "over_base"))
 attention_cell, model_cell, block_cell = (partial(Cell, section) for section in ("attention", "models", "blocks"))
-# Head dim, tokens, bounds of the forward pass, bounds of forward and backward.
-MAIN_ATTENTION = (
-    (32, 196, (floor(1.65, 1.4),), ()),
-    (32, 784, (floor(1.75, 1.4),), ()),
-    (32, 3136, (floor(1.75, 1.4),), ()),
-    (64, 196, (floor(1.75, 1.5), softmax(1.3)), (softmax(2.2),)),
-    (64, 576, (floor(1.75, 1.5),), ()),
-    (64, 784, (floor(1.75, 1.5),), ()),
-    (64, 5000, (floor(1.75, 1.5),), ()),
-    (64, 16384, (floor(1.75, 1.5),), ()),
-)
 OTHER_HEAD_DIMS = (96, 128, 48, 80, 16, 24, 40, 72, 112)
 NORMALIZATIONS = (
     ("divide", "relu"),
@@ -58,76 +48,79 @@ def smoke_cells() -> tuple[Cell, ...]:
     )
 
 
-def _attention(tokens: int, head_dim: int, *, batch: int | None = None, **options: Any) -> AttentionCase:
+def _attention(
+    head_dim: int,
+    tokens: int,
+    bounds: Mapping[str, tuple[Bound, ...]],
+    about: str = "",
+    *,
+    batch: int | None = None,
+    dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    **options: Any,
+) -> Cell:
+    """Return a cell of about `ELEMENTS` elements. If its bounds need a base, that is the cell without options."""
     channels = 192 if head_dim == 32 else round(CHANNELS / head_dim) * head_dim
-    return AttentionCase(tokens, channels, head_dim, batch or round(ELEMENTS / (tokens * channels)), **options)
+    case = AttentionCase(tokens, channels, head_dim, batch or round(ELEMENTS / (tokens * channels)), **options)
+    name = f"D={head_dim} N={tokens if case.grid is None else '×'.join(map(str, case.grid))}"
+    needs_base = any(bound.figure == "over_base" for bound in bounds[FORWARD])
+    return attention_cell(name + about, bounds, case, base=name if needs_base else None, dtype=dtype, tf32=tf32)
 
 
 def _main_attention() -> list[Cell]:
     return [
-        attention_cell(f"D={head_dim} N={tokens}", {FORWARD: forward, BOTH: both}, _attention(tokens, head_dim))
-        for head_dim, tokens, forward, both in MAIN_ATTENTION
+        _attention(32, 196, {FORWARD: (floor(1.65, 1.4),), BOTH: ()}),
+        *(_attention(32, tokens, {FORWARD: (floor(1.75, 1.4),), BOTH: ()}) for tokens in (784, 3136)),
+        _attention(64, 196, {FORWARD: (floor(1.75, 1.5), softmax(1.3)), BOTH: (softmax(2.2),)}),
+        *(_attention(64, tokens, {FORWARD: (floor(1.75, 1.5),), BOTH: ()}) for tokens in (576, 784, 5000, 16384)),
     ]
 
 
 def _other_attention() -> list[Cell]:
     cells: list[Cell] = []
     for head_dim in OTHER_HEAD_DIMS:
-        for tokens in (196, 784):
-            short, wide = tokens == 196, head_dim in (96, 128)
-            forward = (floor(2.4, 1.8), *((softmax(0.85 if short else 2.5),) if wide else ()))
-            bounds = {FORWARD: forward, BOTH: (softmax(1.0 if short else 3.0),)}
-            cells.append(attention_cell(f"D={head_dim} N={tokens}", bounds, _attention(tokens, head_dim)))
+        for tokens, least, least_if_wide in ((196, 1.0, 0.85), (784, 3.0, 2.5)):
+            wide = (softmax(least_if_wide),) if head_dim in (96, 128) else ()
+            cells.append(_attention(head_dim, tokens, {FORWARD: (floor(2.4, 1.8), *wide), BOTH: (softmax(least),)}))
     with_mask = {FORWARD: (base(1.3, 1.1),), BOTH: (base(1.3, 1.1),)}
-    for head_dim in (32, 64):
-        name, case = f"D={head_dim} N=784", _attention(784, head_dim, padded=True)
-        cells.append(attention_cell(f"{name}, mask", with_mask, case, base=name))
+    cells += [_attention(head_dim, 784, with_mask, ", mask", padded=True) for head_dim in (32, 64)]
     for normalization, feature_map in NORMALIZATIONS:
-        name, bounds = "D=32 N=784", {FORWARD: (base(1.4, 1.1),), BOTH: (base(1.4, 1.1),)}
-        case = _attention(784, 32, normalization=normalization, feature_map=feature_map)
-        cells.append(attention_cell(f"{name}, {normalization}, {feature_map}", bounds, case, base=name))
-    for head_dim in (32, 64):
-        case = _attention(3136, head_dim, grid=(1, 3136))
-        cells.append(attention_cell(f"D={head_dim} N=1×3136", {FORWARD: (floor(2.2, 1.8),), BOTH: ()}, case))
+        bounds = {FORWARD: (base(1.4, 1.1),), BOTH: (base(1.4, 1.1),)}
+        about = f", {normalization}, {feature_map}"
+        cells.append(_attention(32, 784, bounds, about, normalization=normalization, feature_map=feature_map))
+    one_row = {FORWARD: (floor(2.2, 1.8),), BOTH: ()}
+    cells += [_attention(head_dim, 3136, one_row, grid=(1, 3136)) for head_dim in (32, 64)]
     for head_dim, tokens in ((32, 784), (64, 196)):
-        for tf32 in (False, True):
-            name = f"D={head_dim} N={tokens}, float32{', TF32 allowed' if tf32 else ''}"
-            bounds = {FORWARD: (floor(3.5 if tf32 else 5.0),), BOTH: ()}
-            case = _attention(tokens, head_dim)
-            cells.append(attention_cell(name, bounds, case, dtype=torch.float32, tf32=tf32))
-    for head_dim in (32, 64):
-        case = _attention(196, head_dim, batch=1)
-        cells.append(attention_cell(f"D={head_dim} N=196, one sample", {FORWARD: (softmax(1.0),)}, case))
-    for head_dim in (32, 64):
-        case = _attention(196, head_dim, local=False)
-        cells.append(attention_cell(f"D={head_dim} N=196, no 3×3 term", {FORWARD: (), BOTH: ()}, case))
+        for tf32, most, about in ((False, 5.0, ", float32"), (True, 3.5, ", float32, TF32 allowed")):
+            bounds = {FORWARD: (floor(most),), BOTH: ()}
+            cells.append(_attention(head_dim, tokens, bounds, about, dtype=torch.float32, tf32=tf32))
+    one_sample = {FORWARD: (softmax(1.0),)}
+    cells += [_attention(head_dim, 196, one_sample, ", one sample", batch=1) for head_dim in (32, 64)]
+    unbounded = {FORWARD: (), BOTH: ()}
+    cells += [_attention(head_dim, 196, unbounded, ", no 3×3 term", local=False) for head_dim in (32, 64)]
     reason = "inline_attention takes no cu_seqlens; unequal lengths go through a mask"
-    cells.append(attention_cell("D=32, packed sequences (cu_seqlens)", with_mask, missing=reason))
-    return cells
+    return [*cells, attention_cell("D=32, packed sequences (cu_seqlens)", with_mask, missing=reason)]
 
 
 def _models() -> list[Cell]:
-    def cell(name: str, case: ModelCase, accepted: float, goal: float) -> Cell:
-        return model_cell(name, {case.mode: (softmax(accepted, goal),)}, case)
-
     deit = ModelCase("inline_deit_tiny", 224, 256, "training", ("timm",), autocast=True)
     swin = ModelCase("inline_swin_tiny", 224, 128, "training", ("softmax",), autocast=True)
     vit = ModelCase("vit_small_patch16_224", 224, 128, "training", ("timm",), converted=True)
     vit_base = replace(vit, model="vit_base_patch16_224", mode="inference")
     one = ModelCase("inline_deit_tiny", 224, 1, "inference", ("timm", "softmax"), "eager")
     return [
-        cell("DeiT-T, autocast, eager", replace(deit, execution="eager"), 1.0, 1.15),
-        cell("DeiT-T, autocast, compiled", deit, 1.1, 1.25),
-        cell("DeiT-T, bf16 weights, compiled", replace(deit, autocast=False), 1.1, 1.25),
-        cell("Swin-T, autocast, compiled", swin, 1.0, 1.2),
-        cell("ViT-S converted, autocast, compiled", vit, 1.0, 1.15),
-        cell("DeiT-T, one image, eager", one, 1.0, 1.25),
-        cell("Swin-T, one image, eager", replace(one, model="inline_swin_tiny"), 1.0, 1.25),
-        cell("PVT-T, one image, eager", replace(one, model="inline_pvt_tiny", rivals=("softmax",)), 1.0, 1.25),
-        cell("ViT-S converted 224², compiled", replace(vit, mode="inference"), 1.1, 1.3),
-        cell("ViT-B converted 224², compiled", vit_base, 1.1, 1.3),
-        cell("ViT-B converted 384², compiled", replace(vit_base, size=384), 1.25, 1.6),
-        cell("PVT-T, autocast, compiled", replace(swin, model="inline_pvt_tiny"), 1.0, 1.2),
+        _model("DeiT-T, autocast, eager", replace(deit, execution="eager"), 1.0, 1.15),
+        _model("DeiT-T, autocast, compiled", deit, 1.1, 1.25),
+        _model("DeiT-T, bf16 weights, compiled", replace(deit, autocast=False), 1.1, 1.25),
+        _model("Swin-T, autocast, compiled", swin, 1.0, 1.2),
+        _model("ViT-S converted, autocast, compiled", vit, 1.0, 1.15),
+        _model("DeiT-T, one image, eager", one, 1.0, 1.25),
+        _model("Swin-T, one image, eager", replace(one, model="inline_swin_tiny"), 1.0, 1.25),
+        _model("PVT-T, one image, eager", replace(one, model="inline_pvt_tiny", rivals=("softmax",)), 1.0, 1.25),
+        _model("ViT-S converted 224², compiled", replace(vit, mode="inference"), 1.1, 1.3),
+        _model("ViT-B converted 224², compiled", vit_base, 1.1, 1.3),
+        _model("ViT-B converted 384², compiled", replace(vit_base, size=384), 1.25, 1.6),
+        _model("PVT-T, autocast, compiled", replace(swin, model="inline_pvt_tiny"), 1.0, 1.2),
     ]
 
 
@@ -135,9 +128,13 @@ def _large_models() -> list[Cell]:
     cswin = ModelCase("inline_cswin_tiny", 224, 128, "training", ("softmax",), autocast=True)
     vit = ModelCase("vit_base_patch16_224", 224, 128, "training", ("timm",), converted=True, autocast=True)
     return [
-        model_cell("CSWin-T, autocast, compiled", {"training": (softmax(1.0, 1.2),)}, cswin),
-        model_cell("ViT-B converted, autocast, compiled", {"training": (softmax(1.0, 1.15),)}, vit),
+        _model("CSWin-T, autocast, compiled", cswin, 1.0, 1.2),
+        _model("ViT-B converted, autocast, compiled", vit, 1.0, 1.15),
     ]
+
+
+def _model(name: str, case: ModelCase, accepted: float, goal: float) -> Cell:
+    return model_cell(name, {case.mode: (softmax(accepted, goal),)}, case)
 
 
 def _blocks() -> list[Cell]:

@@ -14,17 +14,11 @@ from inline_attention.models import create_model
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of one model.
-
-    Attributes:
-        parameters: Number of parameters.
-        macs: Multiply-adds of one image: matrix products, convolutions and the 3×3 local term.
-        input_size: Channels, height and width of that image.
-    """
+    """The size of one model."""
 
     parameters: int
-    macs: int
-    input_size: tuple[int, int, int]
+    macs: int  # multiply-adds of one image: matrix products, convolutions and the 3×3 local term
+    input_size: tuple[int, int, int]  # channels, height and width of that image
 
     @property
     def param_count(self) -> float:

@@ -368,9 +368,9 @@ def _flat_gradients(model: nn.Module) -> torch.Tensor:
 
 
 class BlockCost(NamedTuple):
-    """Host time of one pass, and the kernels, copies and fills that the host starts; None on a CPU."""
+    """Kernels, copies and fills that the host starts on a GPU in one pass, and the host's time."""
 
-    launches: int | None
+    launches: int
     microseconds: float
 
 
@@ -382,13 +382,16 @@ def measure_blocks(case: ModelCase, device: torch.device, dtype: torch.dtype) ->
     """
     calls = prepare_blocks(case, device, dtype)
     repeats, rounds = BLOCK_REPEATS_AND_ROUNDS[device.type]
-    microseconds = timing.measure_host_overheads(calls, device, repeats=repeats, rounds=rounds)
-    costs = {name: BlockCost(count_launches(call, device), microseconds[name]) for name, call in calls.items()}
+    works = {name: timing.host_work(call, device, repeats) for name, call in calls.items()}
+    timings = timing.interleaved_timings(works, seconds=0, at_least=rounds)
+
     result: dict[str, dict[str, BlockCost]] = {}
     for name in case.contestants:
-        forward, both = costs[f"{name} forward"], costs[f"{name} both"]
-        launches = None if forward.launches is None or both.launches is None else both.launches - forward.launches
-        backward = BlockCost(launches, both.microseconds - forward.microseconds)
+        forward, both = (
+            BlockCost(_count_launches(calls[key], device), 1e3 * timings[key].milliseconds)
+            for key in (f"{name} forward", f"{name} both")
+        )
+        backward = BlockCost(both.launches - forward.launches, both.microseconds - forward.microseconds)
         result[name] = {"forward": forward, "backward": backward}
     return result
 
@@ -402,10 +405,9 @@ def prepare_blocks(case: ModelCase, device: torch.device, dtype: torch.dtype) ->
     return calls
 
 
-def count_launches(call: Call, device: torch.device) -> int | None:
-    """Return how many kernels, copies and fills a warm call starts; None on a CPU."""
+def _count_launches(call: Call, device: torch.device) -> int:
     if device.type != "cuda":
-        return None
+        return 0
     synchronize(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         call()

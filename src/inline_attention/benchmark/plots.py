@@ -1,4 +1,4 @@
-"""Figures of benchmark results. Needs matplotlib."""
+"""Figures of benchmark results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-
 from inline_attention.benchmark.attention import AttentionReport, CaseResult
 from inline_attention.benchmark.models import ModelReport, ModelResult
 from inline_attention.benchmark.results import dtype_name
 from inline_attention.benchmark.tables import label_of
+from inline_attention.support import figures
 from inline_attention.support.figures import INK, Chart, LegendEntry, Panel, Style, draw_line, light_grid, log_axes
 
 CONTESTANT_STYLES = {
@@ -31,11 +30,6 @@ MODEL_STYLES = {
 }
 FLOOR = LegendEntry("floor: copying q, k, v, out", Style("uniform"))
 MOST_COLUMNS = 4
-
-
-def draw_report(report: AttentionReport | ModelReport, path: Path) -> list[Path]:
-    """Write a PNG of a report with at least one case."""
-    return draw_attention(report, path) if isinstance(report, AttentionReport) else draw_models(report, path)
 
 
 def draw_attention(report: AttentionReport, path: Path) -> list[Path]:
@@ -79,7 +73,7 @@ def draw_models(report: ModelReport, path: Path) -> list[Path]:
     return _save(report, Chart(panels, legend), path, title, "Random weights and images.", columns)
 
 
-def _draw_times(axes: Axes, pass_: str, results: Sequence[CaseResult], styles: dict[str, Style]) -> None:
+def _draw_times(axes: figures.Axes, pass_: str, results: Sequence[CaseResult], styles: dict[str, Style]) -> None:
     for name, style in styles.items():
         times = [(result.case.tokens, result.milliseconds(pass_, name)) for result in results]
         draw_line(axes, style, [(tokens, time) for tokens, time in times if time is not None])
@@ -91,7 +85,7 @@ def _draw_times(axes: Axes, pass_: str, results: Sequence[CaseResult], styles: d
     log_axes(axes, [result.case.tokens for result in results])
 
 
-def _draw_speeds(axes: Axes, results: Sequence[ModelResult]) -> None:
+def _draw_speeds(axes: figures.Axes, results: Sequence[ModelResult]) -> None:
     """Draw lines for several sizes, bars for one."""
     sizes = sorted({result.case.size for result in results})
     position = 0

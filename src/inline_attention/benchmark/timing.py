@@ -27,7 +27,7 @@ COPY_BYTES = 1 << 30
 CPU_COPY_BYTES = 1 << 26
 
 Call = Callable[[], object]
-# GPU time of a CUDA graph; between events if none can be captured; between events to include the host; wall clock.
+# GPU time of a CUDA graph; between events if none can be captured; between events to include the host; host's clock.
 Method = Literal["graph", "events", "throughput", "clock"]
 
 
@@ -122,6 +122,11 @@ def prepare_throughput(call: Call, device: torch.device) -> Work:
     return Work(lambda: _run([call] * calls), calls, device, "throughput", from_idle=True)
 
 
+def host_work(call: Call, device: torch.device, calls: int = 100) -> Work:
+    """Return work that times the host alone, for a warm call so small that the device keeps up."""
+    return Work(lambda: _run([call] * calls), calls, device, "clock", from_idle=True)
+
+
 def interleaved_timings(
     works: Mapping[str, Work], *, seconds: float, at_least: int = 3, at_most: int = MOST_ROUNDS
 ) -> dict[str, Timing]:
@@ -150,22 +155,6 @@ def interleaved_timings(
             milliseconds[name].append(read() / works[name].calls)
         rounds += 1
     return {name: _summary(values, works[name].method) for name, values in milliseconds.items()}
-
-
-def measure_host_overheads(
-    calls: Mapping[str, Call], device: torch.device, *, repeats: int = 100, rounds: int = 15
-) -> dict[str, float]:
-    """Return host microseconds per warm call, measured in turns, for calls so small that the device keeps up."""
-    microseconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            microseconds[name].append(1e6 * (time.perf_counter() - start) / repeats)
-    synchronize(device)
-    return {name: statistics.median(values) for name, values in microseconds.items()}
 
 
 def measure_copy_rate(device: torch.device) -> float:
@@ -230,7 +219,7 @@ def _milliseconds(work: Work) -> float:
 
 def _time_launch(work: Work) -> Callable[[], float]:
     """Launch the work; return a function that reads its milliseconds, on a GPU after it has finished."""
-    if work.device.type != "cuda":
+    if work.device.type != "cuda" or work.method == "clock":
         start = time.perf_counter()
         work.launch()
         elapsed = 1e3 * (time.perf_counter() - start)

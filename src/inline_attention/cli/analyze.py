@@ -162,7 +162,7 @@ def confusion(
     worst_images = {label: shown for label, (_, shown) in found.items()}
 
     def draw() -> list[Path]:
-        files = draw_confusion(survey.styles(), counts, tolerance, survey.note, options.output)
+        files = draw_confusion(survey.styles, counts, tolerance, survey.note, options.output)
         return files + draw_worst_images(worst_images, tolerance, survey.note, options.output)
 
     settings = {"layers": layer, "heads": head, "tolerance": tolerance}
@@ -191,7 +191,7 @@ def locality(
         [locality_table(measured, odd_sides)],
         {"locality": measured},
         {"layers": layer, "heads": head, "sides": odd_sides},
-        lambda: draw_locality(survey.styles(), measured, survey.note, options.output),
+        lambda: draw_locality(survey.styles, measured, survey.note, options.output),
     )
 
 
@@ -243,9 +243,32 @@ def attention_map(
 ) -> None:
     """Draw the attention of single tokens of a picture, and the kernels of the local residual."""
     tokens = [parse_token(text) for text in token or ()]
-    from inline_attention.cli.analyze_runs import run_attention_map
+    from inline_attention.analysis import attention_map as maps
+    from inline_attention.analysis.subjects import weights_note
+    from inline_attention.cli.analyze_runs import finish, load_subjects, start
+    from inline_attention.cli.analyze_tables import map_table
+    from inline_attention.data.datasets import digits
+    from inline_attention.data.images import limit_aspect_ratio, load_image
 
-    run_attention_map(options, image, tokens, layer, head)
+    console = start(options.output, "attention-map")
+    picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
+    name = "a digit" if image is None else image.name
+    subjects = load_subjects(options, for_digits=image is None)
+    found: list[maps.AttentionMaps] = []
+    for subject in subjects:
+        pixels = subject.transform()(limit_aspect_ratio(picture))
+        # The others follow the first model: the same places of the picture, whatever their grids.
+        places = [item.token for item in found[0].maps] if found else tokens
+        grid = found[0].grid_size if found else None
+        found.append(
+            maps.measure_attention_maps(subject, pixels, layer=layer, heads=head, tokens=places, token_grid=grid)
+        )
+    finish(
+        console, options.output, "attention-map", [map_table(found)], subjects,
+        {"weights": list(maps.weight_rows(found)), "kernels": list(maps.kernel_rows(found))},
+        options.described() | {"image": name},
+        lambda: maps.draw_attention_maps(found, name, weights_note(subjects), options.output),
+    )  # fmt: skip
 
 
 @analyze_app.command()
@@ -266,6 +289,26 @@ def scaling(
     """Measure time, memory and multiply-adds of a model and its twins as images or windows grow."""
     image_sizes = parse_numbers(sizes, "--sizes", "224,448")
     window_sides = parse_numbers(windows, "--windows", "7,14") or []
-    from inline_attention.cli.analyze_runs import run_scaling
+    from inline_attention.analysis.scaling import KINDS, draw_scaling, measure_scaling
+    from inline_attention.benchmark.environment import describe_environment
+    from inline_attention.benchmark.results import flat_row
+    from inline_attention.cli.analyze_runs import finish, start
+    from inline_attention.cli.analyze_tables import scaling_table
+    from inline_attention.cli.bench import resolve_device
+    from inline_attention.cli.printing import progress_bar
 
-    run_scaling(model, image_sizes, window_sides, batch_size, device, seconds, output)
+    console = start(output, "scaling")
+    place = resolve_device(device)
+    image_sizes = image_sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
+    with progress_bar(console) as progress:
+        task = progress.add_task("measuring", total=(len(image_sizes) + len(window_sides)) * len(KINDS))
+        points = measure_scaling(
+            model, sizes=image_sizes, windows=window_sides, batch=batch_size, device=place, seconds=seconds,
+            on_progress=lambda _: progress.advance(task),
+        )  # fmt: skip
+    environment = describe_environment()
+    machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"
+    finish(
+        console, output, "scaling", [scaling_table(points)], [], {"scaling": [flat_row(point) for point in points]},
+        {"device": str(place), "seconds": seconds}, lambda: draw_scaling(points, machine, output),
+    )  # fmt: skip

@@ -5,20 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
-from inline_attention.analysis.attention_map import (
-    AttentionMaps,
-    draw_attention_maps,
-    kernel_rows,
-    measure_attention_maps,
-    weight_rows,
-)
-from inline_attention.analysis.scaling import KINDS, draw_scaling, measure_scaling
+from inline_attention.analysis.scaling import KINDS
 from inline_attention.analysis.subjects import (
     PictureSample,
     Subject,
@@ -28,20 +21,14 @@ from inline_attention.analysis.subjects import (
     weights_note,
     with_distinct_labels,
 )
-from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import flat_row, write_results
 from inline_attention.cli.analyze import ModelOptions, PictureOptions
-from inline_attention.cli.analyze_tables import map_table, scaling_table
-from inline_attention.cli.bench import resolve_device
 from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, say, warn, writing_to
-from inline_attention.data.datasets import digits, open_dataset
-from inline_attention.data.images import limit_aspect_ratio, load_image
+from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
-
-if TYPE_CHECKING:
-    from inline_attention.support.figures import Style
+from inline_attention.support.figures import numbered_styles
 
 DEFAULT_MODEL = "inline_deit_tiny"
 SHOWN_BROKEN = 3
@@ -50,7 +37,10 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Survey:
-    """An analysis of models on a sample of pictures; `note` says in small print whether weights are trained."""
+    """An analysis of models on a sample of pictures.
+
+    For pictures, `note` says in small print whether weights are trained, and `styles` are line styles by label.
+    """
 
     def __init__(
         self,
@@ -63,16 +53,17 @@ class Survey:
         labelled: bool = False,
     ):
         self._name, self._options = name, options
-        self._console = _start(options.output, name)
+        self._console = start(options.output, name)
         in_memory = options.source == "digits"  # nothing to read: processes would only cost time
         source = (open_dataset if labelled else open_pictures)(options.source, options.data_dir, options.split)
         self._sample = PictureSample(
             source, images=images, seed=options.seed, batch_size=batch_size, workers=0 if in_memory else workers
         )
         arguments = {"num_classes": len(source.class_names)} if labelled else {}
-        self._subjects = _load_subjects(options, for_digits=in_memory, **arguments)
+        self._subjects = load_subjects(options, for_digits=in_memory, **arguments)
         self._settings = options.described() | {"images": images}
         self.note = weights_note(self._subjects)
+        self.styles = numbered_styles({subject.label: subject.kind for subject in self._subjects})
 
     def measure(self, survey: Callable[..., Result], **arguments: Any) -> dict[str, Result]:
         """Return what a survey finds for each model, by label, with a progress bar for each."""
@@ -86,12 +77,6 @@ class Survey:
 
                 results[subject.label] = survey(subject, self._sample, on_progress=advance, **arguments)
         return results
-
-    def styles(self) -> dict[str, Style]:
-        """Return line styles by label."""
-        from inline_attention.support.figures import numbered_styles
-
-        return numbered_styles({subject.label: subject.kind for subject in self._subjects})
 
     def finish(
         self,
@@ -107,73 +92,18 @@ class Survey:
         }
         skipped = self._sample.skipped
         all_settings = {**self._settings, **settings, "skipped": skipped}
-        _finish(self._console, self._options.output, self._name, tables, self._subjects, rows, all_settings, draw)
+        finish(self._console, self._options.output, self._name, tables, self._subjects, rows, all_settings, draw)
         for name, reason in list(skipped.items())[:SHOWN_BROKEN]:
             warn(f"skipped {name}: {reason}")
         if len(skipped) > SHOWN_BROKEN:
             warn(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists")
 
 
-def run_attention_map(
-    options: ModelOptions,
-    image: Path | None,
-    tokens: list[tuple[int, int]],
-    layer: int | None,
-    heads: list[int] | None,
-) -> None:
-    """See `inline analyze attention-map --help`."""
-    console = _start(options.output, "attention-map")
-    picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
-    name = "a digit" if image is None else image.name
-    subjects = _load_subjects(options, for_digits=image is None)
-    maps: list[AttentionMaps] = []
-    for subject in subjects:
-        pixels = subject.transform()(limit_aspect_ratio(picture))
-        # The others follow the first model: the same places of the picture, whatever their grids.
-        places = [item.token for item in maps[0].maps] if maps else tokens
-        token_grid = maps[0].grid_size if maps else None
-        maps.append(
-            measure_attention_maps(subject, pixels, layer=layer, heads=heads, tokens=places, token_grid=token_grid)
-        )
-    rows = {"weights": list(weight_rows(maps)), "kernels": list(kernel_rows(maps))}
-    settings = options.described() | {"image": name}
-    _finish(
-        console, options.output, "attention-map", [map_table(maps)], subjects, rows, settings,
-        lambda: draw_attention_maps(maps, name, weights_note(subjects), options.output),
-    )  # fmt: skip
+def start(output: Path, analysis: str) -> Console:
+    """Create the output folder, warn if results will be replaced, and return the console.
 
-
-def run_scaling(
-    model: str,
-    sizes: list[int] | None,
-    windows: list[int],
-    batch_size: int,
-    device: str,
-    seconds: float,
-    output: Path,
-) -> None:
-    """See `inline analyze scaling --help`."""
-    console = _start(output, "scaling")
-    place = resolve_device(device)
-    sizes = sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
-    with progress_bar(console) as progress:
-        task = progress.add_task("measuring", total=(len(sizes) + len(windows)) * len(KINDS))
-        points = measure_scaling(
-            model, sizes=sizes, windows=windows, batch=batch_size, device=place, seconds=seconds,
-            on_progress=lambda _: progress.advance(task),
-        )  # fmt: skip
-    environment = describe_environment()
-    machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"
-    rows = {"scaling": [flat_row(point) for point in points]}
-    settings = {"device": str(place), "seconds": seconds}
-    _finish(
-        console, output, "scaling", [scaling_table(points)], [], rows, settings,
-        lambda: draw_scaling(points, machine, output),
-    )  # fmt: skip
-
-
-def _start(output: Path, analysis: str) -> Console:
-    # Better to learn all this now than after measuring.
+    It is better to learn all this before measuring.
+    """
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()
@@ -183,7 +113,7 @@ def _start(output: Path, analysis: str) -> Console:
     return make_console()
 
 
-def _finish(
+def finish(
     console: Console,
     output: Path,
     name: str,
@@ -193,6 +123,7 @@ def _finish(
     settings: Mapping[str, Any],
     draw: Callable[[], list[Path]],
 ) -> None:
+    """Print tables, write results and pictures, and print where they are."""
     for table in tables:
         console.print(table)
     with writing_to(output):
@@ -203,7 +134,7 @@ def _finish(
     say(output)
 
 
-def _load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:
+def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:
     """Return the models of the options, or small untrained twins; `arguments` are those of untrained models."""
     common: dict[str, Any] = {"size": options.image_size, "device": options.device}
     checkpoints, models = options.checkpoint or [], options.model or []

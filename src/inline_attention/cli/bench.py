@@ -156,7 +156,7 @@ def report_everyday(
         only=only,
     )
     measure = partial(everyday.measure_everyday, settings, earlier=earlier)
-    _run(measure, everyday_tables, everyday.count_steps(settings), output / name, "Everyday speed", draws=False)
+    _run(measure, everyday_tables, everyday.count_steps(settings), output / name, "Everyday speed", None)
 
 
 def _read_earlier(path: Path) -> dict[str, Any] | None:
@@ -168,16 +168,17 @@ def _read_earlier(path: Path) -> dict[str, Any] | None:
 
 def report(settings: AttentionSettings | ModelSettings, output: Path, name: str) -> None:
     """Measure, write NAME.json and NAME.md as results come in, then NAME.png, and print the tables."""
-    from inline_attention.benchmark import attention, models, tables
+    from inline_attention.benchmark import attention, models, plots, tables
     from inline_attention.benchmark.results import dtype_name
 
-    dtype = dtype_name(settings.dtype)
+    base, dtype = output / name, dtype_name(settings.dtype)
     if isinstance(settings, attention.AttentionSettings):
         measure, steps = partial(attention.measure_attention, settings), attention.count_steps(settings)
-        _run(measure, tables.attention_tables, steps, output / name, f"Attention from packed qkv, {dtype}")
+        title = f"Attention from packed qkv, {dtype}"
+        _run(measure, tables.attention_tables, steps, base, title, plots.draw_attention)
     else:
         measure, steps = partial(models.measure_models, settings), models.count_steps(settings)
-        _run(measure, tables.model_tables, steps, output / name, f"Models, {dtype}")
+        _run(measure, tables.model_tables, steps, base, f"Models, {dtype}", plots.draw_models)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -209,8 +210,7 @@ def _run(
     steps: int,
     base: Path,
     title: str,
-    *,
-    draws: bool = True,
+    draw: Callable[[Report, Path], list[Path]] | None,
 ) -> None:
     from inline_attention.benchmark.results import write_json, write_markdown
     from inline_attention.benchmark.tables import as_markdown
@@ -236,19 +236,13 @@ def _run(
 
         report = measure(show)
     with writing_to(base.parent):
-        drawn = draw_if_possible(partial(_draw, report, base.with_suffix(".png"))) if draws else None
+        drawn = None if draw is None else draw_if_possible(partial(draw, report, base.with_suffix(".png")))
     save(report, f"\n\n![{title}]({base.name}.png)" if drawn else "")
     for table in tables_of(report):
         console.print(make_table(table.header, table.rows, title=table.title))
         for note in table.notes:
             console.print(f"  {note}", style="dim")
     console.print(f"written to {base}.json, .md{', .png' if drawn else ''}", soft_wrap=True)
-
-
-def _draw(report: Any, path: Path) -> list[Path]:
-    from inline_attention.benchmark.plots import draw_report
-
-    return draw_report(report, path)
 
 
 def _each_of(option: str, given: str, known: Sequence[Name]) -> list[Name]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from inline_attention.cli.options import Output, OutsideFiles, Seed
-from inline_attention.cli.printing import fail, make_console, progress_bar, say
+from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
 
 data_app = typer.Typer(no_args_is_help=True, help="Generate and check datasets.")
 MOST_WORKERS = 16
@@ -47,13 +47,10 @@ def scenes(
             f"{path} is unfinished: a killed generation has left it, or one is running; "
             + ("removed" if overwrite else "--overwrite removes it")
         )
-    try:
-        with progress_bar(console) as progress:
-            task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
-            workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
-            write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
-    except OSError as error:
-        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output, or free some space")
+    with writing_to(output), progress_bar(console) as progress:
+        task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
+        workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+        write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
     say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
     say(output)
 

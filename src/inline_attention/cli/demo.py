@@ -26,7 +26,7 @@ from inline_attention.analysis.training_curves import draw_training_curves, read
 from inline_attention.benchmark.cost import ATTENTIONS, DEFAULT_SIZES, CostPoint, draw_cost, measure_attention_cost
 from inline_attention.benchmark.environment import describe_machine
 from inline_attention.benchmark.results import write_csv
-from inline_attention.cli.printing import fail, make_console, make_table, progress_bar, say, writing_to
+from inline_attention.cli.printing import make_console, make_table, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST
@@ -66,13 +66,11 @@ def run_demo(
 
     Files and runs of an earlier demo there are replaced.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        fail("the demo draws with matplotlib, which is not installed: pip install 'inline-attention[plots]'")
+    import matplotlib  # noqa: F401  # better to learn that it is missing now than after measuring
+
     with writing_to(output):
         output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output).close()  # better to learn it now than after measuring
+        tempfile.TemporaryFile(dir=output).close()
     console = make_console(log_width=None)
     written, cost = _show_injectivity_and_cost(output, console, sizes or DEFAULT_SIZES)
     runs: list[Path] = []

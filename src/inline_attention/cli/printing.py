@@ -130,7 +130,7 @@ def writing_to(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output")
+        fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output, or free some space")
 
 
 def _takes_color(stream: Any) -> bool:
