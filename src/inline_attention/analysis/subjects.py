@@ -83,13 +83,13 @@ def trained_subject(
     Images are as large as in training unless a size (H, W) is given. Raises `CheckpointError` if there are no weights,
     or they do not fit.
     """
-    file = find_weights(path)
+    file = open_checkpoint(find_weights(path))
     classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
-    described = read_description(open_checkpoint(file), model_name)
+    described = read_description(file, model_name)
     return _subject(
         classifier.model,
         described.name,
-        file,
+        file.path,
         # Only names from the file itself can be matched with those of a dataset.
         None if described.class_names is None else tuple(described.class_names),
         size or described.image_size,

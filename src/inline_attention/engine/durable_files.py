@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from inline_attention.support.files import UNFINISHED, unfinished
+from inline_attention.support.files import UNFINISHED, unfinished, write_atomically
 
 try:
     import fcntl
@@ -42,14 +42,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and flush it to disk."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def point_to(pointer: Path, name: str | None) -> None:
     """Point to `name` beside `pointer`, by a link or, without links, a text file, atomically. None removes it."""
     if name is None:
@@ -62,8 +54,9 @@ def point_to(pointer: Path, name: str | None) -> None:
     try:
         temporary.symlink_to(name)
     except OSError:
-        write_durably(temporary, f"{name}\n".encode())
-    os.replace(temporary, pointer)
+        write_atomically(pointer, f"{name}\n")
+    else:
+        os.replace(temporary, pointer)
 
 
 def follow_pointer(path: Path, *, links: bool = False) -> Path:

@@ -16,8 +16,7 @@ from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.interruption import Interruption
-from inline_attention.engine.precision import Precision
-from inline_attention.engine.processes import BrokenReport, RankSync, joined_processes
+from inline_attention.engine.processes import BrokenReport, Precision, RankSync, joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
@@ -26,7 +25,7 @@ from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.pyramid import DenseModel
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelChoice, Reading, Task
+from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelChoice, Task
 
 
 @torch.no_grad()
@@ -111,13 +110,7 @@ def evaluate_checkpoint(
         if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
             model.backbone.to(torch.bfloat16)
         broken = BrokenImages(len(source), BrokenImageLimit())
-        reading = Reading(
-            batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH),
-            processes.device,
-            workers=data.workers,
-            rank=processes.rank,
-            world_size=processes.world_size,
-        )
+        reading = processes.reading(data, batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH))
         with closing(task.validation_loader(source, model, reading, broken)) as loader:
             sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
             evaluator = task.evaluator(source, processes.device)

@@ -28,20 +28,12 @@ from inline_attention.models.described import describable
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import Metrics, ModelChoice, Task, TaskData, UnusableDataError
+from inline_attention.tasks.task import Metrics, ModelChoice, Task, TaskData
 
 
 def open_sources(config: TrainConfig) -> TaskData:
     """Open and check the data of a run. `ConfigError` has everything that is wrong with it."""
-    return _open(build_task(config))
-
-
-def _open(task: Task) -> TaskData:
-    try:
-        return task.open()
-    except UnusableDataError as error:
-        problems = [Problem(error.setting, problem) for problem in error.problems]
-        raise ConfigError(problems, source="the data", advice=error.advice) from error
+    return build_task(config).open()
 
 
 def build_task(config: TrainConfig) -> Task:
@@ -95,7 +87,7 @@ def train(
         _refuse(check(config, world_size=processes.world_size))
         resolved = resolve(config, processes.world_size)
         task = build_task(config)
-        data = _open(task)
+        data = task.open()
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
             _refuse([Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")])

@@ -21,10 +21,10 @@ from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
 from inline_attention.models.described import check_description, check_model_size, parse_class_names, parse_note
 from inline_attention.models.reading import Checkpoint, open_checkpoint, show_difference
-from inline_attention.support.settings import read_settings, settings_of
+from inline_attention.support.settings import ConfigError, Problem, settings_of
 from inline_attention.support.text import printable, some_of
 from inline_attention.tasks.pyramid import BACKBONE, BACKBONE_MODEL, DenseModel
-from inline_attention.tasks.task import DataSection, ModelChoice, Objective, Reading, Task, TaskData, UnusableDataError
+from inline_attention.tasks.task import DataSection, ModelChoice, Objective, Reading, Task, TaskData
 
 Options = TypeVar("Options")
 TASK, OPTIONS = "task", "task_options"  # entries of a file's metadata; files without a task are of classifiers
@@ -71,7 +71,7 @@ class DenseTask(Task, Generic[Options]):
             if not all(type(value) is bool for value in flags.values()):
                 raise ValueError(f"{' and '.join(flags)} must be true or false")
             backbone = check_description(content["backbone"], content["backbone_arguments"], file.weights)
-            options = read_settings(cls.options_type, {name: content[name] for name in known})
+            options = cls.options_type(**{name: known[name].convert(content[name]) for name in known})
             cls._check_options(options)
             task = cls(replace(data, **flags), ModelChoice(*backbone), options, flip=float(flip))
             with torch.device("meta"):  # a model that is far larger than its weights is never allocated
@@ -104,7 +104,7 @@ class DenseTask(Task, Generic[Options]):
         if opened.problems:
             is_repairable = any(report.problems for report in opened.reports)
             advice = "--repair (data.repair=true) repairs what is marked so" if is_repairable else None
-            raise UnusableDataError(opened.problems, advice=advice)
+            raise ConfigError([Problem("data", problem) for problem in opened.problems], "the data", advice)
         return TaskData(opened.train, self._validation(opened), notes_of(opened.reports))
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from inline_attention.data.broken import BrokenImageLimit, BrokenImages
+from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.support.settings import setting
@@ -29,12 +29,17 @@ def import_extra(module: str, extra: str) -> Any:
         raise ImportError(f"{package} is not installed: pip install 'inline-attention[{extra}]'") from error
 
 
-class UnusableDataError(ValueError):
-    """Data cannot be trained on: all problems, the setting that they belong to, and advice for all of them."""
-
-    def __init__(self, problems: Sequence[str], setting: str = "data", advice: str | None = None):
-        super().__init__("\n".join(problems))
-        self.problems, self.setting, self.advice = list(problems), setting, advice
+def find_device(name: str) -> torch.device:
+    """Return the device of a name ("auto": a GPU if there is one), or raise ValueError if it cannot be used."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
+    return device
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class Task(ABC):
         """Open and check both splits.
 
         Raises:
-            UnusableDataError: With all problems.
+            ConfigError: With all problems.
         """
 
     @abstractmethod
@@ -226,14 +231,3 @@ class Task(ABC):
     @abstractmethod
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
         """Return the metadata that files of weights need to be used elsewhere."""
-
-
-class Loaders:
-    """Training and validation batches of a rank, and the images of each, at most `limit`, that could not be read."""
-
-    def __init__(
-        self, task: Task, data: TaskData, model: nn.Module, readings: tuple[Reading, Reading], limit: BrokenImageLimit
-    ):
-        self.broken, self.broken_validation = (BrokenImages(len(each), limit) for each in (data.train, data.validation))
-        self.train = task.training_loader(data.train, model, readings[0], self.broken)
-        self.validation = task.validation_loader(data.validation, model, readings[1], self.broken_validation)

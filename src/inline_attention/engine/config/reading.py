@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,36 +16,9 @@ from inline_attention.engine.config.flags import FLAGS
 from inline_attention.engine.config.schema import SECTIONS, SETTINGS, TrainConfig
 from inline_attention.models.described import ModelDescriptionError, argument_problems, check_model_name
 from inline_attention.support.files import read_bounded
-from inline_attention.support.settings import BadValueError, shown, unquoted
-from inline_attention.support.text import did_you_mean, printable
+from inline_attention.support.settings import BadValueError, ConfigError, Problem, shown, unquoted
+from inline_attention.support.text import did_you_mean
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, load_yaml
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem with a setting, such as "optimizer.lr": what was expected, what came, what to do."""
-
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be used: all problems, their source, such as a file name, and advice on all of them."""
-
-    def __init__(self, problems: Iterable[Problem], source: str = "the configuration", advice: str | None = None):
-        self.problems = tuple(problems)
-        self.source, self.advice = source, advice
-        super().__init__(self.problems, source, advice)
-
-    def __str__(self) -> str:
-        count = len(self.problems)
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        advice = "" if self.advice is None else f"\n{self.advice}"
-        text = f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}{advice}"
-        return "\n".join(map(printable, text.split("\n")))
 
 
 def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:
@@ -84,7 +57,7 @@ def from_mapping(
             try:
                 sections[section][name] = SETTINGS[path].convert(value)
             except BadValueError as error:
-                problems.append(Problem(path, str(error)))
+                problems.append(error.problem)
     if problems:
         raise ConfigError(problems, source)
     return TrainConfig(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})

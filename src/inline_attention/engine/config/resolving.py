@@ -10,8 +10,8 @@ import torch
 from timm.optim import get_optimizer_class, get_optimizer_info  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
-from inline_attention.engine.config.reading import ConfigError, Problem
 from inline_attention.engine.config.schema import TrainConfig, TrainingSection
+from inline_attention.support.settings import ConfigError, Problem
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,28 @@
 """All settings of a training run. Defaults are the paper's ImageNet recipe.
 
-Sections that belong to a task are declared beside it: `data` in `tasks.task`, `augmentation`, `detection` and
-`segmentation` with their tasks.
+Sections that belong to a task are declared beside it: `data` in `tasks.task`, `augmentation`, `loss`, `detection` and
+`segmentation` with their tasks. `problems` of a section yields name and message of settings that do not fit together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from inline_attention.support.settings import Setting, setting, settings_of
-from inline_attention.tasks.classification.task import AugmentationSection
+from inline_attention.support.settings import Setting, setting, settings_of, shown
+from inline_attention.tasks.classification.task import AugmentationSection, LossSection
 from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.segmentation.models import SegmentationOptions
-from inline_attention.tasks.task import DataSection
+from inline_attention.tasks.task import CLASSIFICATION, DataSection
 
-CLASSIFICATION = ("classification",)
+# Model arguments that are settings of their own.
+ARGUMENT_SETTINGS = {
+    "num_classes": "model.num_classes",
+    "img_size": "model.img_size",
+    "in_chans": "model.in_chans",
+    "drop_path_rate": "model.drop_path",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,16 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         # Lists become tuples, as they do on the way back from YAML: equal settings compare equal.
-        object.__setattr__(self, "arguments", {key: _with_tuples(value) for key, value in self.arguments.items()})
+        object.__setattr__(self, "arguments", _with_tuples(self.arguments))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a missing checkpoint, and arguments that are settings of their own."""
+        if self.require_checkpoint and self.initial_checkpoint is None:
+            message = "expected a file of trained weights, from which this recipe starts, got null"
+            yield "initial_checkpoint", f"{message}; add --initial-checkpoint FILE"
+        for name, path in ARGUMENT_SETTINGS.items():
+            if name in self.arguments:
+                yield f"arguments.{name}", f"expected it as {path}; set {path}={self.arguments[name]}"
 
 
 @dataclass(frozen=True)
@@ -91,12 +106,12 @@ class ScheduleSection:
     decay_milestones: tuple[int, ...] = setting((), "Epochs after which multistep lowers the rate.", at_least=1)
     decay_rate: float = setting(0.1, "Factor of each step; power of the poly schedule.", above=0)
 
-
-@dataclass(frozen=True)
-class LossSection:
-    """The loss of classifiers, cross entropy. Detectors and segmenters have the losses of their heads."""
-
-    smoothing: float = setting(0.1, "Label smoothing.", at_least=0, below=1)
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield milestones that are missing or out of order."""
+        epochs = self.decay_milestones
+        if self.name == "multistep" and (not epochs or list(epochs) != sorted(set(epochs))):
+            message = f"expected the epochs of the steps in ascending order, such as [8, 11], got {shown(epochs)}"
+            yield "decay_milestones", f"{message}; set them, or another schedule.name"
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,12 @@ class TrainingSection:
     clip_grad: float | None = setting(None, "Clip the gradient norm; null: do not.", above=0)
     seed: int = setting(42, "Random seed.", at_least=0)
     deterministic: bool = setting(False, "Use deterministic algorithms only; slower on a GPU.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a mode of compilation without compilation."""
+        if self.compile_mode != "default" and not self.compile:
+            message = f"has no effect without training.compile, got {self.compile_mode}"
+            yield "compile_mode", f"{message}; leave it out, or set training.compile=true"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from timm.data.transforms_factory import create_transform
 from torch import nn
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, limit_aspect_ratio, load_image
-from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
+from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
 from inline_attention.models.described import create_described_model, read_description
+from inline_attention.models.reading import Checkpoint, CheckpointError, open_checkpoint
+from inline_attention.tasks.task import find_device
 
 LARGEST_RESIZED_ASPECT = 20  # of a picture resized by its shorter side; a thread of pixels would take minutes
 
@@ -89,7 +91,7 @@ class ImageClassifier:
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Checkpoint,
         *,
         model_name: str | None = None,
         size: int | tuple[int, int] | None = None,
@@ -98,7 +100,7 @@ class ImageClassifier:
         """Build the model that a file of weights is of, with as many classes as its head has.
 
         Args:
-            path: File of weights.
+            path: File of weights, or the result of `open_checkpoint`.
             model_name: The model's name; by default what the file says, as converted files do.
             size: Image size, see the constructor.
             device: Device, see the constructor.
@@ -107,13 +109,13 @@ class ImageClassifier:
             CheckpointError: If the file cannot be used, or does not say which model it is of.
             ValueError: If there is no such model, size or device.
         """
-        file = open_checkpoint(path)
+        file = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         described = read_description(file, model_name)
         with torch.device("meta"):
             without_values = create_described_model(described.name, described.arguments)
         classes = number_of_classes(file.weights, without_values)
         if classes is None:
-            raise CheckpointError(f"{path} has no head to classify with; train or load one")
+            raise CheckpointError(f"{file.path} has no head to classify with; train or load one")
         class_names = _class_names(file.path, described.class_names, classes)
         arguments = {**described.arguments, "num_classes": classes}
         model = create_described_model(described.name, arguments)
@@ -184,19 +186,6 @@ class ImageClassifier:
         return ImageResult(
             path, tuple(Prediction(i, self.class_names[i], p) for i, p in zip(indices, probabilities, strict=True))
         )
-
-
-def find_device(name: str) -> torch.device:
-    """Return the device of a name ("auto": a GPU if there is one), or raise ValueError if it cannot be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
-    return device
 
 
 def _class_names(path: Path, names: list[str] | None, classes: int) -> list[str]:

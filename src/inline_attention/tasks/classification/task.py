@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 from timm.data.config import resolve_data_config
 from timm.data.mixup import Mixup
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.on_device import (
+    TIMM_OPTIONS,
     BatchAugmentation,
     MemoryImages,
     MemoryLoader,
@@ -29,17 +31,8 @@ from inline_attention.data.transforms import SeededMixup, evaluation_options, ev
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
 from inline_attention.models.described import create_described_model
 from inline_attention.support.files import read_bounded
-from inline_attention.support.settings import setting
-from inline_attention.tasks.task import (
-    Collectives,
-    DataSection,
-    Metrics,
-    ModelChoice,
-    Reading,
-    Task,
-    TaskData,
-    UnusableDataError,
-)
+from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
+from inline_attention.tasks.task import Collectives, DataSection, Metrics, ModelChoice, Reading, Task, TaskData
 
 
 @dataclass(frozen=True)
@@ -79,6 +72,35 @@ class AugmentationSection:
     mixup_switch_prob: float = setting(0.5, "Probability of CutMix if both are on.", at_least=0, at_most=1)
     mixup_mode: Literal["batch", "pair", "elem"] = setting("batch", "Draw one mix per batch, pair or image.")
     mixup_off_epoch: int = setting(0, "Epoch from which images are not mixed; 0: never.", at_least=0)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield limits in the wrong order, and an unknown policy."""
+        for name in ("scale", "ratio"):
+            yield from order_problem(name, getattr(self, name))
+        if self.auto_augment is not None and not is_known_policy(self.auto_augment):
+            message = (
+                f"expected timm's description of a policy, such as rand-m9-mstd0.5-inc1, got {self.auto_augment!r}"
+            )
+            yield "auto_augment", f"{message}; null turns it off"
+
+
+def is_known_policy(description: str) -> bool:
+    """True if timm can parse the description of an augmentation policy."""
+    # The same choice by prefix that timm's create_transform makes; its parsers assert.
+    parsers = {"rand": rand_augment_transform, "augmix": augment_and_mix_transform, "": auto_augment_transform}
+    parse = next(parser for prefix, parser in parsers.items() if description.startswith(prefix))
+    try:
+        parse(description, dict(TIMM_OPTIONS))
+    except Exception:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class LossSection:
+    """The loss of classifiers, cross entropy. Detectors and segmenters have the losses of their heads."""
+
+    smoothing: float = setting(0.1, "Label smoothing.", at_least=0, below=1)
 
 
 class Objective:
@@ -177,7 +199,7 @@ class ClassificationTask(Task):
             num_classes=self._model.num_classes,
         )
         if opened.problems or opened.train is None or opened.validation is None:
-            raise UnusableDataError(opened.problems)
+            raise ConfigError([Problem("data", problem) for problem in opened.problems], "the data")
         if settings.class_map is None:
             return TaskData(opened.train, opened.validation)
         try:
@@ -185,7 +207,7 @@ class ClassificationTask(Task):
             names = [line.strip() for line in lines if line.strip()]
             return TaskData(opened.train.with_classes(names), opened.validation.with_classes(names))
         except (OSError, ValueError) as error:
-            raise UnusableDataError([str(error)], "data.class_map") from error
+            raise ConfigError([Problem("data.class_map", str(error))], "the data") from error
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the model, with a new head if the initial checkpoint has another number of classes."""

@@ -10,7 +10,7 @@ Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,17 @@ class DetectionOptions:
     smallest_anchor: int = setting(
         32, "Anchor side in pixels on the finest level; doubles per level.", at_least=1, at_most=2**12
     )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield sizes above their limits, and boxes that the head does not sample."""
+        default = DetectionOptions().sampled_boxes
+        if self.head == "retinanet" and self.sampled_boxes != default:
+            message = f"has no effect on retinanet, which takes all boxes, got {self.sampled_boxes}"
+            yield "sampled_boxes", f"{message}; set it to {default}"
+        for name, limit in (("multi_scale_from", self.shorter_side), ("shorter_side", self.longest_side)):
+            value = getattr(self, name)
+            if value is not None and value > limit:
+                yield name, f"expected at most {limit}, the size it grows to, got {value}"
 
     @property
     def finds_masks(self) -> bool:
