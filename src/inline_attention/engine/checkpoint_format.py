@@ -26,10 +26,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.models.checkpoints import CheckpointError, UnsafeCheckpointError, open_checkpoint, save_weights
 from inline_attention.models.reading import Checkpoint, check_pickle_file
-from inline_attention.support.files import open_regular, read_bounded, replace_atomically, write_atomically
+from inline_attention.support.files import (
+    follow_pointer,
+    open_regular,
+    read_bounded,
+    replace_atomically,
+    write_atomically,
+)
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json
 

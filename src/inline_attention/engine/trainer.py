@@ -31,14 +31,7 @@ from inline_attention.engine.checkpoints import (
     CheckpointWriteError,
     TrainingCheckpoint,
 )
-from inline_attention.engine.config import (
-    ConfigError,
-    Problem,
-    ResolvedValues,
-    fused_optimizer,
-    optimizer_arguments,
-    schedule_arguments,
-)
+from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, optimizer_arguments, schedule_arguments
 from inline_attention.engine.evaluate import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync
@@ -106,7 +99,9 @@ class Trainer:
         self.task, self.data, self.class_names = task, data, data.class_names
         torch.use_deterministic_algorithms(config.training.deterministic)
         torch.manual_seed(config.training.seed)
-        model = task.build_model(self.class_names)
+        model: Any = task.build_model(self.class_names)
+        if config.training.grad_checkpointing:
+            model.set_grad_checkpointing(True)
         if processes.world_size > 1 and processes.device.type == "cuda":
             # One device has few images in dense tasks: batch norms use those of all.
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -131,8 +126,7 @@ class Trainer:
             self.strategy.prepare(self.ema.module)
         self.strategy.prepare(self.model)
         self.updates_per_epoch = len(self.training_loader) // resolved.grad_accum_steps
-        fused = fused_optimizer(resolved, processes.device)
-        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved), **fused)
+        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved, processes.device))
         self.total_updates = resolved.total_updates(self.updates_per_epoch)
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None

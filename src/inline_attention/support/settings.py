@@ -134,11 +134,6 @@ class Setting:
             get_origin(kind) is tuple and len(get_args(kind)) == 2 for kind in self.kinds if kind is not NoneType
         )
 
-    @property
-    def is_mapping(self) -> bool:
-        """True if it holds names of the user's choice."""
-        return get_origin(self.annotation) is Mapping
-
     def convert(self, value: Any) -> Any:
         """Return a value as the field holds it: lists as tuples, whole numbers as floats where floats are expected.
 
@@ -146,7 +141,7 @@ class Setting:
             BadValueError: If it has another type (true is not 1, "1" is not 1) or is out of bounds.
         """
         with suppress(UntrustedDataError):
-            if self.is_mapping:
+            if get_origin(self.annotation) is Mapping:
                 if isinstance(value, Mapping) and _is_plain(value):
                     return value
             elif self._holds(converted := build_value(self.annotation, value)):
@@ -217,11 +212,6 @@ def shown(value: Any) -> str:
         text = type(value).__name__
     text = printable(f"the text {text}" if isinstance(value, str) else text)
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def quoted(text: str) -> str:
-    """Return text in double quotes, which `unquoted` removes again."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def unquoted(text: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -17,6 +17,13 @@ from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.support.settings import setting
 
 Value = TypeVar("Value")
+# Model arguments that are settings of their own, and their names.
+ARGUMENT_SETTINGS = {
+    "in_chans": "in_chans",
+    "num_classes": "num_classes",
+    "img_size": "img_size",
+    "drop_path_rate": "drop_path",
+}
 CLASSIFICATION, DENSE, PIXELS = ("classification",), ("detection", "segmentation"), ("segmentation",)
 
 
@@ -77,15 +84,54 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class ModelChoice:
-    """A model, or the backbone of a detector or segmenter, and its initial weights."""
+class ModelSection:
+    """The network and its initial weights."""
 
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # describe the architecture, as files may
-    initial_checkpoint: str | None = None
-    grad_checkpointing: bool = False
-    own_arguments: Mapping[str, Any] = field(default_factory=dict)  # from the command line or code, never from files
-    num_classes: int | None = None  # None for as many as the data has
+    name: str = setting("inline_deit_tiny", "Model or backbone (`inline models --all`), or timm's.")
+    arguments: Mapping[str, Any] = setting({}, "Further model arguments, such as {depth: 4, patch_size: 2}.")
+    num_classes: int | None = setting(None, "Classes; null: as many as the data has.", at_least=1, at_most=10**6)
+    img_size: int | tuple[int, int] | None = setting(
+        None, "Image side or [height, width]; null: the model's.", at_least=1
+    )
+    in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
+    drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
+    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
+    require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
+
+    def __post_init__(self) -> None:
+        # Lists become tuples, as they do on the way back from YAML: equal settings compare equal.
+        object.__setattr__(self, "arguments", _with_tuples(self.arguments))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a missing checkpoint, and arguments that are settings of their own."""
+        if self.require_checkpoint and self.initial_checkpoint is None:
+            message = "expected a file of trained weights, from which this recipe starts, got null"
+            yield "initial_checkpoint", f"{message}; add --initial-checkpoint FILE"
+        for name, field in ARGUMENT_SETTINGS.items():
+            if name in self.arguments:
+                message = f"expected it as model.{field}; set model.{field}={self.arguments[name]}"
+                yield f"arguments.{name}", message
+
+    def model_arguments(self, num_classes: int | None = None) -> dict[str, Any]:
+        """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""
+        given = {name: getattr(self, field) for name, field in ARGUMENT_SETTINGS.items()}
+        given["num_classes"] = self.num_classes or num_classes
+        return {name: value for name, value in given.items() if value is not None} | dict(self.arguments)
+
+    def input_size(self, model: nn.Module) -> tuple[int, int, int]:
+        """Return channels, height and width of the images for `model`."""
+        arguments = self.model_arguments()
+        size = arguments.get("img_size") or getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - timm's
+        height, width = (size, size) if isinstance(size, int) else size
+        return arguments["in_chans"], height, width
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_with_tuples(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return value
 
 
 @dataclass(frozen=True)

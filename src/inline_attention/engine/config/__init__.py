@@ -14,13 +14,10 @@ from inline_attention.engine.config.reading import (
 )
 from inline_attention.engine.config.resolving import (
     ResolvedValues,
-    fused_optimizer,
-    input_size,
-    model_arguments,
     optimizer_arguments,
     resolve,
     schedule_arguments,
 )
-from inline_attention.engine.config.schema import SETTINGS, ModelSection, TrainConfig, TrainingSection
+from inline_attention.engine.config.schema import SETTINGS, TrainConfig, TrainingSection
 from inline_attention.support.settings import ConfigError, Problem, Setting
-from inline_attention.tasks.task import DataSection
+from inline_attention.tasks.task import DataSection, ModelSection

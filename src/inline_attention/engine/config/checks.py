@@ -13,32 +13,22 @@ from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[r
 
 from inline_attention.data.on_device import unsupported_policy
 from inline_attention.engine.config.reading import from_mapping, to_mapping
-from inline_attention.engine.config.resolving import (
-    ResolvedValues,
-    input_size,
-    model_arguments,
-    optimizer_arguments,
-    resolve,
-)
-from inline_attention.engine.config.schema import ARGUMENT_SETTINGS, SECTION_TASKS, SETTINGS, TrainConfig
+from inline_attention.engine.config.resolving import ResolvedValues, optimizer_arguments, resolve
+from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, TrainConfig
 from inline_attention.models.described import create_described_model
 from inline_attention.models.registry import create_model
 from inline_attention.support.settings import ConfigError, Problem, shown
 from inline_attention.support.text import did_you_mean
 from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask, is_known_policy
-from inline_attention.tasks.detection.evaluation import metric_names
+from inline_attention.tasks.dense import DenseTask
+from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.pyramid import SHORTEST_SIDE, unfit_reason
 from inline_attention.tasks.segmentation.task import SegmentationTask
+from inline_attention.tasks.task import ARGUMENT_SETTINGS
 
-DENSE_DATASETS = {"detection": "coco", "segmentation": "pairs"}
-METRIC_LIBRARIES = {"detection": "faster_coco_eval", "segmentation": "torchmetrics"}
+DENSE_TASKS: dict[str, type[DenseTask[Any]]] = {task.name: task for task in (DetectionTask, SegmentationTask)}
 DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
 KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
-METRICS = {
-    "classification": tuple(ClassificationTask.metrics),
-    "detection": tuple(metric_names(masks=True)),
-    "segmentation": tuple(SegmentationTask.metrics),
-}
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -92,7 +82,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _check_metric(config: TrainConfig) -> Iterator[Problem]:
-    metric, known = config.checkpoints.metric, METRICS[config.task.name]
+    metric, known = config.checkpoints.metric, DENSE_TASKS.get(config.task.name, ClassificationTask).metrics
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or f"; {', '.join(known)} are there"
         yield Problem("checkpoints.metric", f"expected a figure of {config.task.name}, got {metric!r}{hint}")
@@ -172,14 +162,14 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
         return  # reported elsewhere
     try:
         with torch.device("meta"):
-            model: Any = create_model(settings.name, **model_arguments(config))
+            model: Any = create_model(settings.name, **settings.model_arguments())
     except Exception as error:
         if timm.is_model(settings.name):
             yield Problem("model.arguments", f"{settings.name} cannot be built with these: {error}")
         else:
             yield Problem("model.name", str(error))
         return
-    channels, height, width = input_size(config, model)
+    channels, height, width = settings.input_size(model)
     try:
         with torch.no_grad(), torch.device("meta"):
             model(torch.empty(2, channels, height, width))
@@ -190,7 +180,7 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
 def _check_dense(config: TrainConfig) -> Iterator[Problem]:
     """Check data, metrics and backbone of a detector or a segmenter."""
     task, name = config.task.name, config.model.name
-    dataset, library = DENSE_DATASETS[task], METRIC_LIBRARIES[task]
+    dataset, library = DENSE_TASKS[task].dataset, DENSE_TASKS[task].library
     if config.data.dataset != dataset:
         message = f"expected {dataset}, the kind of data for {task}, got {config.data.dataset!r}"
         yield Problem("data.dataset", f"{message}; set it so")
@@ -201,7 +191,7 @@ def _check_dense(config: TrainConfig) -> Iterator[Problem]:
     if (reason := unfit_reason(name)) is not None:
         yield Problem("model.name", reason)
         return
-    arguments = {key: value for key, value in model_arguments(config).items() if key != "num_classes"}
+    arguments = {key: value for key, value in config.model.model_arguments().items() if key != "num_classes"}
     try:
         with torch.no_grad(), torch.device("meta"):
             model = create_described_model(name, arguments, features_only=True)

@@ -124,24 +124,10 @@ for _tag, _pattern, _first in (
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML.
-
-    Raises:
-        ValueError: If it is no YAML, too large, nested too deeply or has a value that cannot be read.
-    """
-    try:
-        return load_yaml(text, _StrictLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(f"it is not valid YAML: {getattr(error, 'problem', None) or error}{where}") from None
-
-
 def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the configuration") -> TrainConfig:
     """Read settings from YAML text, as `from_mapping` reads them from mappings."""
     try:
-        content = _parse_yaml(text)
+        content = load_yaml(text, _StrictLoader)
     except ValueError as error:
         raise ConfigError([Problem("", str(error))], source) from None
     content = {} if content is None else content
@@ -233,7 +219,7 @@ def _parse(path: str, text: str) -> Any:
     """Read the value of a setting. Text is taken as it is, but for quotes around all of it and `null`."""
     setting = SETTINGS.get(path)
     if setting is None or not setting.is_text:
-        return _parse_yaml(text)
+        return load_yaml(text, _StrictLoader)
     return None if text == "null" and setting.is_optional else unquoted(text)
 
 

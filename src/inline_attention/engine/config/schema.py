@@ -1,12 +1,13 @@
 """All settings of a training run. Defaults are the paper's ImageNet recipe.
 
-Sections that belong to a task are declared beside it: `data` in `tasks.task`, `augmentation`, `loss`, `detection` and
-`segmentation` with their tasks. `problems` of a section yields name and message of settings that do not fit together.
+Sections that tasks use are declared beside them: `data` and `model` in `tasks.task`; `augmentation`, `loss`,
+`detection` and `segmentation` with their tasks. `problems` of a section yields the name of each setting that does not
+fit the others, and a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
@@ -14,15 +15,7 @@ from inline_attention.support.settings import Setting, setting, settings_of, sho
 from inline_attention.tasks.classification.task import AugmentationSection, LossSection
 from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.segmentation.models import SegmentationOptions
-from inline_attention.tasks.task import CLASSIFICATION, DataSection
-
-# Model arguments that are settings of their own.
-ARGUMENT_SETTINGS = {
-    "num_classes": "model.num_classes",
-    "img_size": "model.img_size",
-    "in_chans": "model.in_chans",
-    "drop_path_rate": "model.drop_path",
-}
+from inline_attention.tasks.task import CLASSIFICATION, DataSection, ModelSection
 
 
 @dataclass(frozen=True)
@@ -43,35 +36,6 @@ class TaskSection:
     name: Literal["classification", "detection", "segmentation"] = setting(
         "classification", "classification, detection or segmentation."
     )
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """The network and its initial weights."""
-
-    name: str = setting("inline_deit_tiny", "Model or backbone (`inline models --all`), or timm's.")
-    arguments: Mapping[str, Any] = setting({}, "Further model arguments, such as {depth: 4, patch_size: 2}.")
-    num_classes: int | None = setting(None, "Classes; null: as many as the data has.", at_least=1, at_most=10**6)
-    img_size: int | tuple[int, int] | None = setting(
-        None, "Image side or [height, width]; null: the model's.", at_least=1
-    )
-    in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
-    drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
-    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
-    require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
-
-    def __post_init__(self) -> None:
-        # Lists become tuples, as they do on the way back from YAML: equal settings compare equal.
-        object.__setattr__(self, "arguments", _with_tuples(self.arguments))
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a missing checkpoint, and arguments that are settings of their own."""
-        if self.require_checkpoint and self.initial_checkpoint is None:
-            message = "expected a file of trained weights, from which this recipe starts, got null"
-            yield "initial_checkpoint", f"{message}; add --initial-checkpoint FILE"
-        for name, path in ARGUMENT_SETTINGS.items():
-            if name in self.arguments:
-                yield f"arguments.{name}", f"expected it as {path}; set {path}={self.arguments[name]}"
 
 
 @dataclass(frozen=True)
@@ -216,14 +180,6 @@ class TrainConfig:
     logging: LoggingSection = field(default_factory=LoggingSection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
-
-
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_with_tuples(item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return value
 
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(TrainConfig)

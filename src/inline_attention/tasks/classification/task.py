@@ -29,10 +29,10 @@ from inline_attention.data.on_device import (
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
-from inline_attention.models.described import create_described_model
+from inline_attention.models.described import create_described_model, describable
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
-from inline_attention.tasks.task import Collectives, DataSection, Metrics, ModelChoice, Reading, Task, TaskData
+from inline_attention.tasks.task import Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
 
 
 @dataclass(frozen=True)
@@ -176,17 +176,15 @@ class ClassificationTask(Task):
     def __init__(
         self,
         data: DataSection,
-        model: ModelChoice,
+        model: ModelSection,
         augmentation: AugmentationSection | None = None,
         *,
-        image_size: tuple[int, int] | None = None,
-        channels: int = 3,
         smoothing: float = 0.0,
         seed: int = 0,
     ):
-        """Choose data and model; `image_size` is height and width, `seed` that of mixup and CutMix."""
+        """Choose data and model; `seed` is that of mixup and CutMix."""
         self._data, self._model, self._augmentation = data, model, augmentation or AugmentationSection()
-        self._image_size, self._channels, self._smoothing, self._seed = image_size, channels, smoothing, seed
+        self._smoothing, self._seed = smoothing, seed
 
     def open(self) -> TaskData:
         """Open and check both splits."""
@@ -211,15 +209,15 @@ class ClassificationTask(Task):
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the model, with a new head if the initial checkpoint has another number of classes."""
-        choice = self._model
-        model = create_described_model(choice.name, self._model_arguments(class_names), **choice.own_arguments)
-        if choice.initial_checkpoint is not None:
-            file = open_checkpoint(choice.initial_checkpoint)
+        arguments, described = self._model.model_arguments(len(class_names)), self._described(class_names)
+        # Arguments that a file may not hold are the user's own.
+        own = {name: value for name, value in arguments.items() if name not in described}
+        model = create_described_model(self._model.name, described, **own)
+        if self._model.initial_checkpoint is not None:
+            file = open_checkpoint(self._model.initial_checkpoint)
             other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
             load_checkpoint(model, file, reinitialize_head=other_classes)
             self.start = f"all of {file.path}" + (" but the head, which is of other classes" if other_classes else "")
-        if choice.grad_checkpointing:
-            model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         return model
 
     def training_loader(
@@ -303,7 +301,7 @@ class ClassificationTask(Task):
         """Return the model's name and arguments, class names, and the crop of evaluation."""
         notes = {
             "model": self._model.name,
-            "model_arguments": json.dumps(self._model_arguments(class_names)),
+            "model_arguments": json.dumps(self._described(class_names)),
             "class_names": json.dumps(list(class_names)),
         }
         if self._data.crop_pct is not None:
@@ -312,13 +310,13 @@ class ClassificationTask(Task):
 
     def _image_settings(self, model: nn.Module) -> dict[str, Any]:
         """Return timm's data settings: size, crop, interpolation, mean and standard deviation."""
-        size = self._image_size or getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - timm's have one
         return resolve_data_config(
-            {"input_size": (self._channels, *size), "crop_pct": self._data.crop_pct}, model=model
+            {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}, model=model
         )
 
-    def _model_arguments(self, class_names: Sequence[str]) -> dict[str, Any]:
-        return {"num_classes": self._model.num_classes or len(class_names), **self._model.arguments}
+    def _described(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """Return the model's arguments that a file may hold."""
+        return describable(self._model.name, self._model.model_arguments(len(class_names)))
 
 
 def _decoded(source: ImageSource, described: Mapping[str, Any], reading: Reading, broken: BrokenImages) -> MemoryImages:
