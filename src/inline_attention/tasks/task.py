@@ -75,12 +75,18 @@ class DataSection:
         False, "Keep images on the device; needs augmentation.crop=padded and data.crop_pct=1.", tasks=CLASSIFICATION
     )
     crop_pct: float | None = setting(
-        None,
-        "Share of the image that evaluation keeps; null: the model's own.",
-        tasks=CLASSIFICATION,
-        above=0,
-        at_most=1,
+        None, "Share of the image that evaluation keeps; null: the model's.", tasks=CLASSIFICATION, above=0, at_most=1
     )
+
+    @property
+    def needs_folder(self) -> bool:
+        """True if the dataset is read from `dir`."""
+        return self.dataset in ("folder", "cifar10", "coco", "pairs")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a missing folder."""
+        if self.needs_folder and self.dir is None:
+            yield "dir", "expected the folder of the data, got null; add --data-dir DIR"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import ARGUMENT_SETTINGS
 
 DENSE_TASKS: dict[str, type[DenseTask[Any]]] = {task.name: task for task in (DetectionTask, SegmentationTask)}
-DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
 KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -70,15 +69,8 @@ def _check_each(config: TrainConfig) -> Iterator[Problem]:
                 yield Problem(path, f"{message}; leave it out")
             if value == "" or (isinstance(value, str) and "\0" in value):
                 yield Problem(path, f"expected text without NUL characters, got {shown(value)}")
-            elif path in ("run.output", "run.experiment") and value is not None and not _is_utf8(value):
+            elif path in ("run.output", "run.experiment") and value and value.encode(errors="ignore").decode() != value:
                 yield Problem(path, f"expected a name in UTF-8, in which weights can be read back, got {shown(value)}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def _check_metric(config: TrainConfig) -> Iterator[Problem]:
@@ -127,8 +119,6 @@ def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
     if dataset not in KNOWN_DATASETS[:3] and not dataset.startswith(("hfds/", "wds/")):
         hint = did_you_mean(dataset, KNOWN_DATASETS) or "; for a folder of your own use --dataset folder --data-dir DIR"
         yield Problem("data.dataset", f"expected {', '.join(KNOWN_DATASETS)}, got {dataset!r}{hint}")
-    elif not dataset.startswith(DATASETS_WITHOUT_FOLDER):
-        yield from _check_folder(config)
     if not config.data.in_memory:
         if settings.crop == "padded":
             message = "expected resized, got padded, which only data kept in memory offers"
@@ -146,11 +136,6 @@ def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
     if policy is not None and is_known_policy(policy) and (reason := unsupported_policy(policy)) is not None:
         message = f"expected what data.in_memory can do; {policy} {reason}, or data.in_memory=false"
         yield Problem("augmentation.auto_augment", message)
-
-
-def _check_folder(config: TrainConfig) -> Iterator[Problem]:
-    if config.data.dir is None:
-        yield Problem("data.dir", "expected the folder of the data, got null; add --data-dir DIR")
 
 
 def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
@@ -184,7 +169,6 @@ def _check_dense(config: TrainConfig) -> Iterator[Problem]:
     if config.data.dataset != dataset:
         message = f"expected {dataset}, the kind of data for {task}, got {config.data.dataset!r}"
         yield Problem("data.dataset", f"{message}; set it so")
-    yield from _check_folder(config)
     if importlib.util.find_spec(library) is None:
         message = f"{task} is measured by {library}, which is not installed"
         yield Problem("task.name", f"{message}; pip install 'inline-attention[{task}]'")

@@ -27,7 +27,11 @@ def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def from_mapping(
-    content: Mapping[Any, Any], *, base: TrainConfig | None = None, source: str = "the configuration"
+    content: Mapping[Any, Any],
+    *,
+    base: TrainConfig | None = None,
+    source: str = "the configuration",
+    found: Iterable[Problem] = (),
 ) -> TrainConfig:
     """Read settings from nested mappings.
 
@@ -35,11 +39,12 @@ def from_mapping(
         content: Section → field → value; what is missing is taken from `base`.
         base: Settings to change; None for the defaults.
         source: Name of `content` in error messages.
+        found: Problems of `content` that are known already.
 
     Raises:
-        ConfigError: With every unknown name and every bad value.
+        ConfigError: With these problems, every unknown name and every bad value.
     """
-    problems: list[Problem] = []
+    problems = list(found)
     sections = to_mapping(base or TrainConfig())
     for section, values in content.items():
         if section not in SECTIONS:
@@ -205,14 +210,7 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
                 values[field][entry] = value
             else:
                 values[name] = value
-    source = "the overrides"
-    try:
-        changed = from_mapping(content, source=source)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems], source) from None
-    if problems:
-        raise ConfigError(problems, source)
-    return changed
+    return from_mapping(content, source="the overrides", found=problems)
 
 
 def _parse(path: str, text: str) -> Any:

@@ -32,7 +32,7 @@ from inline_attention.models.checkpoints import load_checkpoint, number_of_class
 from inline_attention.models.described import create_described_model, describable
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
-from inline_attention.tasks.task import Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
+from inline_attention.tasks.task import DENSE, Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,7 @@ class AugmentationSection:
     )
     crop_padding: int = setting(4, "Pixels added on each side before a padded crop; 0: no crop.", at_least=0)
     hflip: float = setting(
-        0.5,
-        "Probability of a horizontal flip.",
-        tasks=("classification", "detection", "segmentation"),
-        at_least=0,
-        at_most=1,
+        0.5, "Probability of a horizontal flip.", tasks=("classification", *DENSE), at_least=0, at_most=1
     )
     vflip: float = setting(0.0, "Probability of a vertical flip.", at_least=0, at_most=1)
     auto_augment: str | None = setting(
