@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inline_attention import create_model
-from inline_attention.engine.config import TrainConfig, model_arguments, to_yaml
+from inline_attention.engine.config import TrainConfig, to_yaml
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.recipes import get_recipe
 
@@ -28,7 +28,7 @@ def write_run(folder: Path, name="inline_deit_tiny", *, top1=(30.0, 60.0), class
     summary = "\n".join(["epoch,train_loss,lr,val_loss,top1,top5", *rows]) + "\n"
     (folder / "summary.csv").write_text(summary, encoding="utf-8")
     if weights:
-        arguments = model_arguments(config)
+        arguments = config.model.model_arguments()
         notes = {"model": name, "model_arguments": json.dumps(arguments), "crop_pct": "1.0"}
         notes["class_names"] = json.dumps(list(class_names))
         checkpoint = folder / "checkpoints" / "last"

@@ -18,7 +18,7 @@ from inline_attention.benchmark.cost import ATTENTIONS
 from inline_attention.cli import demo
 from inline_attention.cli.main import app
 from inline_attention.engine.checkpoints import CheckpointWriteError
-from inline_attention.engine.config import model_arguments, with_overrides
+from inline_attention.engine.config import with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.models import create_model
 from inline_attention.recipes import get_recipe
@@ -168,7 +168,7 @@ def test_a_lead_is_explained_where_there_is_one(tmp_path, inline, leads):
 def test_the_command_without_the_local_term_is_valid():
     config = with_overrides(get_recipe("digits").config, [demo.WITHOUT_LOCAL_TERM])
     with torch.device("meta"):
-        model = create_model(config.model.name, **model_arguments(config))
+        model = create_model(config.model.name, **config.model.model_arguments())
     assert all(block.attn.residual is None for block in model.blocks)
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from inline_attention.cli.flags import flags_help, overrides_of
 from inline_attention.cli.main import app
 from inline_attention.engine.config import TrainConfig, with_overrides
-from inline_attention.engine.precision import Precision
+from inline_attention.engine.processes import Precision
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_an_unknown_flag_is_refused():
 
 @pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_auto_is_what_the_device_has(has_bfloat16, dtype, monkeypatch):
-    monkeypatch.setattr("inline_attention.engine.precision._has_bfloat16", lambda _: has_bfloat16)
+    monkeypatch.setattr("inline_attention.engine.processes._has_bfloat16", lambda _: has_bfloat16)
     with Precision("auto", torch.device("cpu")).autocast():
         assert torch.get_autocast_dtype("cpu") == dtype

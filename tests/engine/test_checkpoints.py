@@ -19,7 +19,7 @@ import torch
 
 from engine import saving
 from engine.saving import Child, assert_holds, save
-from inline_attention.engine import checkpoint_format, checkpoints, durable_files
+from inline_attention.engine import checkpoint_format, checkpoints
 from inline_attention.engine.checkpoints import (
     CheckpointError,
     CheckpointStore,
@@ -28,6 +28,7 @@ from inline_attention.engine.checkpoints import (
 )
 from inline_attention.models import create_model, load_checkpoint
 from inline_attention.models.reading import UnsafeCheckpointError
+from inline_attention.support import files
 from inline_attention.support.files import UNFINISHED
 from inline_attention.tasks.classification import ImageClassifier
 
@@ -53,7 +54,7 @@ def skipped(caplog):
 
 def names(folder):
     """Names of all that is there but the lock."""
-    return {path.name for path in folder.iterdir()} - {durable_files.LOCK_FILE}
+    return {path.name for path in folder.iterdir()} - {files.LOCK_FILE}
 
 
 # Saving and finding
@@ -540,19 +541,19 @@ def test_a_killed_save_makes_nobody_wait(store, folder):
     child.kill()
     start = time.monotonic()
     save(store, 3)
-    assert time.monotonic() - start < durable_files.LOCK_TIMEOUT / 2
+    assert time.monotonic() - start < files.LOCK_TIMEOUT / 2
     assert names(folder) == {"step-00000003", "last"}
 
 
 def test_waiting_for_another_save_ends(store, folder, monkeypatch):
-    monkeypatch.setattr(durable_files, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.1)
     folder.mkdir(parents=True)
-    with durable_files.exclusive(folder), pytest.raises(CheckpointWriteError, match="another process has been writing"):
+    with files.exclusive(folder), pytest.raises(CheckpointWriteError, match="another process has been writing"):
         save(store, 1)
 
 
 def test_without_locks_saves_work_and_leftovers_stay(store, folder, monkeypatch):
-    monkeypatch.setattr(durable_files, "try_lock", lambda descriptor: None)
+    monkeypatch.setattr(files, "try_lock", lambda descriptor: None)
     leftover = folder / f"{UNFINISHED}whose"
     leftover.mkdir(parents=True)
     save(store, 1)
@@ -674,9 +675,9 @@ def replace_state(saved, state):
     """Write another state, with a manifest to go with it."""
     torch.save(state, saved.path / "state.pt")
     content = (saved.path / "state.pt").read_bytes()
-    files = json.loads((saved.path / "manifest.json").read_text())["files"]
-    files["state.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    forge(saved.path / "manifest.json", files=files)
+    stored = json.loads((saved.path / "manifest.json").read_text())["files"]
+    stored["state.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    forge(saved.path / "manifest.json", files=stored)
 
 
 def test_a_tensor_that_claims_more_than_there_is_is_refused(store):

@@ -20,7 +20,7 @@ from inline_attention.models.checkpoints import CheckpointError, open_checkpoint
 from inline_attention.tasks.dense_prediction import ObjectFinder
 from inline_attention.tasks.detection.models import DetectionOptions, Detector
 from inline_attention.tasks.detection.task import DetectionTask
-from inline_attention.tasks.task import DataSection, ModelChoice
+from inline_attention.tasks.task import DataSection, ModelSection
 from tasks.small_backbones import SWIN
 
 CLASSES = [f"class_{number}" for number in range(7)]
@@ -148,7 +148,7 @@ def detector(tmp_path):
     scenes = write_scenes(tmp_path / "scenes", ScenesPlan(8, 3, size=96, seed=3))
     options = DetectionOptions(head="retinanet", shorter_side=64, longest_side=80, width=16)
     data = DataSection("coco", str(scenes), repair=True)
-    task = DetectionTask(data, ModelChoice("inline_swin_tiny", SWIN), options)
+    task = DetectionTask(data, ModelSection("inline_swin_tiny", SWIN), options)
     names, path = task.open().class_names, tmp_path / "model.safetensors"
     save_weights(task.build_model(names), path, metadata=task.metadata(names))
     return scenes, path

@@ -17,10 +17,10 @@ from inline_attention.data.broken import BrokenImagesError
 from inline_attention.engine import train
 from inline_attention.engine.checkpoints import CheckpointStore
 from inline_attention.engine.config import ConfigError
-from inline_attention.engine.durable_files import free_bytes
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
 from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.support.files import free_bytes
 
 
 def train_without(denied, output, *arguments):

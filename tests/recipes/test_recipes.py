@@ -14,8 +14,6 @@ from inline_attention.engine.config import (
     FLAGS,
     check,
     from_yaml,
-    input_size,
-    model_arguments,
     optimizer_arguments,
     resolve,
     schedule_arguments,
@@ -58,7 +56,7 @@ def complete(recipe):
 
 def meta_model(config):
     with torch.device("meta"):
-        return create_model(config.model.name, **model_arguments(config, num_classes=10))
+        return create_model(config.model.name, **config.model.model_arguments(num_classes=10))
 
 
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
@@ -193,7 +191,7 @@ def test_the_small_ones_see_as_many_tokens_as_they_promise():
     for name, tokens in (("digits", 16), ("cifar10", 256)):
         config = RECIPES[name].config
         model = meta_model(config)
-        _, height, width = input_size(config, model)
+        _, height, width = config.model.input_size(model)
         assert height * width // config.model.arguments["patch_size"] ** 2 == tokens
         assert model.pos_embed.shape[1] == tokens + 1
 

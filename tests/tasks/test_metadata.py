@@ -11,13 +11,13 @@ from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.segmentation.models import SegmentationOptions
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataSection, ModelChoice
+from inline_attention.tasks.task import DataSection, ModelSection
 from tasks.small_backbones import SWIN
 
 
 def file_of(kind, tmp_path, **changes):
     """A file whose options have been changed; None removes one."""
-    model = ModelChoice("inline_swin_tiny", SWIN)
+    model = ModelSection("inline_swin_tiny", SWIN)
     if kind == "detection":
         task = DetectionTask(DataSection("coco"), model, DetectionOptions(width=16))
     else:

@@ -14,7 +14,6 @@ from inline_attention.ablation.grid import Cell, shown
 from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 from inline_attention.benchmark.results import markdown_table, write_csv, write_json, write_markdown
-from inline_attention.engine.config import model_arguments
 from inline_attention.support.figures import Chart, DotRow, Panel, Style, dot_panel
 from inline_attention.support.text import printable
 
@@ -53,7 +52,7 @@ class CellResult:
         model, side = self.cell.config.model, self.cell.config.model.img_size
         sides = (side, side) if isinstance(side, int) else side
         image = None if sides is None else (model.in_chans, *sides)
-        return measure_model_size(model.name, input_size=image, **model_arguments(self.cell.config))
+        return measure_model_size(model.name, input_size=image, **model.model_arguments())
 
     @property
     def top1(self) -> list[float]:

@@ -25,7 +25,6 @@ from inline_attention.benchmark.results import flat_row, write_results
 from inline_attention.cli.analyze import ModelOptions, PictureOptions
 from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, say, warn, writing_to
 from inline_attention.data.datasets import open_dataset
-from inline_attention.engine.config.resolving import model_arguments
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
 from inline_attention.support.figures import numbered_styles
@@ -147,7 +146,7 @@ def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) 
         name = models[0] if models else None
         return with_distinct_labels([trained_subject(path, model_name=name, **common) for path in checkpoints])
     if for_digits and not models:
-        arguments = model_arguments(DIGITS.config)
+        arguments = DIGITS.config.model.model_arguments()
     names = dict.fromkeys(twin for name in models or [DEFAULT_MODEL] for twin in _with_twins(name))
     subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in names]
     warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")

@@ -11,10 +11,11 @@ from PIL import Image
 
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
-from inline_attention.tasks.classification.prediction import ImageClassifier, find_device
+from inline_attention.tasks.classification.prediction import ImageClassifier
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.dense_prediction import DetectionResult, ObjectFinder, PixelClassifier
 from inline_attention.tasks.drawing import annotate, annotate_objects, annotate_pixels
+from inline_attention.tasks.task import find_device
 
 
 class Predictor(NamedTuple):

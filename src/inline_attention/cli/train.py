@@ -66,8 +66,8 @@ def _weights_line(folder: Path) -> str:
     """Return where the best weights are, or the last ones if no metric says which are best."""
     from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
     from inline_attention.engine.checkpoints import BEST, LAST
-    from inline_attention.engine.durable_files import follow_pointer
     from inline_attention.engine.trainer import CHECKPOINTS
+    from inline_attention.support.files import follow_pointer
 
     checkpoints = folder / CHECKPOINTS
     for kind in (BEST, LAST):

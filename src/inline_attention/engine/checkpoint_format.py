@@ -26,10 +26,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from inline_attention.engine.durable_files import follow_pointer, write_durably
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
 from inline_attention.models.reading import Checkpoint, UnsafeCheckpointError, check_pickle_file
-from inline_attention.support.files import open_regular, read_bounded, sync_folder
+from inline_attention.support.files import (
+    follow_pointer,
+    open_regular,
+    read_bounded,
+    replace_atomically,
+    write_atomically,
+)
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json
 
@@ -145,10 +150,9 @@ def write_training_checkpoint(
     save_weights(weights, folder / WEIGHTS, metadata=metadata)
     if ema_weights is not None:
         save_weights(ema_weights, folder / EMA_WEIGHTS, metadata=metadata)
-    with (folder / STATE).open("xb") as file:
+    # To an open file: torch's own writer would hide the errors of the file system.
+    with replace_atomically(folder / STATE) as temporary, temporary.open("xb") as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
     content = {
         "format": FORMAT,
         "model": metadata.get("model", ""),
@@ -161,8 +165,7 @@ def write_training_checkpoint(
             path.name: StoredFile(path.stat().st_size, _checksum(path))._asdict() for path in sorted(folder.iterdir())
         },
     }
-    write_durably(folder / MANIFEST, _render(content))
-    sync_folder(folder)
+    write_atomically(folder / MANIFEST, _render(content))
 
 
 def open_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint:

@@ -25,9 +25,16 @@ from inline_attention.engine.checkpoint_format import (
     tensor_bytes,
     write_training_checkpoint,
 )
-from inline_attention.engine.durable_files import exclusive, free_bytes, point_to, remove_folder, remove_unfinished
 from inline_attention.models.checkpoints import CheckpointError
-from inline_attention.support.files import sync_folder, unfinished
+from inline_attention.support.files import (
+    exclusive,
+    free_bytes,
+    point_to,
+    remove_folder,
+    remove_unfinished,
+    sync_folder,
+    unfinished,
+)
 from inline_attention.support.text import printable
 
 LAST, BEST = "last", "best"

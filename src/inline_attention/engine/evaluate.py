@@ -15,18 +15,17 @@ from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import find_weights
+from inline_attention.engine.config.checks import DENSE_TASKS
 from inline_attention.engine.interruption import Interruption
-from inline_attention.engine.precision import Precision
-from inline_attention.engine.processes import BrokenReport, RankSync, joined_processes
+from inline_attention.engine.processes import BrokenReport, Precision, RankSync, joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.dense import TASK
-from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.pyramid import DenseModel
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelChoice, Reading, Task
+from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelSection, Task
 
 
 @torch.no_grad()
@@ -111,13 +110,7 @@ def evaluate_checkpoint(
         if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
             model.backbone.to(torch.bfloat16)
         broken = BrokenImages(len(source), BrokenImageLimit())
-        reading = Reading(
-            batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH),
-            processes.device,
-            workers=data.workers,
-            rank=processes.rank,
-            world_size=processes.world_size,
-        )
+        reading = processes.reading(data, batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH))
         with closing(task.validation_loader(source, model, reading, broken)) as loader:
             sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
             evaluator = task.evaluator(source, processes.device)
@@ -133,18 +126,14 @@ def _classification(
     source = open_dataset(data.dataset, data.dir, data.val_split)
     if described.class_names is not None:
         source = source.with_classes(described.class_names)
-    task = ClassificationTask(
-        replace(data, crop_pct=described.crop_pct),
-        ModelChoice(described.name, described.arguments, own_arguments={} if size is None else {"img_size": size}),
-        image_size=described.image_size if size is None else (size, size),
-        channels=described.arguments.get("in_chans", 3),
-    )
+    arguments = described.arguments if size is None else described.arguments | {"img_size": size}
+    task = ClassificationTask(replace(data, crop_pct=described.crop_pct), ModelSection(described.name, arguments))
     return task, source, list(source.class_names)
 
 
 def _dense(file: Checkpoint, data: DataSection, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
     """Return the task, its validation data, its class names and repair notes."""
-    kind = DetectionTask if file.metadata[TASK] == DetectionTask.name else SegmentationTask
+    kind = DENSE_TASKS.get(file.metadata[TASK], SegmentationTask)
     task, class_names = kind.of_checkpoint(file, data)
     task.evaluation_side = size
     source, notes = task.open_validation(class_names)

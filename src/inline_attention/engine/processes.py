@@ -1,4 +1,7 @@
-"""Ranks of a run: one on a laptop, many under torchrun. Before each batch they agree on signals and broken images."""
+"""Ranks of a run, one on a laptop and many under torchrun, their devices and mixed precision.
+
+Before each batch, ranks agree on signals and broken images.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,13 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from inline_attention.data.broken import BrokenImage, BrokenImages, BrokenImagesError, write_report
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
 from inline_attention.support.text import printable
+from inline_attention.tasks.task import DataSection, Reading, find_device
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-class DeviceError(ValueError):
-    """There is no such device."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Processes:
     def is_main(self) -> bool:
         """True on rank 0, which writes and prints."""
         return self.rank == 0
+
+    def reading(self, data: DataSection, batch_size: int, seed: int = 0) -> Reading:
+        """Return how this rank reads batches of the data."""
+        return Reading(batch_size, self.device, seed, data.workers, self.rank, self.world_size, data.timeout)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks, in each."""
@@ -80,7 +85,9 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
     The device is "auto" (one GPU per rank, if there are any), "cpu", "cuda" or "cuda:N".
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = _choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    chosen = find_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world_size == 1:
@@ -98,15 +105,25 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
         dist.destroy_process_group()
 
 
-def _choose_device(name: str, local_rank: int) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    try:
-        device = torch.device(name if name != "auto" else "cuda" if has_gpu else "cpu")
-    except RuntimeError as error:
-        raise DeviceError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type == "cuda" and not has_gpu:
-        raise DeviceError(f"PyTorch finds no GPU here, got device {name!r}; use auto or cpu")
-    return torch.device("cuda", local_rank) if device == torch.device("cuda") else device
+class Precision:
+    """Autocast to bfloat16 or float16, or none (`dtype` is None); `scaler` scales losses for float16 on GPUs."""
+
+    def __init__(self, amp: str, device: torch.device):
+        """Choose by "bf16", "fp16", "auto" (bf16 if the device has it, else fp16) or "off"."""
+        if amp == "auto":
+            amp = "bf16" if _has_bfloat16(device) else "fp16"
+        if amp not in DTYPES:
+            raise ValueError(f"amp must be bf16, fp16, auto or off, got {amp!r}")
+        self.dtype, self._device = DTYPES[amp], device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16" and device.type == "cuda")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for forward passes."""
+        return nullcontext() if self.dtype is None else torch.autocast(self._device.type, self.dtype)
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 class BrokenReport:

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from inline_attention.engine.config import ConfigError, Problem
-from inline_attention.engine.durable_files import free_bytes, try_lock, unlock
 from inline_attention.engine.processes import Processes
-from inline_attention.support.files import unfinished
+from inline_attention.support.files import free_bytes, try_lock, unfinished, unlock
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, parse_json
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,61 +19,34 @@ from inline_attention.engine.checkpoints import (
     TrainingCheckpoint,
     open_training_checkpoint,
 )
-from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, model_arguments, resolve
+from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption, noted_interruptions
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed
 from inline_attention.engine.trainer import Trainer
-from inline_attention.models.described import describable
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import Metrics, ModelChoice, Task, TaskData, UnusableDataError
+from inline_attention.tasks.task import Metrics, Task, TaskData
 
 
 def open_sources(config: TrainConfig) -> TaskData:
     """Open and check the data of a run. `ConfigError` has everything that is wrong with it."""
-    return _open(build_task(config))
-
-
-def _open(task: Task) -> TaskData:
-    try:
-        return task.open()
-    except UnusableDataError as error:
-        problems = [Problem(error.setting, problem) for problem in error.problems]
-        raise ConfigError(problems, source="the data", advice=error.advice) from error
+    return build_task(config).open()
 
 
 def build_task(config: TrainConfig) -> Task:
     """Build the task that the settings describe."""
-    name, start, flip = config.model.name, config.model.initial_checkpoint, config.augmentation.hflip
-    size, arguments = config.model.img_size, model_arguments(config)
-    if config.task.name == "classification":
-        described = describable(name, arguments)
-    else:  # the head around a backbone has the classes
-        described = arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
-    model = ModelChoice(
-        name,
-        described,
-        None if start is None else str(find_weights(Path(start))),
-        config.training.grad_checkpointing,
-        {key: value for key, value in arguments.items() if key not in described},
-        config.model.num_classes,
-    )
+    model, flip = config.model, config.augmentation.hflip
+    if model.initial_checkpoint is not None:
+        model = replace(model, initial_checkpoint=str(find_weights(Path(model.initial_checkpoint))))
     if config.task.name == "detection":
         return DetectionTask(config.data, model, config.detection, flip=flip)
     if config.task.name == "segmentation":
         return SegmentationTask(config.data, model, config.segmentation, flip=flip)
-    return ClassificationTask(
-        config.data,
-        model,
-        config.augmentation,
-        image_size=(size, size) if isinstance(size, int) else size,
-        channels=config.model.in_chans,
-        smoothing=config.loss.smoothing,
-        seed=config.training.seed,
-    )
+    smoothing, seed = config.loss.smoothing, config.training.seed
+    return ClassificationTask(config.data, model, config.augmentation, smoothing=smoothing, seed=seed)
 
 
 def train(
@@ -95,7 +69,7 @@ def train(
         _refuse(check(config, world_size=processes.world_size))
         resolved = resolve(config, processes.world_size)
         task = build_task(config)
-        data = _open(task)
+        data = task.open()
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
             _refuse([Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")])

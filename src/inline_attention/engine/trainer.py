@@ -21,7 +21,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from inline_attention.data.broken import BrokenImageLimit, BrokenImagesError
+from inline_attention.data.broken import BrokenImageLimit, BrokenImages, BrokenImagesError
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sampling import TooFewSamplesError
 from inline_attention.engine.checkpoint_format import LARGEST_NUMBER, LoadedCheckpoint
@@ -31,25 +31,17 @@ from inline_attention.engine.checkpoints import (
     CheckpointWriteError,
     TrainingCheckpoint,
 )
-from inline_attention.engine.config import (
-    ConfigError,
-    Problem,
-    ResolvedValues,
-    fused_optimizer,
-    optimizer_arguments,
-    schedule_arguments,
-)
+from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, optimizer_arguments, schedule_arguments
 from inline_attention.engine.evaluate import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
-from inline_attention.engine.precision import Precision
-from inline_attention.engine.processes import BrokenReport, Processes, RankSync
+from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.strategies import Replicated, Sharded
 from inline_attention.models.checkpoints import model_metadata
 from inline_attention.models.described import parse_class_names
 from inline_attention.support.text import printable, show_difference
-from inline_attention.tasks.task import Loaders, Metrics, Reading, Task, TaskData
+from inline_attention.tasks.task import Metrics, Task, TaskData
 
 # Entries of an optimizer's groups that settings decide, beside the learning rate; other entries may be its state.
 OPTIMIZER_SETTINGS = ("weight_decay", "betas", "eps", "momentum", "lr_scale")
@@ -106,27 +98,23 @@ class Trainer:
         self.task, self.data, self.class_names = task, data, data.class_names
         torch.use_deterministic_algorithms(config.training.deterministic)
         torch.manual_seed(config.training.seed)
-        model = task.build_model(self.class_names)
+        model: Any = task.build_model(self.class_names)
+        if config.training.grad_checkpointing:
+            model.set_grad_checkpointing(True)
         if processes.world_size > 1 and processes.device.type == "cuda":
             # One device has few images in dense tasks: batch norms use those of all.
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(processes.device)
-        reading = Reading(
-            resolved.batch_size,
-            processes.device,
-            config.training.seed,
-            config.data.workers,
-            processes.rank,
-            processes.world_size,
-            config.data.timeout,
-        )
+        reading = processes.reading(config.data, resolved.batch_size, config.training.seed)
         validation = replace(reading, batch_size=config.training.validation_batch_size or resolved.batch_size)
         limit = BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share)
+        broken = [BrokenImages(len(images), limit) for images in (data.train, data.validation)]
         try:
-            self.loaders = Loaders(task, data, self.model, (reading, validation), limit)
+            self.training_loader = task.training_loader(data.train, self.model, reading, broken[0])
+            self.validation_loader = task.validation_loader(data.validation, self.model, validation, broken[1])
         except TooFewSamplesError as error:  # images in memory have been read, and some may be broken
             raise ConfigError([Problem("training.batch_size", str(error))]) from error
-        self.broken = BrokenReport((self.loaders.broken, self.loaders.broken_validation), processes, folder)
+        self.broken = BrokenReport(broken, processes, folder)
         sharded = config.distributed.strategy == "fsdp2" and processes.world_size > 1
         self.strategy = Sharded(processes) if sharded else Replicated(processes)
         self.ema = None
@@ -136,9 +124,8 @@ class Trainer:
             self.ema = ModelEmaV3(self.model, resolved.ema_decay, use_warmup=config.ema.warmup, foreach=at_once)
             self.strategy.prepare(self.ema.module)
         self.strategy.prepare(self.model)
-        self.updates_per_epoch = len(self.loaders.train) // resolved.grad_accum_steps
-        fused = fused_optimizer(resolved, processes.device)
-        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved), **fused)
+        self.updates_per_epoch = len(self.training_loader) // resolved.grad_accum_steps
+        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved, processes.device))
         self.total_updates = resolved.total_updates(self.updates_per_epoch)
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
@@ -187,8 +174,8 @@ class Trainer:
 
     def close(self) -> None:
         """End the worker processes."""
-        self.loaders.train.close()
-        self.loaders.validation.close()
+        self.training_loader.close()
+        self.validation_loader.close()
 
     def bytes_still_to_write(self) -> int:
         """Estimate the bytes of the run's checkpoints, besides existing ones, with two moments per weight as in Adam.
@@ -329,7 +316,7 @@ class Trainer:
     def _train_epoch(self, report: RunReport, sync: RankSync) -> None:
         position, accumulated = self.position, self.resolved.grad_accum_steps
         self.runnable.train()
-        batches = self.loaders.train.epoch(position.epoch, position.updates_in_epoch * accumulated)
+        batches = self.training_loader.epoch(position.epoch, position.updates_in_epoch * accumulated)
         fetched = sync.read(batches, accumulated) if self._updates_left_in_epoch() > 0 else []
         while (left := self._updates_left_in_epoch()) > 0:
             sync.agree()
@@ -386,7 +373,7 @@ class Trainer:
         self.processes.adopt_main(model.buffers())
         with self.strategy.gathered(model):
             evaluator = self.task.evaluator(self.data.validation, self.processes.device)
-            return evaluate(model, self.loaders.validation, evaluator, self.precision, sync)
+            return evaluate(model, self.validation_loader, evaluator, self.precision, sync)
 
     def _accumulate_gradients(self, batches: list[Any]) -> torch.Tensor:
         """Accumulate gradients over batches. Returns their mean loss on this rank."""

@@ -38,7 +38,7 @@ class Recipe:
     def command(self) -> str:
         """The command that runs it; words in capitals are for the user to replace."""
         words = ["inline", "train", self.name]
-        if self.config.data.dataset in ("folder", "cifar10", "coco", "pairs"):
+        if self.config.data.needs_folder:
             words += ["--data-dir", "DIR"]
         if self.config.model.require_checkpoint:
             words += ["--initial-checkpoint", "FILE"]

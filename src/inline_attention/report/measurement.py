@@ -42,11 +42,10 @@ from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
 from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.config import TrainConfig, read_config
-from inline_attention.engine.durable_files import follow_pointer
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.registry import TWINS
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import follow_pointer, read_bounded
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, build_value, parse_json
 

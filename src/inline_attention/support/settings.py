@@ -1,6 +1,6 @@
 """Settings as fields of dataclasses: name, type, default, help text and bounds, each said once.
 
-`setting` declares a field, `settings_of` lists what the fields of a dataclass accept, `read_settings` builds one.
+`setting` declares a field, and `settings_of` lists what the fields of a dataclass accept.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from inline_attention.support.text import did_you_mean, printable
 from inline_attention.support.untrusted import UntrustedDataError, build_value
@@ -29,11 +29,41 @@ NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 PLURALS = {int: "whole numbers", float: "numbers"}
 # Text that users write for other values.
 WORDS = {"true": ("yes", "on", "y", "true"), "false": ("no", "off", "n", "false"), "null": ("none", "null", "~")}
-Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem with a setting, such as "optimizer.lr": what was expected, what came, what to do."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used: all problems, their source, such as a file name, and advice on all of them."""
+
+    def __init__(self, problems: Iterable[Problem], source: str = "the configuration", advice: str | None = None):
+        self.problems = tuple(problems)
+        self.source, self.advice = source, advice
+        super().__init__(self.problems, source, advice)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        advice = "" if self.advice is None else f"\n{self.advice}"
+        text = f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}{advice}"
+        return "\n".join(map(printable, text.split("\n")))
 
 
 class BadValueError(ValueError):
-    """A setting does not accept a value. The message says what was expected, what came and what to do."""
+    """A setting does not accept a value. `problem` says which, and why."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.problem = problem
 
 
 def setting(default: Any, documentation: str, *, tasks: Collection[str] = (), **bounds: float) -> Any:
@@ -104,11 +134,6 @@ class Setting:
             get_origin(kind) is tuple and len(get_args(kind)) == 2 for kind in self.kinds if kind is not NoneType
         )
 
-    @property
-    def is_mapping(self) -> bool:
-        """True if it holds names of the user's choice."""
-        return get_origin(self.annotation) is Mapping
-
     def convert(self, value: Any) -> Any:
         """Return a value as the field holds it: lists as tuples, whole numbers as floats where floats are expected.
 
@@ -116,12 +141,13 @@ class Setting:
             BadValueError: If it has another type (true is not 1, "1" is not 1) or is out of bounds.
         """
         with suppress(UntrustedDataError):
-            if self.is_mapping:
+            if get_origin(self.annotation) is Mapping:
                 if isinstance(value, Mapping) and _is_plain(value):
                     return value
             elif self._holds(converted := build_value(self.annotation, value)):
                 return converted
-        raise BadValueError(f"expected {self.expected}, got {shown(value)}{self._advice(value)}")
+        message = f"expected {self.expected}, got {shown(value)}{self._advice(value)}"
+        raise BadValueError(Problem(self.path, message))
 
     def _holds(self, value: Any) -> bool:
         """True if the numbers of a value are within the bounds."""
@@ -171,21 +197,11 @@ def settings_of(section: type[Any], prefix: str = "", tasks: tuple[str, ...] = (
     }
 
 
-def read_settings(section: type[Section], values: Mapping[str, Any]) -> Section:
-    """Build a section from untrusted values; missing ones get their defaults.
-
-    Raises:
-        BadValueError: With the first unknown name or bad value.
-    """
-    known, converted = settings_of(section), {}
-    for name, value in values.items():
-        if name not in known:
-            raise BadValueError(f"there is no setting {printable(name)[:60]}{did_you_mean(name, known)}")
-        try:
-            converted[name] = known[name].convert(value)
-        except BadValueError as error:
-            raise BadValueError(f"{name}: {error}") from None
-    return section(**converted)
+def order_problem(name: str, limits: tuple[float, float]) -> Iterator[tuple[str, str]]:
+    """Yield name and message of a setting with two limits if the smaller one is not first."""
+    low, high = limits
+    if low > high:
+        yield name, f"expected the smaller number first, got [{low:g}, {high:g}]"
 
 
 def shown(value: Any) -> str:
@@ -196,11 +212,6 @@ def shown(value: Any) -> str:
         text = type(value).__name__
     text = printable(f"the text {text}" if isinstance(value, str) else text)
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def quoted(text: str) -> str:
-    """Return text in double quotes, which `unquoted` removes again."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def unquoted(text: str) -> str:

@@ -51,28 +51,27 @@ def _children(value: object) -> Sequence[object]:
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:
-    """Parse YAML with a safe loader, after a look at its nesting.
-
-    Raises:
-        UntrustedDataError: If it exceeds a bound, or has an alias, a tag or a number that cannot be built.
-        yaml.YAMLError: If it is not YAML.
-    """
+    """Parse YAML with a safe loader, after a look at its nesting; raise `UntrustedDataError` if it is malformed."""
     if len(text) > MAX_TEXT_BYTES:
         raise UntrustedDataError(f"it has {len(text):,} characters, more than {MAX_TEXT_BYTES:,}")
     depth = 0
-    for event in yaml.parse(text, Loader=loader):  # the event parser does not recurse
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise UntrustedDataError(_TOO_DEEP)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        elif isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=event.start_mark)
     try:
+        for event in yaml.parse(text, Loader=loader):  # the event parser does not recurse
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > MAX_DEPTH:
+                    raise UntrustedDataError(_TOO_DEEP)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            elif isinstance(event, yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=event.start_mark)
         return yaml.load(text, Loader=loader)
-    except yaml.YAMLError:
+    except UntrustedDataError:
         raise
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise UntrustedDataError(f"it is not valid YAML: {getattr(error, 'problem', None) or error}{where}") from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # such as a number of 10,000 digits
         raise UntrustedDataError(f"it has a value that cannot be read: {error}") from None
 

@@ -21,10 +21,10 @@ from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
 from inline_attention.models.described import check_description, check_model_size, parse_class_names, parse_note
 from inline_attention.models.reading import Checkpoint, open_checkpoint
-from inline_attention.support.settings import read_settings, settings_of
+from inline_attention.support.settings import ConfigError, Problem, settings_of
 from inline_attention.support.text import printable, show_difference, some_of
 from inline_attention.tasks.pyramid import BACKBONE, BACKBONE_MODEL, DenseModel
-from inline_attention.tasks.task import DataSection, ModelChoice, Objective, Reading, Task, TaskData, UnusableDataError
+from inline_attention.tasks.task import DataSection, ModelSection, Objective, Reading, Task, TaskData
 
 Options = TypeVar("Options")
 TASK, OPTIONS = "task", "task_options"  # entries of a file's metadata; files without a task are of classifiers
@@ -34,13 +34,17 @@ class DenseTask(Task, Generic[Options]):
     """A detector or segmenter around a backbone."""
 
     options_type: ClassVar[type[Any]]
+    dataset: ClassVar[str]  # the one value of data.dataset
+    library: ClassVar[str]  # optional dependency that computes the metrics
     flags: ClassVar[tuple[str, ...]] = ()  # data settings that are saved with the weights
     build: ClassVar[Callable[..., DenseModel]]  # from options, name and arguments of the backbone, number of classes
     evaluation_side: int | None = None  # shorter side in pixels of images to evaluate on; None for the options'
 
-    def __init__(self, data: DataSection, model: ModelChoice, options: Options | None = None, *, flip: float = 0.5):
+    def __init__(self, data: DataSection, model: ModelSection, options: Options | None = None, *, flip: float = 0.5):
         """Choose data, backbone, options of the model, and probability of a horizontal flip in training."""
         self._data, self._model, self._flip = data, model, flip
+        # The head around a backbone has the classes.
+        self._arguments = {key: value for key, value in model.model_arguments().items() if key != "num_classes"}
         self.options: Options = self.options_type() if options is None else options
 
     @classmethod
@@ -71,9 +75,9 @@ class DenseTask(Task, Generic[Options]):
             if not all(type(value) is bool for value in flags.values()):
                 raise ValueError(f"{' and '.join(flags)} must be true or false")
             backbone = check_description(content["backbone"], content["backbone_arguments"], file.weights)
-            options = read_settings(cls.options_type, {name: content[name] for name in known})
+            options = cls.options_type(**{name: known[name].convert(content[name]) for name in known})
             cls._check_options(options)
-            task = cls(replace(data, **flags), ModelChoice(*backbone), options, flip=float(flip))
+            task = cls(replace(data, **flags), ModelSection(*backbone), options, flip=float(flip))
             with torch.device("meta"):  # a model that is far larger than its weights is never allocated
                 model = task.build_model(class_names)
             check_model_size("model", model, file.weights)
@@ -104,7 +108,7 @@ class DenseTask(Task, Generic[Options]):
         if opened.problems:
             is_repairable = any(report.problems for report in opened.reports)
             advice = "--repair (data.repair=true) repairs what is marked so" if is_repairable else None
-            raise UnusableDataError(opened.problems, advice=advice)
+            raise ConfigError([Problem("data", problem) for problem in opened.problems], "the data", advice)
         return TaskData(opened.train, self._validation(opened), notes_of(opened.reports))
 
     @abstractmethod
@@ -117,12 +121,9 @@ class DenseTask(Task, Generic[Options]):
 
     def build_model(self, class_names: Sequence[str]) -> DenseModel:
         """Build the model around its backbone."""
-        choice = self._model
-        model = self.build(self.options, choice.name, choice.arguments, len(class_names))
-        if choice.initial_checkpoint is not None:
-            self.start = initialize_from(model, open_checkpoint(choice.initial_checkpoint), self.name)
-        if choice.grad_checkpointing:
-            model.set_grad_checkpointing()
+        model = self.build(self.options, self._model.name, self._arguments, len(class_names))
+        if self._model.initial_checkpoint is not None:
+            self.start = initialize_from(model, open_checkpoint(self._model.initial_checkpoint), self.name)
         return model
 
     def training_loader(
@@ -146,7 +147,7 @@ class DenseTask(Task, Generic[Options]):
 
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
         """Return all that is needed to build the model again, and what the numbers in its data mean."""
-        described = {"backbone": self._model.name, "backbone_arguments": dict(self._model.arguments)}
+        described = {"backbone": self._model.name, "backbone_arguments": self._arguments}
         flags = {name: getattr(self._data, name) for name in self.flags}
         options: Any = self.options
         return {

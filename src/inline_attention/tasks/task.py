@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from inline_attention.data.broken import BrokenImageLimit, BrokenImages
+from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.support.settings import setting
 
 Value = TypeVar("Value")
+# Model arguments that are settings of their own, and their names.
+ARGUMENT_SETTINGS = {
+    "in_chans": "in_chans",
+    "num_classes": "num_classes",
+    "img_size": "img_size",
+    "drop_path_rate": "drop_path",
+}
 CLASSIFICATION, DENSE, PIXELS = ("classification",), ("detection", "segmentation"), ("segmentation",)
 
 
@@ -29,12 +36,17 @@ def import_extra(module: str, extra: str) -> Any:
         raise ImportError(f"{package} is not installed: pip install 'inline-attention[{extra}]'") from error
 
 
-class UnusableDataError(ValueError):
-    """Data cannot be trained on: all problems, the setting that they belong to, and advice for all of them."""
-
-    def __init__(self, problems: Sequence[str], setting: str = "data", advice: str | None = None):
-        super().__init__("\n".join(problems))
-        self.problems, self.setting, self.advice = list(problems), setting, advice
+def find_device(name: str) -> torch.device:
+    """Return the device of a name ("auto": a GPU if there is one), or raise ValueError if it cannot be used."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
+    return device
 
 
 @dataclass(frozen=True)
@@ -63,24 +75,69 @@ class DataSection:
         False, "Keep images on the device; needs augmentation.crop=padded and data.crop_pct=1.", tasks=CLASSIFICATION
     )
     crop_pct: float | None = setting(
-        None,
-        "Share of the image that evaluation keeps; null: the model's own.",
-        tasks=CLASSIFICATION,
-        above=0,
-        at_most=1,
+        None, "Share of the image that evaluation keeps; null: the model's.", tasks=CLASSIFICATION, above=0, at_most=1
     )
+
+    @property
+    def needs_folder(self) -> bool:
+        """True if the dataset is read from `dir`."""
+        return self.dataset in ("folder", "cifar10", "coco", "pairs")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a missing folder."""
+        if self.needs_folder and self.dir is None:
+            yield "dir", "expected the folder of the data, got null; add --data-dir DIR"
 
 
 @dataclass(frozen=True)
-class ModelChoice:
-    """A model, or the backbone of a detector or segmenter, and its initial weights."""
+class ModelSection:
+    """The network and its initial weights."""
 
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # describe the architecture, as files may
-    initial_checkpoint: str | None = None
-    grad_checkpointing: bool = False
-    own_arguments: Mapping[str, Any] = field(default_factory=dict)  # from the command line or code, never from files
-    num_classes: int | None = None  # None for as many as the data has
+    name: str = setting("inline_deit_tiny", "Model or backbone (`inline models --all`), or timm's.")
+    arguments: Mapping[str, Any] = setting({}, "Further model arguments, such as {depth: 4, patch_size: 2}.")
+    num_classes: int | None = setting(None, "Classes; null: as many as the data has.", at_least=1, at_most=10**6)
+    img_size: int | tuple[int, int] | None = setting(
+        None, "Image side or [height, width]; null: the model's.", at_least=1
+    )
+    in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
+    drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
+    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
+    require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
+
+    def __post_init__(self) -> None:
+        # Lists become tuples, as they do on the way back from YAML: equal settings compare equal.
+        object.__setattr__(self, "arguments", _with_tuples(self.arguments))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a missing checkpoint, and arguments that are settings of their own."""
+        if self.require_checkpoint and self.initial_checkpoint is None:
+            message = "expected a file of trained weights, from which this recipe starts, got null"
+            yield "initial_checkpoint", f"{message}; add --initial-checkpoint FILE"
+        for name, field in ARGUMENT_SETTINGS.items():
+            if name in self.arguments:
+                message = f"expected it as model.{field}; set model.{field}={self.arguments[name]}"
+                yield f"arguments.{name}", message
+
+    def model_arguments(self, num_classes: int | None = None) -> dict[str, Any]:
+        """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""
+        given = {name: getattr(self, field) for name, field in ARGUMENT_SETTINGS.items()}
+        given["num_classes"] = self.num_classes or num_classes
+        return {name: value for name, value in given.items() if value is not None} | dict(self.arguments)
+
+    def input_size(self, model: nn.Module) -> tuple[int, int, int]:
+        """Return channels, height and width of the images for `model`."""
+        arguments = self.model_arguments()
+        size = arguments.get("img_size") or getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - timm's
+        height, width = (size, size) if isinstance(size, int) else size
+        return arguments["in_chans"], height, width
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_with_tuples(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return value
 
 
 @dataclass(frozen=True)
@@ -195,7 +252,7 @@ class Task(ABC):
         """Open and check both splits.
 
         Raises:
-            UnusableDataError: With all problems.
+            ConfigError: With all problems.
         """
 
     @abstractmethod
@@ -226,14 +283,3 @@ class Task(ABC):
     @abstractmethod
     def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
         """Return the metadata that files of weights need to be used elsewhere."""
-
-
-class Loaders:
-    """Training and validation batches of a rank, and the images of each, at most `limit`, that could not be read."""
-
-    def __init__(
-        self, task: Task, data: TaskData, model: nn.Module, readings: tuple[Reading, Reading], limit: BrokenImageLimit
-    ):
-        self.broken, self.broken_validation = (BrokenImages(len(each), limit) for each in (data.train, data.validation))
-        self.train = task.training_loader(data.train, model, readings[0], self.broken)
-        self.validation = task.validation_loader(data.validation, model, readings[1], self.broken_validation)

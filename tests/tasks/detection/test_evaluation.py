@@ -6,6 +6,7 @@ import math
 import sys
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_equal_to_pycocotools(seed):
     annotations, outputs = random_case(seed)
     evaluator = DetectionEvaluator(annotations)
     for start in range(0, 30, 4):
-        evaluator.add(range(start + 1, min(start + 5, 31)), outputs[start : start + 4])
+        evaluator.add_detections(range(start + 1, min(start + 5, 31)), outputs[start : start + 4])
     metrics = evaluator.compute()
     assert metrics.count == 30
     for ours, kind in ((metrics.boxes, "bbox"), (metrics.masks, "segm")):
@@ -141,7 +142,7 @@ def test_worked_out_by_hand():
     annotations = one_image([thing(1, 1, 7, (0, 0, 40, 40)), thing(2, 1, 7, (60, 60, 100, 100))])
     found = output([[0, 0, 40, 40], [100, 0, 140, 40], [60, 60, 85, 100]], [1, 1, 1], [0.9, 0.8, 0.7])
     evaluator = DetectionEvaluator(annotations)
-    evaluator.add([1], [found])
+    evaluator.add_detections([1], [found])
     metrics = evaluator.compute()
     low, high = (51 + 50 * 2 / 3) / 101, 51 / 101
     for figures in (metrics.boxes, metrics.masks):
@@ -157,11 +158,11 @@ def test_worked_out_by_hand():
 def test_perfect_predictions_and_none_at_all():
     annotations = one_image([thing(0, 1, 7, (0, 0, 40, 40)), thing(1, 1, 9, (50, 50, 150, 110))])
     perfect = DetectionEvaluator(annotations)
-    perfect.add([1], [output([[0, 0, 40, 40], [50, 50, 150, 110]], [1, 2], [0.9, 0.8])])
+    perfect.add_detections([1], [output([[0, 0, 40, 40], [50, 50, 150, 110]], [1, 2], [0.9, 0.8])])
     metrics = perfect.compute()
     assert metrics.boxes.ap == metrics.masks.ap == metrics.boxes.recall == pytest.approx(1)
     nothing = DetectionEvaluator(annotations)
-    nothing.add([1], [output([], [], [])])
+    nothing.add_detections([1], [output([], [], [])])
     assert (nothing.compute().boxes.ap, nothing.compute().masks.ap50) == (0, 0)
 
 
@@ -169,7 +170,7 @@ def test_what_lies_in_a_crowd_is_no_error():
     crowd = thing(2, 1, 7, (60, 0, 160, 100), is_crowd=True)
     annotations = one_image([thing(1, 1, 7, (0, 0, 40, 40)), crowd])
     evaluator = DetectionEvaluator(annotations, masks=False)
-    evaluator.add([1], [output([[70, 10, 90, 30], [0, 0, 40, 40]], [1, 1], [0.9, 0.8])])
+    evaluator.add_detections([1], [output([[70, 10, 90, 30], [0, 0, 40, 40]], [1, 1], [0.9, 0.8])])
     metrics = evaluator.compute()
     assert metrics.boxes.ap == pytest.approx(1)
     assert metrics.masks is None
@@ -182,22 +183,22 @@ def test_areas_of_masks_are_those_of_masks_not_of_boxes():
     item = replace(thing(1, 1, 7, (0, 0, 110, 110)), segmentation=encode_mask(frame), area=float(frame.sum()))
     found = output([[40, 0, 150, 110], [0, 0, 110, 110]], [1, 1], [0.9, 0.8], masks=[elsewhere, frame])
     evaluator = DetectionEvaluator(one_image([item]))
-    evaluator.add([1], [found])
+    evaluator.add_detections([1], [found])
     assert evaluator.compute().masks.ap_small == pytest.approx(0.5)
 
 
 def test_processes_together_are_as_one_alone():
     annotations, outputs = random_case(5)
     alone = DetectionEvaluator(annotations)
-    alone.add(range(1, 31), outputs)
+    alone.add_detections(range(1, 31), outputs)
     shares = [DetectionEvaluator(annotations) for _ in range(3)]
     for rank, evaluator in enumerate(shares):
         ids = range(rank + 1, 31, 3)
-        evaluator.add(ids, [outputs[image_id - 1] for image_id in ids])
+        evaluator.add_detections(ids, [outputs[image_id - 1] for image_id in ids])
     held = []
     for evaluator in shares:
-        evaluator.compute(lambda found: held.append(found) or [found])
-    together = [evaluator.compute(lambda _: held) for evaluator in shares]
+        evaluator.compute(SimpleNamespace(gather=lambda found: held.append(found) or [found]))
+    together = [evaluator.compute(SimpleNamespace(gather=lambda _: held)) for evaluator in shares]
     assert together[0].boxes.ap == together[2].boxes.ap == alone.compute().boxes.ap
     assert together[0].masks.ap50 == alone.compute().masks.ap50
     assert together[0].count == 30
@@ -207,7 +208,7 @@ def test_processes_together_are_as_one_alone():
 def test_masks_that_come_one_at_a_time_are_not_kept():
     annotations, outputs = random_case(2, images=6)
     at_once, one_by_one = DetectionEvaluator(annotations), DetectionEvaluator(annotations)
-    at_once.add(range(1, 7), outputs)
+    at_once.add_detections(range(1, 7), outputs)
     earlier = []
 
     def masks_of(found):
@@ -218,7 +219,7 @@ def test_masks_that_come_one_at_a_time_are_not_kept():
             yield whole
 
     without_masks = [{key: value for key, value in found.items() if key != "masks"} for found in outputs]
-    one_by_one.add(range(1, 7), without_masks, [masks_of(found) for found in outputs])
+    one_by_one.add_detections(range(1, 7), without_masks, [masks_of(found) for found in outputs])
     assert len(earlier) > 5
     assert one_by_one.compute() == at_once.compute()
 
@@ -226,7 +227,7 @@ def test_masks_that_come_one_at_a_time_are_not_kept():
 def test_images_that_were_not_seen_do_not_count():
     annotations, outputs = random_case(1, images=6)
     some = DetectionEvaluator(annotations, masks=False)
-    some.add([1, 2, 3], outputs[:3])
+    some.add_detections([1, 2, 3], outputs[:3])
     ids = {1, 2, 3}
     smaller = replace(
         annotations,
@@ -234,7 +235,7 @@ def test_images_that_were_not_seen_do_not_count():
         objects=tuple(item for item in annotations.objects if item.image_id in ids),
     )
     expected = DetectionEvaluator(smaller, masks=False)
-    expected.add([1, 2, 3], outputs[:3])
+    expected.add_detections([1, 2, 3], outputs[:3])
     assert some.compute().boxes.ap == expected.compute().boxes.ap
     assert some.compute().count == 3
 
@@ -245,12 +246,12 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="no image to evaluate on"):
         evaluator.compute()
     with pytest.raises(ValueError, match="no image with the id 2"):
-        evaluator.add([2], [output([], [], [])])
+        evaluator.add_detections([2], [output([], [], [])])
     with pytest.raises(ValueError, match="labels must be 1 to 2, got 3"):
-        evaluator.add([1], [output([[0, 0, 4, 4]], [3], [0.5])])
+        evaluator.add_detections([1], [output([[0, 0, 4, 4]], [3], [0.5])])
     small = output([[0, 0, 4, 4]], [1], [0.5]) | {"masks": torch.ones(1, 1, 28, 28)}
     with pytest.raises(ValueError, match=r"size of the original image, \(200, 260\), got \(1, 28, 28\)"):
-        evaluator.add([1], [small])
+        evaluator.add_detections([1], [small])
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'inline-attention\[detection\]'"):
         DetectionEvaluator(annotations)

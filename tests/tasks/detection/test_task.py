@@ -15,7 +15,7 @@ from inline_attention.models.reading import open_checkpoint
 from inline_attention.tasks.dense import OPTIONS
 from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.detection.task import DetectionTask
-from inline_attention.tasks.task import DataSection, ModelChoice, Reading
+from inline_attention.tasks.task import DataSection, ModelSection, Reading
 from tasks.largest_result import LargestResult
 from tasks.small_backbones import SWIN
 
@@ -50,7 +50,7 @@ class Oracle(nn.Module):
 def test_perfect_predictions_have_an_average_precision_of_one(tmp_path):
     scenes = write_scenes(tmp_path / "scenes", ScenesPlan(6, 4, size=128, seed=3))
     options = DetectionOptions(shorter_side=64, longest_side=90, width=16)
-    task = DetectionTask(DataSection("coco", str(scenes), repair=True), ModelChoice("inline_swin_tiny", SWIN), options)
+    task = DetectionTask(DataSection("coco", str(scenes), repair=True), ModelSection("inline_swin_tiny", SWIN), options)
     data = task.open()
     model = task.build_model(data.class_names)
     loader = task.validation_loader(data.validation, model, Reading(3, CPU), BrokenImages(len(data.validation)))
@@ -87,7 +87,7 @@ def test_sizes_to_train_on_end_at_the_one_to_evaluate_on():
     ],
 )
 def test_a_file_of_another_version_is_refused(tmp_path, change, message):
-    task = DetectionTask(DataSection("coco"), ModelChoice("inline_swin_tiny", SWIN))
+    task = DetectionTask(DataSection("coco"), ModelSection("inline_swin_tiny", SWIN))
     metadata = task.metadata(["disc"])
     metadata[OPTIONS] = json.dumps(change(json.loads(metadata[OPTIONS])))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors", metadata)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def test_worked_out_by_hand():
     """Walls: 3 pixels, 2 found. Floor: 2 pixels, 2 found, and taken for it 1 of the wall. Sky: 1 pixel, not found."""
     evaluator = SegmentationEvaluator(NAMES)
     target = torch.tensor([[[0, 0, 0, 1], [1, 2, IGNORED, IGNORED]]])
-    evaluator.add(torch.tensor([[[0, 0, 1, 1], [1, 0, 0, 2]]]), target)
+    evaluator.count(torch.tensor([[[0, 0, 1, 1], [1, 0, 0, 2]]]), target)
     metrics = evaluator.compute()
     assert metrics.iou == {
         "wall": pytest.approx(2 / 4),
@@ -35,7 +36,7 @@ def test_worked_out_by_hand():
 
 def test_a_class_that_is_only_predicted_counts_as_wrong():
     evaluator = SegmentationEvaluator(NAMES)
-    evaluator.add(torch.tensor([[[0, 3]]]), torch.tensor([[[0, 0]]]))
+    evaluator.count(torch.tensor([[[0, 3]]]), torch.tensor([[[0, 0]]]))
     metrics = evaluator.compute()
     assert metrics.iou["sea"] == 0
     assert math.isnan(metrics.accuracy["sea"])
@@ -63,7 +64,7 @@ def test_equal_to_torchmetrics():
         "pixels": MulticlassAccuracy(4, average="micro", ignore_index=IGNORED),
     }
     for predicted, target in batches():
-        evaluator.add(predicted, target)
+        evaluator.count(predicted, target)
         for metric in theirs.values():
             metric.update(predicted, target.long())
     metrics = evaluator.compute()
@@ -84,22 +85,22 @@ def test_deterministic_algorithms_count_the_same_and_need_no_memory_for_it(deter
     evaluator, usual = SegmentationEvaluator(NAMES), SegmentationEvaluator(NAMES)
     with LargestResult() as largest:
         for predicted, target in batches():
-            evaluator.add(predicted, target)
+            evaluator.count(predicted, target)
     assert largest.elements == 2 * 12 * 9, "pixels of a batch, not times the pairs of classes"
     torch.use_deterministic_algorithms(False)
     for predicted, target in batches():
-        usual.add(predicted, target)
+        usual.count(predicted, target)
     assert evaluator.compute() == usual.compute()
 
 
 def test_processes_together_are_as_one_alone():
     alone, one, other = (SegmentationEvaluator(NAMES) for _ in range(3))
     for number, (predicted, target) in enumerate(batches(1)):
-        alone.add(predicted, target)
-        (one if number % 2 else other).add(predicted, target)
+        alone.count(predicted, target)
+        (one if number % 2 else other).count(predicted, target)
     counted = []
-    other.compute(lambda matrix: counted.append(matrix) or matrix)
-    together = one.compute(lambda matrix: matrix + counted[0])
+    other.compute(SimpleNamespace(sum=lambda matrix: counted.append(matrix) or matrix))
+    together = one.compute(SimpleNamespace(sum=lambda matrix: matrix + counted[0]))
     assert together == alone.compute()
     assert one.compute() != together, "asking does not change what was counted"
 
@@ -109,9 +110,9 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="no labeled pixel"):
         evaluator.compute()
     with pytest.raises(ValueError, match=r"of one shape, got torch.int64 \(1, 4, 4\) and torch.int64 \(1, 8, 8\)"):
-        evaluator.add(torch.zeros(1, 4, 4, dtype=torch.long), torch.zeros(1, 8, 8, dtype=torch.long))
+        evaluator.count(torch.zeros(1, 4, 4, dtype=torch.long), torch.zeros(1, 8, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="must be whole numbers"):
-        evaluator.add(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        evaluator.count(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
     monkeypatch.setitem(sys.modules, "torchmetrics.classification", None)
     with pytest.raises(ImportError, match=r"pip install 'inline-attention\[segmentation\]'"):
         SegmentationEvaluator(NAMES)

@@ -11,7 +11,7 @@ from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
 from inline_attention.tasks.segmentation.models import SegmentationOptions
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataSection, ModelChoice, Reading
+from inline_attention.tasks.task import DataSection, ModelSection, Reading
 from tasks.small_backbones import SWIN
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def scenes(tmp_path_factory):
 
 def task_on(folder, **options):
     choice = DataSection("pairs", str(folder), reduce_zero_label=True, repair=True)
-    return SegmentationTask(choice, ModelChoice("inline_swin_tiny", SWIN), SegmentationOptions(width=16, **options))
+    return SegmentationTask(choice, ModelSection("inline_swin_tiny", SWIN), SegmentationOptions(width=16, **options))
 
 
 def class_names(folder):

@@ -9,46 +9,26 @@ from typing import Any
 
 import timm
 import torch
-from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
-from inline_attention.data.on_device import TIMM_OPTIONS, unsupported_policy
-from inline_attention.engine.config.reading import ConfigError, Problem, from_mapping, to_mapping
-from inline_attention.engine.config.resolving import (
-    ResolvedValues,
-    input_size,
-    model_arguments,
-    optimizer_arguments,
-    resolve,
-)
-from inline_attention.engine.config.schema import SETTINGS, TrainConfig
+from inline_attention.data.on_device import unsupported_policy
+from inline_attention.engine.config.reading import from_mapping, to_mapping
+from inline_attention.engine.config.resolving import ResolvedValues, optimizer_arguments, resolve
+from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, TrainConfig
 from inline_attention.models.described import create_described_model
 from inline_attention.models.registry import create_model
-from inline_attention.support.settings import shown
+from inline_attention.support.settings import ConfigError, Problem, shown
 from inline_attention.support.text import did_you_mean
-from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask
-from inline_attention.tasks.detection.evaluation import metric_names
-from inline_attention.tasks.detection.models import DetectionOptions
+from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask, is_known_policy
+from inline_attention.tasks.dense import DenseTask
+from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.pyramid import SHORTEST_SIDE, unfit_reason
 from inline_attention.tasks.segmentation.task import SegmentationTask
+from inline_attention.tasks.task import ARGUMENT_SETTINGS
 
-DENSE_DATASETS = {"detection": "coco", "segmentation": "pairs"}
-METRIC_LIBRARIES = {"detection": "faster_coco_eval", "segmentation": "torchmetrics"}
-DATASETS_WITHOUT_FOLDER = ("digits", "hfds/", "wds/")
+DENSE_TASKS: dict[str, type[DenseTask[Any]]] = {task.name: task for task in (DetectionTask, SegmentationTask)}
 KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
-METRICS = {
-    "classification": tuple(ClassificationTask.metrics),
-    "detection": tuple(metric_names(masks=True)),
-    "segmentation": tuple(SegmentationTask.metrics),
-}
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-# Model arguments that are settings of their own.
-ARGUMENT_SETTINGS = {
-    "num_classes": "model.num_classes",
-    "img_size": "model.img_size",
-    "in_chans": "model.in_chans",
-    "drop_path_rate": "model.drop_path",
-}
 
 
 def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
@@ -60,19 +40,21 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
         from_mapping(to_mapping(config))
     except ConfigError as error:
         return list(error.problems)  # wrong types would only cause further complaints
-    problems = [*_check_each(config), *_check_training(config), *_check_optimizer(config)]
+    task = config.task.name
+    problems = [
+        Problem(f"{name}.{field}", message)
+        for name, section in vars(config).items()
+        if hasattr(section, "problems") and task in SECTION_TASKS.get(name, (task,))
+        for field, message in section.problems()
+    ]
+    problems += [*_check_each(config), *_check_metric(config), *_check_optimizer(config)]
     try:
         problems += _check_batches(resolve(config, world_size))
     except ConfigError as error:
         problems += error.problems
-    match config.task.name:
-        case "classification":
-            problems += [*_check_classification_data(config), *_check_classifier(config)]
-        case "detection":
-            problems += [*_check_dense(config), *_check_detection(config.detection)]
-        case "segmentation":
-            problems += [*_check_dense(config), *_check_segmentation(config)]
-    return problems
+    if task == "classification":
+        return [*problems, *_check_classification_data(config), *_check_classifier(config)]
+    return [*problems, *_check_dense(config)]
 
 
 def _check_each(config: TrainConfig) -> Iterator[Problem]:
@@ -87,38 +69,17 @@ def _check_each(config: TrainConfig) -> Iterator[Problem]:
                 yield Problem(path, f"{message}; leave it out")
             if value == "" or (isinstance(value, str) and "\0" in value):
                 yield Problem(path, f"expected text without NUL characters, got {shown(value)}")
-            elif path in ("run.output", "run.experiment") and value is not None and not _is_utf8(value):
+            elif path in ("run.output", "run.experiment") and value and value.encode(errors="ignore").decode() != value:
                 yield Problem(path, f"expected a name in UTF-8, in which weights can be read back, got {shown(value)}")
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
-
-
-def _check_training(config: TrainConfig) -> Iterator[Problem]:
-    """Check what is the same for all tasks."""
-    training, model, milestones = config.training, config.model, config.schedule.decay_milestones
-    if training.compile_mode != "default" and not training.compile:
-        message = f"has no effect without training.compile, got {training.compile_mode}"
-        yield Problem("training.compile_mode", f"{message}; leave it out, or set training.compile=true")
-    if config.schedule.name == "multistep" and (not milestones or list(milestones) != sorted(set(milestones))):
-        message = f"expected the epochs of the steps in ascending order, such as [8, 11], got {shown(milestones)}"
-        yield Problem("schedule.decay_milestones", f"{message}; set them, or another schedule.name")
-    metric, known = config.checkpoints.metric, METRICS[config.task.name]
+def _check_metric(config: TrainConfig) -> Iterator[Problem]:
+    metric, known = config.checkpoints.metric, DENSE_TASKS.get(config.task.name, ClassificationTask).metrics
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or f"; {', '.join(known)} are there"
         yield Problem("checkpoints.metric", f"expected a figure of {config.task.name}, got {metric!r}{hint}")
     elif metric is not None and metric.startswith("mask_") and config.detection.head == "retinanet":
         yield Problem("checkpoints.metric", f"expected a figure of boxes, as retinanet finds no masks, got {metric!r}")
-    if model.require_checkpoint and model.initial_checkpoint is None:
-        message = "expected a file of trained weights, from which this recipe starts, got null"
-        yield Problem("model.initial_checkpoint", f"{message}; add --initial-checkpoint FILE")
-    for name, path in ARGUMENT_SETTINGS.items():
-        if name in model.arguments:
-            yield Problem(f"model.arguments.{name}", f"expected it as {path}; set {path}={model.arguments[name]}")
 
 
 def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
@@ -154,19 +115,10 @@ def _check_batches(resolved: ResolvedValues) -> Iterator[Problem]:
 
 
 def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
-    dataset, settings = config.data.dataset, config.augmentation
+    dataset, settings, policy = config.data.dataset, config.augmentation, config.augmentation.auto_augment
     if dataset not in KNOWN_DATASETS[:3] and not dataset.startswith(("hfds/", "wds/")):
         hint = did_you_mean(dataset, KNOWN_DATASETS) or "; for a folder of your own use --dataset folder --data-dir DIR"
         yield Problem("data.dataset", f"expected {', '.join(KNOWN_DATASETS)}, got {dataset!r}{hint}")
-    elif not dataset.startswith(DATASETS_WITHOUT_FOLDER):
-        yield from _check_folder(config)
-    for name in ("scale", "ratio"):
-        yield from _check_order(f"augmentation.{name}", getattr(settings, name))
-    policy = settings.auto_augment
-    is_known = policy is None or _is_known_policy(policy)
-    if not is_known:
-        message = f"expected timm's description of a policy, such as rand-m9-mstd0.5-inc1, got {policy!r}"
-        yield Problem("augmentation.auto_augment", f"{message}; null turns it off")
     if not config.data.in_memory:
         if settings.crop == "padded":
             message = "expected resized, got padded, which only data kept in memory offers"
@@ -181,31 +133,9 @@ def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
         if getattr(settings, name) != getattr(AugmentationSection(), name):
             message = f"has no effect with data.in_memory, where crops are padded, got {shown(getattr(settings, name))}"
             yield Problem(f"augmentation.{name}", f"{message}; leave it out, or set data.in_memory=false")
-    if policy is not None and is_known and (reason := unsupported_policy(policy)) is not None:
+    if policy is not None and is_known_policy(policy) and (reason := unsupported_policy(policy)) is not None:
         message = f"expected what data.in_memory can do; {policy} {reason}, or data.in_memory=false"
         yield Problem("augmentation.auto_augment", message)
-
-
-def _is_known_policy(description: str) -> bool:
-    # The same choice by prefix that timm's create_transform makes; its parsers assert.
-    parsers = {"rand": rand_augment_transform, "augmix": augment_and_mix_transform, "": auto_augment_transform}
-    parse = next(parser for prefix, parser in parsers.items() if description.startswith(prefix))
-    try:
-        parse(description, dict(TIMM_OPTIONS))
-    except Exception:
-        return False
-    return True
-
-
-def _check_folder(config: TrainConfig) -> Iterator[Problem]:
-    if config.data.dir is None:
-        yield Problem("data.dir", "expected the folder of the data, got null; add --data-dir DIR")
-
-
-def _check_order(path: str, limits: tuple[float, float]) -> Iterator[Problem]:
-    low, high = limits
-    if low > high:
-        yield Problem(path, f"expected the smaller number first, got [{low:g}, {high:g}]")
 
 
 def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
@@ -217,14 +147,14 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
         return  # reported elsewhere
     try:
         with torch.device("meta"):
-            model: Any = create_model(settings.name, **model_arguments(config))
+            model: Any = create_model(settings.name, **settings.model_arguments())
     except Exception as error:
         if timm.is_model(settings.name):
             yield Problem("model.arguments", f"{settings.name} cannot be built with these: {error}")
         else:
             yield Problem("model.name", str(error))
         return
-    channels, height, width = input_size(config, model)
+    channels, height, width = settings.input_size(model)
     try:
         with torch.no_grad(), torch.device("meta"):
             model(torch.empty(2, channels, height, width))
@@ -235,41 +165,20 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
 def _check_dense(config: TrainConfig) -> Iterator[Problem]:
     """Check data, metrics and backbone of a detector or a segmenter."""
     task, name = config.task.name, config.model.name
-    dataset, library = DENSE_DATASETS[task], METRIC_LIBRARIES[task]
+    dataset, library = DENSE_TASKS[task].dataset, DENSE_TASKS[task].library
     if config.data.dataset != dataset:
         message = f"expected {dataset}, the kind of data for {task}, got {config.data.dataset!r}"
         yield Problem("data.dataset", f"{message}; set it so")
-    yield from _check_folder(config)
     if importlib.util.find_spec(library) is None:
         message = f"{task} is measured by {library}, which is not installed"
         yield Problem("task.name", f"{message}; pip install 'inline-attention[{task}]'")
     if (reason := unfit_reason(name)) is not None:
         yield Problem("model.name", reason)
         return
-    arguments = {key: value for key, value in model_arguments(config).items() if key != "num_classes"}
+    arguments = {key: value for key, value in config.model.model_arguments().items() if key != "num_classes"}
     try:
         with torch.no_grad(), torch.device("meta"):
             model = create_described_model(name, arguments, features_only=True)
             model(torch.empty(1, 3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE))
     except Exception as error:
         yield Problem("model.arguments", f"{name} cannot be built with these: {error}")
-
-
-def _check_detection(settings: DetectionOptions) -> Iterator[Problem]:
-    default = DetectionOptions().sampled_boxes
-    if settings.head == "retinanet" and settings.sampled_boxes != default:
-        message = f"has no effect on retinanet, which takes all boxes, got {settings.sampled_boxes}"
-        yield Problem("detection.sampled_boxes", f"{message}; set it to {default}")
-    limits = {"multi_scale_from": settings.shorter_side, "shorter_side": settings.longest_side}
-    for name, limit in limits.items():
-        value = getattr(settings, name)
-        if value is not None and value > limit:
-            yield Problem(f"detection.{name}", f"expected at most {limit}, the size it grows to, got {value}")
-
-
-def _check_segmentation(config: TrainConfig) -> Iterator[Problem]:
-    settings = config.segmentation
-    yield from _check_order("segmentation.scale", settings.scale)
-    if settings.window_step is not None and settings.window_step > settings.crop:
-        message = f"expected at most the {settings.crop} pixels of a window, got {settings.window_step}"
-        yield Problem("segmentation.window_step", f"{message}; pixels between windows would be missed")

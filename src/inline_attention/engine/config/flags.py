@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from inline_attention.engine.config.schema import SETTINGS
-from inline_attention.support.settings import Setting, quoted
+from inline_attention.support.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Flag:
             raise ValueError(f"{self.names[0]} takes {self.num_values} values, got {len(values)}: {values}")
         texts = [str(value) for value in values]
         if self.setting.is_text:  # as it is: in quotes, no part of it means anything
-            texts = [text if text == "null" and self.setting.is_optional else quoted(text) for text in texts]
+            texts = [
+                text if text == "null" and self.setting.is_optional else json.dumps(text, ensure_ascii=False)
+                for text in texts
+            ]
         return [assignment.format(*texts) for assignment in self.assignments]
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,36 +16,9 @@ from inline_attention.engine.config.flags import FLAGS
 from inline_attention.engine.config.schema import SECTIONS, SETTINGS, TrainConfig
 from inline_attention.models.described import ModelDescriptionError, argument_problems, check_model_name
 from inline_attention.support.files import read_bounded
-from inline_attention.support.settings import BadValueError, shown, unquoted
-from inline_attention.support.text import did_you_mean, printable
+from inline_attention.support.settings import BadValueError, ConfigError, Problem, shown, unquoted
+from inline_attention.support.text import did_you_mean
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, load_yaml
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem with a setting, such as "optimizer.lr": what was expected, what came, what to do."""
-
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be used: all problems, their source, such as a file name, and advice on all of them."""
-
-    def __init__(self, problems: Iterable[Problem], source: str = "the configuration", advice: str | None = None):
-        self.problems = tuple(problems)
-        self.source, self.advice = source, advice
-        super().__init__(self.problems, source, advice)
-
-    def __str__(self) -> str:
-        count = len(self.problems)
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        advice = "" if self.advice is None else f"\n{self.advice}"
-        text = f"{count} problem{'s' if count > 1 else ''} in {self.source}:\n{lines}{advice}"
-        return "\n".join(map(printable, text.split("\n")))
 
 
 def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:
@@ -54,7 +27,11 @@ def to_mapping(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def from_mapping(
-    content: Mapping[Any, Any], *, base: TrainConfig | None = None, source: str = "the configuration"
+    content: Mapping[Any, Any],
+    *,
+    base: TrainConfig | None = None,
+    source: str = "the configuration",
+    found: Iterable[Problem] = (),
 ) -> TrainConfig:
     """Read settings from nested mappings.
 
@@ -62,11 +39,12 @@ def from_mapping(
         content: Section → field → value; what is missing is taken from `base`.
         base: Settings to change; None for the defaults.
         source: Name of `content` in error messages.
+        found: Problems of `content` that are known already.
 
     Raises:
-        ConfigError: With every unknown name and every bad value.
+        ConfigError: With these problems, every unknown name and every bad value.
     """
-    problems: list[Problem] = []
+    problems = list(found)
     sections = to_mapping(base or TrainConfig())
     for section, values in content.items():
         if section not in SECTIONS:
@@ -84,7 +62,7 @@ def from_mapping(
             try:
                 sections[section][name] = SETTINGS[path].convert(value)
             except BadValueError as error:
-                problems.append(Problem(path, str(error)))
+                problems.append(error.problem)
     if problems:
         raise ConfigError(problems, source)
     return TrainConfig(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
@@ -151,24 +129,10 @@ for _tag, _pattern, _first in (
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML.
-
-    Raises:
-        ValueError: If it is no YAML, too large, nested too deeply or has a value that cannot be read.
-    """
-    try:
-        return load_yaml(text, _StrictLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(f"it is not valid YAML: {getattr(error, 'problem', None) or error}{where}") from None
-
-
 def from_yaml(text: str, *, base: TrainConfig | None = None, source: str = "the configuration") -> TrainConfig:
     """Read settings from YAML text, as `from_mapping` reads them from mappings."""
     try:
-        content = _parse_yaml(text)
+        content = load_yaml(text, _StrictLoader)
     except ValueError as error:
         raise ConfigError([Problem("", str(error))], source) from None
     content = {} if content is None else content
@@ -246,21 +210,14 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
                 values[field][entry] = value
             else:
                 values[name] = value
-    source = "the overrides"
-    try:
-        changed = from_mapping(content, source=source)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems], source) from None
-    if problems:
-        raise ConfigError(problems, source)
-    return changed
+    return from_mapping(content, source="the overrides", found=problems)
 
 
 def _parse(path: str, text: str) -> Any:
     """Read the value of a setting. Text is taken as it is, but for quotes around all of it and `null`."""
     setting = SETTINGS.get(path)
     if setting is None or not setting.is_text:
-        return _parse_yaml(text)
+        return load_yaml(text, _StrictLoader)
     return None if text == "null" and setting.is_optional else unquoted(text)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from timm.optim import get_optimizer_class, get_optimizer_info  # pyright: ignore[reportPrivateImportUsage]
-from torch import nn
 
-from inline_attention.engine.config.reading import ConfigError, Problem
 from inline_attention.engine.config.schema import TrainConfig, TrainingSection
+from inline_attention.support.settings import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -107,36 +106,18 @@ def _devices(world_size: int) -> str:
     return f"{world_size} device{'s' if world_size > 1 else ''}"
 
 
-def model_arguments(config: TrainConfig, num_classes: int | None = None) -> dict[str, Any]:
-    """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""
-    settings = config.model
-    named = {
-        "num_classes": settings.num_classes or num_classes,
-        "img_size": settings.img_size,
-        "drop_path_rate": settings.drop_path,
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    return {"in_chans": settings.in_chans} | given | dict(settings.arguments)
-
-
-def input_size(config: TrainConfig, model: nn.Module) -> tuple[int, int, int]:
-    """Return channels, height and width of the images for `model`."""
-    size = config.model.img_size
-    if size is None:
-        size = getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - every timm model has one
-    height, width = (size, size) if isinstance(size, int) else size
-    return config.model.in_chans, height, width
-
-
-def optimizer_arguments(resolved: ResolvedValues) -> dict[str, Any]:
-    """Return the arguments of `timm.optim.create_optimizer_v2` besides the model."""
+def optimizer_arguments(resolved: ResolvedValues, device: torch.device | None = None) -> dict[str, Any]:
+    """Return the arguments of `timm.optim.create_optimizer_v2` besides the model; on a GPU, fused if possible."""
     settings = resolved.config.optimizer
     described = get_optimizer_info(settings.name)
+    is_on_gpu = device is not None and device.type == "cuda"
+    known = inspect.signature(get_optimizer_class(settings.name, bind_defaults=False)).parameters if is_on_gpu else ()
     # A recipe's betas must not prevent `--opt sgd`.
     optional = {
         "betas": settings.betas if described.has_betas else None,
         "eps": settings.eps if described.has_eps else None,
         "layer_decay": settings.layer_decay,
+        "fused": True if "fused" in known else None,
     }
     return {
         "opt": settings.name,
@@ -145,12 +126,6 @@ def optimizer_arguments(resolved: ResolvedValues) -> dict[str, Any]:
         "momentum": settings.momentum,
         **{name: value for name, value in optional.items() if value is not None},
     }
-
-
-def fused_optimizer(resolved: ResolvedValues, device: torch.device) -> dict[str, Any]:
-    """Return `fused=True` if the optimizer supports it on the device."""
-    optimizer = get_optimizer_class(resolved.config.optimizer.name, bind_defaults=False)
-    return {"fused": True} if device.type == "cuda" and "fused" in inspect.signature(optimizer).parameters else {}
 
 
 def schedule_arguments(resolved: ResolvedValues, updates_per_epoch: int) -> dict[str, Any]:

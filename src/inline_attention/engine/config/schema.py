@@ -1,22 +1,21 @@
 """All settings of a training run. Defaults are the paper's ImageNet recipe.
 
-Sections that belong to a task are declared beside it: `data` in `tasks.task`, `augmentation`, `detection` and
-`segmentation` with their tasks.
+Sections that tasks use are declared beside them: `data` and `model` in `tasks.task`; `augmentation`, `loss`,
+`detection` and `segmentation` with their tasks. `problems` of a section yields the name of each setting that does not
+fit the others, and a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from inline_attention.support.settings import Setting, setting, settings_of
-from inline_attention.tasks.classification.task import AugmentationSection
+from inline_attention.support.settings import Setting, setting, settings_of, shown
+from inline_attention.tasks.classification.task import AugmentationSection, LossSection
 from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.segmentation.models import SegmentationOptions
-from inline_attention.tasks.task import DataSection
-
-CLASSIFICATION = ("classification",)
+from inline_attention.tasks.task import CLASSIFICATION, DataSection, ModelSection
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,6 @@ class TaskSection:
     name: Literal["classification", "detection", "segmentation"] = setting(
         "classification", "classification, detection or segmentation."
     )
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """The network and its initial weights."""
-
-    name: str = setting("inline_deit_tiny", "Model or backbone (`inline models --all`), or timm's.")
-    arguments: Mapping[str, Any] = setting({}, "Further model arguments, such as {depth: 4, patch_size: 2}.")
-    num_classes: int | None = setting(None, "Classes; null: as many as the data has.", at_least=1, at_most=10**6)
-    img_size: int | tuple[int, int] | None = setting(
-        None, "Image side or [height, width]; null: the model's.", at_least=1
-    )
-    in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
-    drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
-    initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
-    require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
-
-    def __post_init__(self) -> None:
-        # Lists become tuples, as they do on the way back from YAML: equal settings compare equal.
-        object.__setattr__(self, "arguments", {key: _with_tuples(value) for key, value in self.arguments.items()})
 
 
 @dataclass(frozen=True)
@@ -91,12 +70,12 @@ class ScheduleSection:
     decay_milestones: tuple[int, ...] = setting((), "Epochs after which multistep lowers the rate.", at_least=1)
     decay_rate: float = setting(0.1, "Factor of each step; power of the poly schedule.", above=0)
 
-
-@dataclass(frozen=True)
-class LossSection:
-    """The loss of classifiers, cross entropy. Detectors and segmenters have the losses of their heads."""
-
-    smoothing: float = setting(0.1, "Label smoothing.", at_least=0, below=1)
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield milestones that are missing or out of order."""
+        epochs = self.decay_milestones
+        if self.name == "multistep" and (not epochs or list(epochs) != sorted(set(epochs))):
+            message = f"expected the epochs of the steps in ascending order, such as [8, 11], got {shown(epochs)}"
+            yield "decay_milestones", f"{message}; set them, or another schedule.name"
 
 
 @dataclass(frozen=True)
@@ -133,6 +112,12 @@ class TrainingSection:
     clip_grad: float | None = setting(None, "Clip the gradient norm; null: do not.", above=0)
     seed: int = setting(42, "Random seed.", at_least=0)
     deterministic: bool = setting(False, "Use deterministic algorithms only; slower on a GPU.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a mode of compilation without compilation."""
+        if self.compile_mode != "default" and not self.compile:
+            message = f"has no effect without training.compile, got {self.compile_mode}"
+            yield "compile_mode", f"{message}; leave it out, or set training.compile=true"
 
 
 @dataclass(frozen=True)
@@ -195,14 +180,6 @@ class TrainConfig:
     logging: LoggingSection = field(default_factory=LoggingSection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
-
-
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_with_tuples(item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return value
 
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(TrainConfig)

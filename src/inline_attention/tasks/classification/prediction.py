@@ -19,9 +19,10 @@ from timm.data.transforms_factory import create_transform
 from torch import nn
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, limit_aspect_ratio, load_image
-from inline_attention.models.checkpoints import CheckpointError, load_checkpoint, number_of_classes, open_checkpoint
+from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
 from inline_attention.models.described import create_described_model, read_description
-from inline_attention.models.reading import Checkpoint
+from inline_attention.models.reading import Checkpoint, CheckpointError, open_checkpoint
+from inline_attention.tasks.task import find_device
 
 LARGEST_RESIZED_ASPECT = 20  # of a picture resized by its shorter side; a thread of pixels would take minutes
 
@@ -185,19 +186,6 @@ class ImageClassifier:
         return ImageResult(
             path, tuple(Prediction(i, self.class_names[i], p) for i, p in zip(indices, probabilities, strict=True))
         )
-
-
-def find_device(name: str) -> torch.device:
-    """Return the device of a name ("auto": a GPU if there is one), or raise ValueError if it cannot be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
-    return device
 
 
 def _class_names(path: Path, names: list[str] | None, classes: int) -> list[str]:

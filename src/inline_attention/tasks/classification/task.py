@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 from timm.data.config import resolve_data_config
 from timm.data.mixup import Mixup
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_and_check
 from inline_attention.data.loading import ImageLoader, Loader
 from inline_attention.data.on_device import (
+    TIMM_OPTIONS,
     BatchAugmentation,
     MemoryImages,
     MemoryLoader,
@@ -27,19 +29,10 @@ from inline_attention.data.on_device import (
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
-from inline_attention.models.described import create_described_model
+from inline_attention.models.described import create_described_model, describable
 from inline_attention.support.files import read_bounded
-from inline_attention.support.settings import setting
-from inline_attention.tasks.task import (
-    Collectives,
-    DataSection,
-    Metrics,
-    ModelChoice,
-    Reading,
-    Task,
-    TaskData,
-    UnusableDataError,
-)
+from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
+from inline_attention.tasks.task import DENSE, Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
 
 
 @dataclass(frozen=True)
@@ -57,11 +50,7 @@ class AugmentationSection:
     )
     crop_padding: int = setting(4, "Pixels added on each side before a padded crop; 0: no crop.", at_least=0)
     hflip: float = setting(
-        0.5,
-        "Probability of a horizontal flip.",
-        tasks=("classification", "detection", "segmentation"),
-        at_least=0,
-        at_most=1,
+        0.5, "Probability of a horizontal flip.", tasks=("classification", *DENSE), at_least=0, at_most=1
     )
     vflip: float = setting(0.0, "Probability of a vertical flip.", at_least=0, at_most=1)
     auto_augment: str | None = setting(
@@ -79,6 +68,35 @@ class AugmentationSection:
     mixup_switch_prob: float = setting(0.5, "Probability of CutMix if both are on.", at_least=0, at_most=1)
     mixup_mode: Literal["batch", "pair", "elem"] = setting("batch", "Draw one mix per batch, pair or image.")
     mixup_off_epoch: int = setting(0, "Epoch from which images are not mixed; 0: never.", at_least=0)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield limits in the wrong order, and an unknown policy."""
+        for name in ("scale", "ratio"):
+            yield from order_problem(name, getattr(self, name))
+        if self.auto_augment is not None and not is_known_policy(self.auto_augment):
+            message = (
+                f"expected timm's description of a policy, such as rand-m9-mstd0.5-inc1, got {self.auto_augment!r}"
+            )
+            yield "auto_augment", f"{message}; null turns it off"
+
+
+def is_known_policy(description: str) -> bool:
+    """True if timm can parse the description of an augmentation policy."""
+    # The same choice by prefix that timm's create_transform makes; its parsers assert.
+    parsers = {"rand": rand_augment_transform, "augmix": augment_and_mix_transform, "": auto_augment_transform}
+    parse = next(parser for prefix, parser in parsers.items() if description.startswith(prefix))
+    try:
+        parse(description, dict(TIMM_OPTIONS))
+    except Exception:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class LossSection:
+    """The loss of classifiers, cross entropy. Detectors and segmenters have the losses of their heads."""
+
+    smoothing: float = setting(0.1, "Label smoothing.", at_least=0, below=1)
 
 
 class Objective:
@@ -154,17 +172,15 @@ class ClassificationTask(Task):
     def __init__(
         self,
         data: DataSection,
-        model: ModelChoice,
+        model: ModelSection,
         augmentation: AugmentationSection | None = None,
         *,
-        image_size: tuple[int, int] | None = None,
-        channels: int = 3,
         smoothing: float = 0.0,
         seed: int = 0,
     ):
-        """Choose data and model; `image_size` is height and width, `seed` that of mixup and CutMix."""
+        """Choose data and model; `seed` is that of mixup and CutMix."""
         self._data, self._model, self._augmentation = data, model, augmentation or AugmentationSection()
-        self._image_size, self._channels, self._smoothing, self._seed = image_size, channels, smoothing, seed
+        self._smoothing, self._seed = smoothing, seed
 
     def open(self) -> TaskData:
         """Open and check both splits."""
@@ -177,7 +193,7 @@ class ClassificationTask(Task):
             num_classes=self._model.num_classes,
         )
         if opened.problems or opened.train is None or opened.validation is None:
-            raise UnusableDataError(opened.problems)
+            raise ConfigError([Problem("data", problem) for problem in opened.problems], "the data")
         if settings.class_map is None:
             return TaskData(opened.train, opened.validation)
         try:
@@ -185,19 +201,19 @@ class ClassificationTask(Task):
             names = [line.strip() for line in lines if line.strip()]
             return TaskData(opened.train.with_classes(names), opened.validation.with_classes(names))
         except (OSError, ValueError) as error:
-            raise UnusableDataError([str(error)], "data.class_map") from error
+            raise ConfigError([Problem("data.class_map", str(error))], "the data") from error
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the model, with a new head if the initial checkpoint has another number of classes."""
-        choice = self._model
-        model = create_described_model(choice.name, self._model_arguments(class_names), **choice.own_arguments)
-        if choice.initial_checkpoint is not None:
-            file = open_checkpoint(choice.initial_checkpoint)
+        arguments, described = self._model.model_arguments(len(class_names)), self._described(class_names)
+        # Arguments that a file may not hold are the user's own.
+        own = {name: value for name, value in arguments.items() if name not in described}
+        model = create_described_model(self._model.name, described, **own)
+        if self._model.initial_checkpoint is not None:
+            file = open_checkpoint(self._model.initial_checkpoint)
             other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
             load_checkpoint(model, file, reinitialize_head=other_classes)
             self.start = f"all of {file.path}" + (" but the head, which is of other classes" if other_classes else "")
-        if choice.grad_checkpointing:
-            model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         return model
 
     def training_loader(
@@ -281,7 +297,7 @@ class ClassificationTask(Task):
         """Return the model's name and arguments, class names, and the crop of evaluation."""
         notes = {
             "model": self._model.name,
-            "model_arguments": json.dumps(self._model_arguments(class_names)),
+            "model_arguments": json.dumps(self._described(class_names)),
             "class_names": json.dumps(list(class_names)),
         }
         if self._data.crop_pct is not None:
@@ -290,13 +306,13 @@ class ClassificationTask(Task):
 
     def _image_settings(self, model: nn.Module) -> dict[str, Any]:
         """Return timm's data settings: size, crop, interpolation, mean and standard deviation."""
-        size = self._image_size or getattr(model, "pretrained_cfg")["input_size"][1:]  # noqa: B009 - timm's have one
         return resolve_data_config(
-            {"input_size": (self._channels, *size), "crop_pct": self._data.crop_pct}, model=model
+            {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}, model=model
         )
 
-    def _model_arguments(self, class_names: Sequence[str]) -> dict[str, Any]:
-        return {"num_classes": self._model.num_classes or len(class_names), **self._model.arguments}
+    def _described(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """Return the model's arguments that a file may hold."""
+        return describable(self._model.name, self._model.model_arguments(len(class_names)))
 
 
 def _decoded(source: ImageSource, described: Mapping[str, Any], reading: Reading, broken: BrokenImages) -> MemoryImages:

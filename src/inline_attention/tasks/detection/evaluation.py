@@ -6,19 +6,20 @@ Shapes: `n` objects of an image, `M` side of a mask as the model returns it, `H`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.ops import box_convert
 
+from inline_attention.data.batch import UnequalBatch
 from inline_attention.data.coco.annotations import CocoAnnotations
 from inline_attention.data.coco.masks import mask_library
-from inline_attention.tasks.task import Metrics, MetricTable, import_extra
+from inline_attention.tasks.task import Collectives, Metrics, MetricTable, import_extra
 
 MASK_THRESHOLD = 0.5
 # Prefix of the metrics, the protocol's name, and what its results must not hold: with boxes, it would take areas of
@@ -120,7 +121,15 @@ class DetectionEvaluator:
         self._found: Predictions = {}
         self._protocol = import_extra("faster_coco_eval", "detection")
 
-    def add(
+    def add(self, model: nn.Module, batch: UnequalBatch) -> None:
+        """Detect objects in a batch, and add them at the size of the original images."""
+        for image, target, found in zip(batch.images, batch.targets, model(batch.images), strict=True):
+            height, width = target["size"].tolist()
+            moved = at_original_size(found, (image.shape[-2], image.shape[-1]), (height, width))
+            masks = [whole_masks(moved, (height, width))] if "masks" in moved else None
+            self.add_detections([int(target["image_id"])], [moved], masks)
+
+    def add_detections(
         self,
         image_ids: Iterable[int],
         outputs: Sequence[Mapping[str, Tensor]],
@@ -145,16 +154,9 @@ class DetectionEvaluator:
                 raise ValueError(f"{self._annotations.location} has no image with the id {image_id}")
             self._found[int(image_id)] = self._results(int(image_id), output, masks_of_image)
 
-    def compute(self, gather: Callable[[Predictions], list[Predictions]] | None = None) -> DetectionMetrics:
-        """Compute the metrics over all ranks; the result is the same on each.
-
-        Args:
-            gather: Gathers values of all ranks; None for one rank.
-
-        Raises:
-            ValueError: If no image was added.
-        """
-        shares = [self._found] if gather is None else gather(self._found)
+    def compute(self, collectives: Collectives | None = None) -> DetectionMetrics:
+        """Compute the metrics over all ranks, or over this one alone; raise ValueError if no image was added."""
+        shares = [self._found] if collectives is None else collectives.gather(self._found)
         # By id, so that ties between equal scores do not depend on which process saw an image, and when.
         found = dict(sorted((image_id, results) for share in shares for image_id, results in share.items()))
         if not found:

@@ -10,7 +10,7 @@ Shapes: `n` objects of an image, `H`, `W` height and width in pixels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,17 @@ class DetectionOptions:
     smallest_anchor: int = setting(
         32, "Anchor side in pixels on the finest level; doubles per level.", at_least=1, at_most=2**12
     )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield sizes above their limits, and boxes that the head does not sample."""
+        default = DetectionOptions().sampled_boxes
+        if self.head == "retinanet" and self.sampled_boxes != default:
+            message = f"has no effect on retinanet, which takes all boxes, got {self.sampled_boxes}"
+            yield "sampled_boxes", f"{message}; set it to {default}"
+        for name, limit in (("multi_scale_from", self.shorter_side), ("shorter_side", self.longest_side)):
+            value = getattr(self, name)
+            if value is not None and value > limit:
+                yield name, f"expected at most {limit}, the size it grows to, got {value}"
 
     @property
     def finds_masks(self) -> bool:
@@ -141,16 +152,19 @@ class MaskRCNNDetector(Detector):
         self.heads = MaskRCNN(
             _Channels(width),
             rpn_anchor_generator=anchors,
-            rpn_head=_ProposalHead(width, anchors.num_anchors_per_location()[0]),
+            rpn_head=RPNHead(width, anchors.num_anchors_per_location()[0]),
             rpn_score_thresh=IMPOSSIBLE,
             box_roi_pool=_Pool(BOX_SIDE),
             box_batch_size_per_image=options.sampled_boxes,
             box_head=TwoMLPHead(width * BOX_SIDE**2, described),
-            box_predictor=_BoxPredictor(described, num_classes + 1),  # with the background
+            box_predictor=FastRCNNPredictor(described, num_classes + 1),  # with the background
             mask_roi_pool=_Pool(MASK_SIDE),
             mask_head=MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
-            mask_predictor=_MaskPredictor(width, width, num_classes + 1),
+            mask_predictor=MaskRCNNPredictor(width, width, num_classes + 1),
         )
+        network: Any = self.heads
+        for head in (network.rpn.head, network.roi_heads.box_predictor, network.roi_heads.mask_predictor):
+            head.register_forward_hook(_precise_output)
 
     def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any:
         if self.training:
@@ -283,23 +297,6 @@ class _Pool(MultiScaleRoIAlign):
         return list(torch.cat([starts - beyond, ends - beyond], dim=1).split(counts))
 
 
-class _ProposalHead(RPNHead):
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        scores, shifts = super().forward(x)
-        return [_precise(level) for level in scores], [_precise(level) for level in shifts]
-
-
-class _BoxPredictor(FastRCNNPredictor):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores, shifts = super().forward(x)
-        return _precise(scores), _precise(shifts)
-
-
-class _MaskPredictor(MaskRCNNPredictor):
-    def forward(self, input: Tensor) -> Tensor:
-        return _precise(super().forward(input))
-
-
 def _named(levels: Sequence[Tensor]) -> dict[str, Tensor]:
     return {str(place): level for place, level in enumerate(levels)}
 
@@ -316,5 +313,14 @@ def _per_anchor(level: Tensor, numbers: int) -> Tensor:
     return torch.unflatten(level, 1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3)
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+def _precise(value: Any) -> Any:
+    """Tensors, also in lists and tuples, in float32 if they are in half precision."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    return type(value)(map(_precise, value))
+
+
+def _precise_output(head: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook: scores and coordinates are float32 even if convolutions are not."""
+    del head, inputs
+    return _precise(output)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from inline_attention.data.batch import UnequalBatch
 from inline_attention.data.coco.annotations import (
     CocoAnnotations,
 )
@@ -19,15 +17,9 @@ from inline_attention.data.dense import CocoSamples, detection_evaluation_transf
 from inline_attention.data.sampling import AspectRatioBatches
 from inline_attention.data.sources import DataError
 from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
-from inline_attention.tasks.detection.evaluation import (
-    DetectionEvaluator,
-    DetectionMetrics,
-    at_original_size,
-    metric_names,
-    whole_masks,
-)
+from inline_attention.tasks.detection.evaluation import DetectionEvaluator, metric_names
 from inline_attention.tasks.detection.models import DetectionOptions, build_detector
-from inline_attention.tasks.task import Collectives, DataSection, ModelChoice, Reading
+from inline_attention.tasks.task import DataSection, ModelSection, Reading
 
 
 @dataclass(frozen=True)
@@ -45,11 +37,13 @@ class DetectionTask(DenseTask[DetectionOptions]):
     """Object detection."""
 
     name = "detection"
+    metrics = dict.fromkeys(metric_names(masks=True), True)
     options_type = DetectionOptions
+    dataset, library = "coco", "faster_coco_eval"
     build = staticmethod(build_detector)
 
     def __init__(
-        self, data: DataSection, model: ModelChoice, options: DetectionOptions | None = None, *, flip: float = 0.5
+        self, data: DataSection, model: ModelSection, options: DetectionOptions | None = None, *, flip: float = 0.5
     ):
         """Choose data and model. Arguments: see `DenseTask`."""
         super().__init__(data, model, options, flip=flip)
@@ -76,10 +70,10 @@ class DetectionTask(DenseTask[DetectionOptions]):
         """A batch has images of one orientation, so its size decides which images it gets."""
         return {"images per batch": batch_size}
 
-    def evaluator(self, source: ValidationImages, device: torch.device) -> _Evaluator:
+    def evaluator(self, source: ValidationImages, device: torch.device) -> DetectionEvaluator:
         """Return an evaluator of average precision by COCO's protocol."""
         del device
-        return _Evaluator(DetectionEvaluator(source.annotations, masks=self.options.finds_masks))
+        return DetectionEvaluator(source.annotations, masks=self.options.finds_masks)
 
     def _open(self, folder: str, **options: Any) -> OpenedCoco:
         return open_and_check_coco(folder, masks=self.options.finds_masks, **options)
@@ -96,26 +90,8 @@ class DetectionTask(DenseTask[DetectionOptions]):
         )
 
     def _training_batches(self, source: CocoSource, reading: Reading) -> AspectRatioBatches:
-        rank, world_size = reading.rank, reading.world_size
-        return AspectRatioBatches(source.sizes, reading.batch_size, seed=reading.seed, rank=rank, world_size=world_size)
+        return AspectRatioBatches(source.sizes, reading.batch_size, seed=reading.seed, **reading.share)
 
     def _validation_samples(self, source: ValidationImages) -> CocoSamples:
         sides = self.options.evaluation_sides(self.evaluation_side)
         return CocoSamples(source.source.without_masks(), detection_evaluation_transform(*sides))
-
-
-class _Evaluator:
-    """Runs a detector, and evaluates its detections at the size of the original images."""
-
-    def __init__(self, protocol: DetectionEvaluator):
-        self._protocol = protocol
-
-    def add(self, model: nn.Module, batch: UnequalBatch) -> None:
-        for image, target, found in zip(batch.images, batch.targets, model(batch.images), strict=True):
-            height, width = target["size"].tolist()
-            moved = at_original_size(found, (image.shape[-2], image.shape[-1]), (height, width))
-            masks = [whole_masks(moved, (height, width))] if "masks" in moved else None
-            self._protocol.add([int(target["image_id"])], [moved], masks)
-
-    def compute(self, collectives: Collectives) -> DetectionMetrics:
-        return self._protocol.compute(collectives.gather)

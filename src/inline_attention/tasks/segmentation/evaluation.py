@@ -5,14 +5,17 @@ Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from inline_attention.data.batch import UnequalBatch
+from inline_attention.data.dense import LABELS
 from inline_attention.data.segmentation import IGNORED
-from inline_attention.tasks.task import Metrics, MetricTable, import_extra
+from inline_attention.tasks.segmentation.models import SlidingWindows, labels_at, scores_of
+from inline_attention.tasks.task import Collectives, Metrics, MetricTable, import_extra
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,30 @@ class SegmentationMetrics(Metrics):
 class SegmentationEvaluator:
     """Counts the confusion matrix over all pixels. Each rank adds its images, and all call `compute`."""
 
-    def __init__(self, class_names: Sequence[str], device: torch.device | str = "cpu"):
+    def __init__(
+        self, class_names: Sequence[str], device: torch.device | str = "cpu", windows: SlidingWindows | None = None
+    ):
         """Set up.
 
         Args:
             class_names: Name of each class; its place is its label.
             device: Device of the labels.
+            windows: Windows of sliding inference; None for whole images.
 
         Raises:
             ImportError: If torchmetrics is not installed.
         """
         library = import_extra("torchmetrics.classification", "segmentation")
         matrix = library.MulticlassConfusionMatrix(len(class_names), ignore_index=IGNORED, validate_args=False)
-        self._class_names, self._confusion = tuple(class_names), matrix.to(device)
+        self._class_names, self._confusion, self._windows = tuple(class_names), matrix.to(device), windows
 
-    def add(self, predicted: Tensor, target: Tensor) -> None:
+    def add(self, model: nn.Module, batch: UnequalBatch) -> None:
+        """Label the pixels of a batch, and count them at the size of the original images."""
+        for target, scores in zip(batch.targets, scores_of(model, batch.images, self._windows), strict=True):
+            labels = target[LABELS]
+            self.count(labels_at(scores, (labels.shape[0], labels.shape[1]))[None], labels[None])
+
+    def count(self, predicted: Tensor, target: Tensor) -> None:
         """Count the pixels of some images.
 
         Args:
@@ -82,17 +94,12 @@ class SegmentationEvaluator:
         else:
             self._confusion.update(predicted, target)
 
-    def compute(self, add_up: Callable[[Tensor], Tensor] | None = None) -> SegmentationMetrics:
-        """Compute the metrics over all ranks; the result is the same on each.
-
-        Args:
-            add_up: Sums a tensor over all ranks; None for one rank.
-
-        Raises:
-            ValueError: If no pixel was counted.
-        """
+    def compute(self, collectives: Collectives | None = None) -> SegmentationMetrics:
+        """Compute the metrics over all ranks, or over this one alone; raise ValueError if no pixel was counted."""
         matrix = self._confusion.confmat.clone()  # a sum over processes may be taken in place
-        matrix = (matrix if add_up is None else add_up(matrix)).double().cpu()  # [K, K], truth by prediction
+        if collectives is not None:
+            matrix = collectives.sum(matrix)
+        matrix = matrix.double().cpu()  # [K, K], truth by prediction
         count = int(matrix.sum())
         if count == 0:
             raise ValueError("there is no labeled pixel to evaluate on; check the data's validation split")

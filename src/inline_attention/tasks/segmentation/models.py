@@ -11,7 +11,7 @@ Shapes: `B` batch, `C` channels, `K` classes, `H`, `W` height and width in pixel
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
 from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation import IGNORED
-from inline_attention.support.settings import setting
+from inline_attention.support.settings import order_problem, setting
 from inline_attention.tasks.pyramid import (
     STRIDES,
     DenseModel,
@@ -77,6 +77,13 @@ class SegmentationOptions:
     window_step: int | None = setting(
         None, "Pixels between windows; null: two thirds of crop.", at_least=1, at_most=2**13
     )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield limits in the wrong order, and windows with gaps between them."""
+        yield from order_problem("scale", self.scale)
+        if self.window_step is not None and self.window_step > self.crop:
+            message = f"expected at most the {self.crop} pixels of a window, got {self.window_step}"
+            yield "window_step", f"{message}; pixels between windows would be missed"
 
     @property
     def windows(self) -> SlidingWindows | None:

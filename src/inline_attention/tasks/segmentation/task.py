@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from inline_attention.data.batch import Target, UnequalBatch
+from inline_attention.data.batch import Target
 from inline_attention.data.dense import (
     LABELS,
     SegmentationSamples,
@@ -29,15 +29,8 @@ from inline_attention.data.segmentation import (
 )
 from inline_attention.data.sources import DataError
 from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
-from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator, SegmentationMetrics
-from inline_attention.tasks.segmentation.models import (
-    SegmentationOptions,
-    SlidingWindows,
-    build_segmenter,
-    labels_at,
-    scores_of,
-)
-from inline_attention.tasks.task import Collectives
+from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator
+from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
 
 MOST_OVERLAP = 16  # windows that a file may lay over a pixel, in each direction
 
@@ -48,6 +41,7 @@ class SegmentationTask(DenseTask[SegmentationOptions]):
     name = "segmentation"
     metrics: Mapping[str, bool] = {"miou": True, "macc": True, "aacc": True}
     options_type = SegmentationOptions
+    dataset, library = "pairs", "torchmetrics"
     flags = ("reduce_zero_label",)
     build = staticmethod(build_segmenter)
 
@@ -71,9 +65,9 @@ class SegmentationTask(DenseTask[SegmentationOptions]):
             raise DataError("\n".join(report.problems))
         return source, notes_of([report])
 
-    def evaluator(self, source: SegmentationSource, device: torch.device) -> _Evaluator:
+    def evaluator(self, source: SegmentationSource, device: torch.device) -> SegmentationEvaluator:
         """Return an evaluator of mean IoU and accuracies."""
-        return _Evaluator(SegmentationEvaluator(source.class_names, device), self.options.windows)
+        return SegmentationEvaluator(source.class_names, device, self.options.windows)
 
     @classmethod
     def _check_options(cls, options: SegmentationOptions) -> None:
@@ -104,18 +98,3 @@ class SegmentationTask(DenseTask[SegmentationOptions]):
 
     def _model_target(self, target: Target) -> Tensor:
         return target[LABELS]
-
-
-class _Evaluator:
-    """Runs a segmenter, and compares labels at the size of the original images."""
-
-    def __init__(self, counting: SegmentationEvaluator, windows: SlidingWindows | None):
-        self._counting, self._windows = counting, windows
-
-    def add(self, model: nn.Module, batch: UnequalBatch) -> None:
-        for target, scores in zip(batch.targets, scores_of(model, batch.images, self._windows), strict=True):
-            labels = target[LABELS]
-            self._counting.add(labels_at(scores, (labels.shape[0], labels.shape[1]))[None], labels[None])
-
-    def compute(self, collectives: Collectives) -> SegmentationMetrics:
-        return self._counting.compute(collectives.sum)
