@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from inline_attention.engine.config import ConfigError, Problem
-from inline_attention.engine.durable_files import free_bytes, try_lock, unlock
+from inline_attention.engine.durable_files import free_bytes, open_lock_file, try_lock, unlock
 from inline_attention.engine.processes import Processes
 from inline_attention.support.files import unfinished
 from inline_attention.support.text import printable
@@ -93,7 +93,7 @@ def _acquire(path: Path) -> int:
     deadline = time.monotonic() + GRACE
     while True:
         with ExitStack() as stack:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            descriptor = open_lock_file(path)
             stack.callback(os.close, descriptor)
             if _is_acquired(descriptor, path, own, is_last=time.monotonic() > deadline):
                 stack.pop_all()
