@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from inline_attention.engine import durable_files
 from inline_attention.engine.config import ConfigError, Problem
 from inline_attention.engine.durable_files import free_bytes, open_lock_file, try_lock, unlock
 from inline_attention.engine.processes import Processes
@@ -132,7 +133,8 @@ def _is_alive(holder: Holder, own: Holder, path: Path, *, is_locked: bool) -> bo
             return False
         if (running := _is_running(holder, own)) is not None:
             return running
-    logger.warning("%s is locked by %s; waiting up to %.0f s for a sign of life", path.parent, holder, PATIENCE)
+    locked = printable(f"{path.parent} is locked by {holder}")
+    logger.warning("%s; waiting up to %.0f s for a sign of life", locked, PATIENCE)
     # Clocks of machines may differ: a touch counts, not the age of the last one.
     before, deadline = _touched_at(path), time.monotonic() + PATIENCE
     while (now := _touched_at(path)) == before and time.monotonic() < deadline:
@@ -243,6 +245,8 @@ def _check_writable(folder: Path) -> None:
     if not folder.exists():
         return
     probe = unfinished(folder / "probe")
+    if os.path.lexists(folder / durable_files.LOCK_FILE):
+        os.close(open_lock_file(folder / durable_files.LOCK_FILE))
     try:
         probe.touch()
         probe.unlink()
