@@ -204,6 +204,24 @@ def test_a_run_that_fails_beside_others_says_why(config, tmp_path):
     assert "nowhere" in trouble
 
 
+def test_links_in_the_folder_of_an_ablation_are_replaced_not_followed(config, tmp_path):
+    elsewhere = replace(config.data, dataset="folder", dir=str(tmp_path / "nowhere"))
+    cells = grid(replace(config, data=elsewhere), {"heads": (2,)})
+    precious = tmp_path / "precious"
+    precious.write_text("content")
+    folder = ablation_runs.run_folder(cells[0].run(str(tmp_path / "runs"), 0))
+    folder.parent.mkdir(parents=True)
+    for suffix in (".yaml", ".log"):
+        folder.with_suffix(suffix).symlink_to(precious)
+    assert not list(train_side_by_side(cells, [0], tmp_path / "runs", at_once=2, on_trouble=str))
+    assert precious.read_text() == "content"
+
+
+def test_forged_times_do_not_lose_a_result(config):
+    assert ablation_runs._images_per_second(config, {"1": 0.0, "2": 0.0}) is None
+    assert ablation_runs._images_per_second(config, {"1": -1.0}) is None
+
+
 def test_nothing_is_begun_after_the_time_is_up(config, tmp_path):
     cells = grid(config, {"heads": (2,)})
     assert list(train_cells(cells, [0], tmp_path, stop_at=0.0)) == []

@@ -1,6 +1,7 @@
 """`inline bench` from the outside."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -89,10 +90,15 @@ def test_everyday_prints_tables_and_keeps_what_it_has(invoke, tmp_path):
     result = invoke(*options, "--add")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "everyday.json").read_text())["cells"] == before["cells"]
-    (tmp_path / "everyday.json").write_text("{")
-    result = invoke(*options, "--add")
-    assert result.exit_code == 1
-    assert "run without --add" in result.output
+    for content in ("{", "[1]", '{"cells": 3}', None):
+        (tmp_path / "everyday.json").unlink()
+        if content is None:
+            os.mkfifo(tmp_path / "everyday.json")
+        else:
+            (tmp_path / "everyday.json").write_text(content)
+        result = invoke(*options, "--add")
+        assert result.exit_code == 1
+        assert "run without --add" in result.output
     result = invoke("everyday", "--smoke", "--only", "nothing like it")
     assert result.exit_code == 1
 

@@ -1,5 +1,6 @@
 """Archives from strangers: CIFAR-10 and shards."""
 
+import gc
 import gzip
 import io
 import os
@@ -7,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from data.conftest import add_to_tar, jpeg
 from inline_attention.data import cifar10
 from inline_attention.data.datasets import open_dataset
+from inline_attention.data.shards import open_tar
 from inline_attention.data.sources import DataError
 from inline_attention.support.text import printable
 
@@ -115,6 +118,15 @@ def test_an_archive_that_unpacks_to_gigabytes_takes_little_memory(tmp_path, name
     result = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert "a member announces 8,589,934,591 bytes" in result.stdout, result.stdout + result.stderr
     assert result.stdout.count("\n") == 1
+
+
+def test_headers_of_an_archive_are_not_kept(tmp_path):
+    cifar_archive(tmp_path, {str(number): b"" for number in range(100)})
+    with open_tar(tmp_path / "cifar-10-python.tar.gz", 2**20) as members:
+        found = [weakref.ref(member) for member, _ in members]
+    assert len(found) == 100
+    gc.collect()
+    assert sum(member() is not None for member in found) <= 1
 
 
 PIXELS = np.zeros((4, 3072), np.uint8)

@@ -245,6 +245,26 @@ def test_start_anew_sets_aside_what_is_there(tmp_path):
     assert checkpoints(folder / "previous-1") == {"step-00000005"}
 
 
+@pytest.mark.parametrize("resumed", ["auto", "null"])
+def test_a_table_without_its_checkpoints_is_not_overwritten(tmp_path, resumed):
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    summary = (folder / "summary.csv").read_text()
+    shutil.rmtree(folder / "checkpoints")
+    train.train(config(tmp_path, "run.experiment=run", f"run.resume={resumed}"))
+    assert (folder / "previous-1" / "summary.csv").read_text() == summary
+    assert len((folder / "summary.csv").read_text().splitlines()) == 1 + 2
+
+
+def test_a_fifo_in_place_of_the_lock_of_checkpoints_is_found_before_the_first_update(tmp_path):
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    summary = (folder / "summary.csv").read_text()
+    (folder / "checkpoints" / ".lock").unlink()
+    os.mkfifo(folder / "checkpoints" / ".lock")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
+    assert (folder / "summary.csv").read_text() == summary
+
+
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o555], ids=["unreadable", "unsearchable", "unwritable"])
 def test_checkpoints_that_may_not_be_read_or_written_are_found_before_the_first_update(mode):
     with tempfile.TemporaryDirectory() as outer:

@@ -15,6 +15,7 @@ from engine.saving import Child
 from inline_attention.engine import run_folder, train
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.run_folder import LOCK_FILE, FolderInUseError
+from inline_attention.support import files
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,19 @@ def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
     with pytest.raises(OSError, match=LOCK_FILE):
         is_free(tmp_path)
     assert (tmp_path / "precious").read_text() == "content"
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, files.LOCK_FILE])
+@pytest.mark.parametrize("kind", ["FIFO", "link"])
+def test_lock_files_are_not_waited_for_and_no_link_is_followed(tmp_path, name, kind):
+    outside = tmp_path / "outside"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    os.mkfifo(folder / name) if kind == "FIFO" else (folder / name).symlink_to(outside)
+    lock = run_folder.run_lock if name == LOCK_FILE else files.exclusive
+    with pytest.raises(OSError, match=name), lock(folder):
+        pass
+    assert not outside.exists()
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

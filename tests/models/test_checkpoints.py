@@ -179,6 +179,15 @@ def test_other_precisions_are_cast_and_reported(tmp_path, state, dtype):
     assert torch.equal(model.embed.weight, weights["embed.weight"].float())
 
 
+def test_warnings_hold_no_escape_sequences(tmp_path, state):
+    state["norm.bias"][0] = float("nan")
+    path = tmp_path / "\x1b[31m.pth"
+    torch.save(state, path)
+    with pytest.warns(UserWarning, match="NaN") as caught:
+        load_checkpoint(Classifier(), path)
+    assert str(caught[0].message).isprintable()
+
+
 def test_values_that_are_not_finite_are_named_and_kept(tmp_path, state):
     state["norm.bias"][0] = float("nan")
     state["embed.weight"][0, 0] = 1e30

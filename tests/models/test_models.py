@@ -223,6 +223,11 @@ def test_sizes_of_images_are_not_read_back_from_a_device(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"x": None}, r"images must be a torch.Tensor, got NoneType"),
+        ({"x": torch.randn(1, 3, 64, 64).to_sparse()}, r"images must be a dense tensor, got torch.sparse_coo"),
+        ({"x": torch.nested.nested_tensor([torch.randn(3, 64, 64)])}, r"images must be a dense tensor, got a nested"),
+        ({"x": torch.randn(1, 3, 64, 64), "pixel_mask": [1]}, r"pixel_mask must be a torch.Tensor, got list"),
+        ({"x": torch.randn(1, 3, 64, 64), "image_sizes": torch.ones(1, 2).to_sparse()}, r"1 pairs .* got tensor"),
         ({"x": torch.randn(3, 64, 64)}, r"images must be \[B, 3, H, W\].*x\[None\]"),
         ({"x": torch.randn(1, 4, 64, 64)}, r"in_chans"),
         ({"x": torch.randn(1, 3, 31, 64)}, r"at least 32 pixels high and wide, got 31×64"),
@@ -492,6 +497,8 @@ def test_a_backbone_takes_less_memory_than_its_softmax_twin(family, is_training)
         *(("inline_deit_tiny", {key: value}) for key in ("depth", "num_heads") for value in (-1, 0, 1.5, "2", True)),
         *((f"inline_{family}_tiny", {"img_size": size}) for family in FAMILIES for size in (-32, (9, -1), (1, 2, 3))),
         ("inline_deit_tiny", {"patch_size": 0}),
+        *((f"inline_{family}_tiny", {"drop_rate": rate}) for family in FAMILIES for rate in ("1", float("nan"))),
+        *((f"inline_{family}_tiny", {"drop_path_rate": rate}) for family in FAMILIES for rate in (-1, "1")),
         *((f"inline_{family}_tiny", {"depths": (1, -1, 1, 1)}) for family in ("pvt", "swin", "cswin")),
         *((f"inline_{family}_tiny", {"num_classes": -1}) for family in FAMILIES),
         *((f"inline_{family}_tiny", {"in_chans": 0}) for family in FAMILIES),

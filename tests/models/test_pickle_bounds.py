@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import struct
 import zipfile
 
 import pytest
@@ -24,6 +25,49 @@ HOSTILE = {
 }
 
 
+def text(content):
+    return b"X" + struct.pack("<I", len(content)) + content
+
+
+GIGABYTES = b"\x8a\x06" + (9 * 2**30).to_bytes(6, "little")
+REBUILD = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+FILLS_MEMORY = {
+    "bytearray": b"cbuiltins\nbytearray\n" + GIGABYTES + b"\x85R",
+    "bytearray of Python 2": b"c__builtin__\nbytearray\n" + GIGABYTES + b"\x85R",
+    "bytearray by another call": REBUILD + b"(cbuiltins\nbytearray\nctorch\nTensor\n" + GIGABYTES + b"\x85NtR",
+    "copies of a text": b"](c_codecs\nencode\nq\x00"
+    + text(b"a" * 2**20)
+    + b"q\x01\x85R"
+    + b"h\x00h\x01\x85R" * 6000
+    + b"e",
+    "new tensor": b"ctorch\nByteTensor\nJ\x00\x00\x00\x10\x85R",
+    "copy of a tensor": b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(K\x01tR",
+}
+
+
+@pytest.mark.parametrize("name", FILLS_MEMORY)
+def test_pickles_that_would_fill_the_memory(name, tmp_path):
+    path = tmp_path / "weights.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}" + text(b"weight") + FILLS_MEMORY[name] + b"s.")
+        archive.writestr("archive/version", "3")
+    with pytest.raises(CheckpointError, match=r"far more memory|copies would take|do not need"):
+        read_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("names", [["data.PKL"], ["data.pkl", "data.pkl"]])
+def test_the_pickle_that_torch_reads_is_the_one_that_is_checked(names, tmp_path):
+    contents = [b"\x80\x02" + HOSTILE["deep tuple as a key"], b"\x80\x02}."]
+    path = tmp_path / "weights.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in zip(names, contents, strict=False):
+            archive.writestr(f"archive/{name}", content)
+        archive.writestr("archive/version", "3")
+    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+        read_checkpoint(path)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles(name, tmp_path):
     with pytest.raises(PickleBoundsError):
@@ -41,7 +85,7 @@ def test_honest_pickles_pass():
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.randn(2, 3)).sum().backward()
     optimizer.step()
-    deep = [[[[{"a": (1, (2, {3, 4}))}]]]]
+    deep = [[[[{"a": (1, (2, {3, 4}), bytearray(b"bytes"), 5)}]]]]
     for content in (deep, optimizer.state_dict()["param_groups"], {"names": list(map(str, range(100_000)))}):
         for protocol in range(2, 6):
             check_pickle(io.BytesIO(pickle.dumps(content, protocol)))

@@ -10,6 +10,7 @@ REFUSED = {
     "run.experiment": "run: {experiment: ../../x}",
     "run.resume": "run: {resume: /home/someone/run}",
     "data.dataset": "data: {dataset: hfds/someone/pictures}",
+    "data.allow_outside_files": "data: {allow_outside_files: true}",
     "logging.wandb": "logging: {wandb: true, wandb_project: x}",
     "model.name": "model: {name: 'hf-hub:someone/model'}",
     "model.arguments.pretrained": "model: {name: inline_deit_tiny, arguments: {pretrained: true}}",

@@ -33,7 +33,7 @@ from inline_attention.engine.config import TrainConfig, read_config, resolve, to
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.train import open_sources, train
 from inline_attention.engine.trainer import DivergedError
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import read_bounded, write_atomically
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, build_dataclass, parse_json
 
 Content = TypeVar("Content")
@@ -164,7 +164,7 @@ class _Clock:
 
 
 def _images_per_second(config: TrainConfig, epoch_seconds: Mapping[str, float]) -> float | None:
-    if not epoch_seconds:
+    if not epoch_seconds or statistics.median(epoch_seconds.values()) <= 0:  # of a file that someone has changed
         return None
     batch = resolve(config).total_batch_size
     images = len(open_sources(config).train) // batch * batch  # full batches only
@@ -250,7 +250,7 @@ def train_side_by_side(
             continue
         settings = run_folder(config).with_suffix(".yaml")
         settings.parent.mkdir(parents=True, exist_ok=True)
-        settings.write_text(to_yaml(config), encoding="utf-8")
+        write_atomically(settings, to_yaml(config))  # not through a link that is there
         arguments = (sys.executable, "-m", MODULE, str(settings), *(["--alone"] if at_once == 1 else []))
         command = Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))
         jobs[command] = cell, seed, config

@@ -116,7 +116,8 @@ def _signals_as_exceptions() -> Iterator[None]:
 
 def _start(command: Command, environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
     command.output.parent.mkdir(parents=True, exist_ok=True)
-    with command.output.open("wb") as output:
+    command.output.unlink(missing_ok=True)  # it may be a link to a file elsewhere, or a FIFO
+    with command.output.open("xb") as output:
         return subprocess.Popen(
             command.arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )

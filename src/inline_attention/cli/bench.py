@@ -12,7 +12,8 @@ import typer
 
 from inline_attention.cli.options import Output, parse_numbers, split_names
 from inline_attention.cli.printing import draw_if_possible, fail, make_console, make_table, progress_bar, writing_to
-from inline_attention.support.untrusted import UntrustedDataError, parse_json
+from inline_attention.support.files import read_bounded
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -161,8 +162,11 @@ def report_everyday(
 
 def _read_earlier(path: Path) -> dict[str, Any] | None:
     try:
-        return parse_json(path.read_bytes()) if path.exists() else None
-    except UntrustedDataError as error:
+        content = parse_json(read_bounded(path, MAX_TEXT_BYTES)) if path.exists() else None
+        if content is not None and not (isinstance(content, dict) and isinstance(content.get("cells"), dict)):
+            raise UntrustedDataError("it holds no cells")
+        return content
+    except (OSError, ValueError) as error:
         fail(f"{path} is not a result file: {error}; run without --add to replace it")
 
 

@@ -160,6 +160,7 @@ class _CheckedHeader(tarfile.TarInfo):
 
 def _regular_files(archive: tarfile.TarFile, max_bytes: int) -> Members:
     for member in archive:
+        archive.members.clear()  # tarfile keeps all headers: a million of them fit into a few kilobytes of gzip
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
         if member.size < 0 or (has_content and member.offset_data + member.size > max_bytes):
             raise tarfile.ReadError(f"a member announces {member.size:,} bytes")

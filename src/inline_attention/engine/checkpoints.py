@@ -239,7 +239,8 @@ def _only_warning(saved: TrainingCheckpoint) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointError) as error:
-        logger.warning("%s was saved, but what is beside it could not be tidied up: %s", saved.path, error)
+        message = f"{saved.path} was saved, but what is beside it could not be tidied up: {error}"
+        logger.warning("%s", printable(message))
 
 
 def _disk_trouble(error: BaseException, outer: BaseException | None) -> str | None:

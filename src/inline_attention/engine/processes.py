@@ -155,8 +155,8 @@ class BrokenReport:
             if self._processes.is_main:
                 found = [image for images in self._lists for image in images]
                 where = "" if self._folder is None else f", all in {write_report(self._folder, found)}"
-                new, last = len(found) - self._known, printable(found[-1])
-                logger.warning("left out %d broken images%s; the last: %s", new, where, last)
+                message = f"left out {len(found) - self._known} broken images{where}; the last: {found[-1]}"
+                logger.warning("%s", printable(message))
             self._known = len(self)
 
     def state(self) -> list[list[tuple[str, str]]]:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from inline_attention.engine.config import ConfigError, Problem
 from inline_attention.engine.processes import Processes
-from inline_attention.support.files import free_bytes, try_lock, unfinished, unlock
+from inline_attention.support.files import LOCK_FILE as FOLDER_LOCK_FILE
+from inline_attention.support.files import free_bytes, open_lock_file, try_lock, unfinished, unlock
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, parse_json
 
@@ -92,7 +93,7 @@ def _acquire(path: Path) -> int:
     deadline = time.monotonic() + GRACE
     while True:
         with ExitStack() as stack:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            descriptor = open_lock_file(path)
             stack.callback(os.close, descriptor)
             if _is_acquired(descriptor, path, own, is_last=time.monotonic() > deadline):
                 stack.pop_all()
@@ -131,7 +132,8 @@ def _is_alive(holder: Holder, own: Holder, path: Path, *, is_locked: bool) -> bo
             return False
         if (running := _is_running(holder, own)) is not None:
             return running
-    logger.warning("%s is locked by %s; waiting up to %.0f s for a sign of life", path.parent, holder, PATIENCE)
+    locked = printable(f"{path.parent} is locked by {holder}")
+    logger.warning("%s; waiting up to %.0f s for a sign of life", locked, PATIENCE)
     # Clocks of machines may differ: a touch counts, not the age of the last one.
     before, deadline = _touched_at(path), time.monotonic() + PATIENCE
     while (now := _touched_at(path)) == before and time.monotonic() < deadline:
@@ -242,6 +244,8 @@ def _check_writable(folder: Path) -> None:
     if not folder.exists():
         return
     probe = unfinished(folder / "probe")
+    if os.path.lexists(folder / FOLDER_LOCK_FILE):
+        os.close(open_lock_file(folder / FOLDER_LOCK_FILE))
     try:
         probe.touch()
         probe.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -81,8 +81,8 @@ def train(
             _refuse(check_output(folder, trainer.bytes_still_to_write()))
             _check_alike(processes, trainer, checkpoint)
             notes = _resume(trainer, checkpoint)
-            if config.run.start_anew and checkpoint is None and processes.is_main:
-                _set_aside(folder)
+            if checkpoint is None and processes.is_main:
+                _set_aside(folder, checkpoints=config.run.start_anew)
             report = RunReport(
                 folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
             )
@@ -189,12 +189,12 @@ def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoi
     raise ConfigError([Problem("run.resume", f"{message}, or set it all aside with --start-anew")])
 
 
-def _set_aside(folder: Path) -> None:
-    """Move the checkpoints and the table of an earlier run into a folder of their own."""
-    if not os.path.lexists(folder / CHECKPOINTS):
+def _set_aside(folder: Path, *, checkpoints: bool) -> None:
+    """Move the table of an earlier run, and if so told its checkpoints, into a folder of their own."""
+    held = [name for name in (CHECKPOINTS, SUMMARY)[not checkpoints :] if os.path.lexists(folder / name)]
+    if not held:
         return
-    place = next(path for number in count(1) if not (path := folder / f"previous-{number}").exists())
+    place = next(path for number in count(1) if not os.path.lexists(path := folder / f"previous-{number}"))
     place.mkdir()
-    for name in (CHECKPOINTS, SUMMARY):
-        with suppress(FileNotFoundError):
-            (folder / name).rename(place / name)
+    for name in held:
+        (folder / name).rename(place / name)

@@ -24,7 +24,7 @@ from inline_attention.layers.grids import Grid, as_pairs, extents_of, rectangle_
 from inline_attention.layers.local_weights import BlockDiagonalLinear
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
-from inline_attention.ops.validation import FLOATING_DTYPES, check_count
+from inline_attention.ops.validation import FLOATING_DTYPES, check_count, check_dense, check_rate
 
 ImageSizes = Sequence[tuple[int, int]] | Tensor
 
@@ -57,6 +57,7 @@ class VisionModel(nn.Module):
         """
         super().__init__()
         check_counts(in_chans=in_chans)
+        check_rate("drop_rate", drop_rate)
         check_counts(least=0, num_classes=num_classes)
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes = num_classes
@@ -303,6 +304,7 @@ class VisionModel(nn.Module):
 
     def _prepare(self, x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> tuple[Tensor, Grid]:
         """Check the images and set all pixels outside of each image to zero."""
+        check_dense("images", x)
         sizes = plain_sizes(x.shape)
         if len(sizes) != 4 or sizes[1] != self.in_chans:
             raise ValueError(
@@ -352,6 +354,7 @@ def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """Return the stochastic depth rate of each block, from 0 at the first to `rate` at the last."""
+    check_rate("drop_path_rate", rate)
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
@@ -416,6 +419,7 @@ def _image_extents(
     if image_sizes is not None and pixel_mask is not None:
         raise ValueError("give image_sizes or pixel_mask, not both")
     if pixel_mask is not None:
+        check_dense("pixel_mask", pixel_mask)
         size = pixel_mask.shape[1:] if canvas is None else canvas
         if pixel_mask.dim() != 3 or pixel_mask.shape != (batch, *size):
             raise ValueError(f"pixel_mask must be [B, H, W] = {(batch, *size)}, got {tuple(pixel_mask.shape)}")
@@ -430,7 +434,7 @@ def _image_extents(
     try:
         listed = as_pairs(image_sizes) if isinstance(image_sizes, Tensor) else image_sizes
         extents = [(_as_int(height), _as_int(width)) for height, width in listed]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from sparse or nested tensors
         raise ValueError(f"{expected}, got {image_sizes!r:.200}") from error
     if len(extents) != batch:
         raise ValueError(f"{expected}, got {len(extents)}")

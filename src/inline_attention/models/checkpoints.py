@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from inline_attention.models.reading import Checkpoint, CheckpointError, clean_weights, digest, open_checkpoint
 from inline_attention.support.files import replace_atomically
-from inline_attention.support.text import some_of
+from inline_attention.support.text import printable, some_of
 from inline_attention.support.untrusted import parse_json
 
 # Metadata key of the grids of position embeddings, as JSON.
@@ -296,7 +296,8 @@ def _warn_of_unknown_grids(
     ]
     if doubtful:
         warnings.warn(
-            f"{file.path} does not say which grids its positions have; the model's are assumed: {some_of(doubtful)}",
+            f"{printable(file.path)} does not say which grids its positions have; the model's are assumed: "
+            f"{some_of(doubtful)}",
             stacklevel=4,
         )
 
@@ -304,7 +305,8 @@ def _warn_of_unknown_grids(
 def _warn_of_nonfinite(path: Path, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
     names = tuple(name for name, value in weights.items() if not torch.isfinite(value).all())
     if names:
-        warnings.warn(f"{path} has NaN or infinite values in {some_of(names)}; they are kept", stacklevel=3)
+        message = f"{path} has NaN or infinite values in {some_of(names)}; they are kept"
+        warnings.warn(printable(message), stacklevel=3)
     return names
 
 

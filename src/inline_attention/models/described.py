@@ -256,6 +256,9 @@ def check_description(
     with torch.device("meta"):  # pretrained weights, which only a caller can ask for, are not needed to count
         model = _create(checked, described, {k: v for k, v in own.items() if not k.startswith("pretrained")})
     check_model_size(checked, model, weights)
+    tokens, most = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0, _most_tokens(checked)
+    if tokens > most:  # timm's models have patches of other sizes than those that were assumed
+        raise ModelDescriptionError(f"this {checked} would attend to {tokens:,} tokens; a file may ask for {most:,}")
     return checked, described
 
 
@@ -308,6 +311,8 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
         name, arguments = check_description(noted, parse_note(file, "model_arguments", dict) or {}, file.weights)
         if crop_pct is not None and not _CROP.accepts(crop_pct):
             raise ModelDescriptionError(f"expected {_CROP.expected} as crop_pct, got {_shown(crop_pct)}")
+        if arguments.get("global_pool") == "":
+            raise ModelDescriptionError("a classifier with global_pool '' has scores for tokens, not for an image")
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
     return Description(name, arguments, class_names, crop_pct)

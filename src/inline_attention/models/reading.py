@@ -73,6 +73,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
     is_safe = path.suffix.lower() == ".safetensors"
     content, metadata = _read_safetensors(path) if is_safe else (_read_pickle(path), {})
     origin, entries = _select(path, content, use_ema)
+    _check_expansion(path, [value for value in entries.values() if isinstance(value, Tensor)])
     return Checkpoint(path, clean_weights(path, entries), origin, metadata)
 
 
@@ -85,7 +86,6 @@ def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Return contiguous copies of the tensors on the CPU, without name prefixes and without plain numbers."""
     weights: dict[str, Tensor] = {}
     foreign: list[str] = []
-    _check_expansion(path, [value for value in entries.values() if isinstance(value, Tensor)])
     for name, value in entries.items():
         if isinstance(value, (int, float)):
             continue
@@ -108,13 +108,17 @@ def clean_weights(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _check_expansion(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that repeat a little memory very often: strides of zero turn four bytes into a terabyte."""
+    """Refuse tensors that repeat a little memory very often: strides of zero turn four bytes into a terabyte.
+
+    Memory counts as far as the file can hold it: a pickle can also ask for a new tensor of any size.
+    """
     dense = [value for value in tensors if value.layout is torch.strided and not value.is_meta]
-    held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in dense}
-    needed, most = sum(value.nbytes for value in dense), MAX_EXPANSION * sum(held.values()) + 2**26
-    if needed > most:
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in dense}
+    held = min(sum(storages.values()), path.stat().st_size)
+    needed = sum(value.nbytes for value in dense)
+    if needed > MAX_EXPANSION * held + 2**26:
         raise CheckpointError(
-            f"{path} has tensors that repeat their memory: it holds {sum(held.values()):,} bytes of them, "
+            f"{path} has tensors that repeat their memory: it holds {held:,} bytes of them, "
             f"and copies would take {needed:,}; save them with .contiguous()"
         )
 
@@ -266,10 +270,9 @@ def _refusal(path: Path, error: pickle.UnpicklingError, imported: list[str]) -> 
 def _pickles(path: Path, is_archive: bool) -> Iterator[BinaryIO]:
     """Yield a stream at the start of each pickle in a file of `torch.save`."""
     if is_archive:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.namelist():
-                if record.endswith(".pkl"):
-                    yield io.BytesIO(archive.read(record))
+        # Read by torch: Python's zipfile may see other names, such as of two records that differ in case only.
+        with open_regular(path) as file:
+            yield io.BytesIO(torch._C.PyTorchFileReader(file).get_record("data.pkl"))  # pyright: ignore[reportPrivateUsage]
     else:
         with open_regular(path) as file:
             for _ in range(LEGACY_PICKLES):

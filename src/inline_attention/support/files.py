@@ -5,6 +5,7 @@ Unfinished files and folders have names of their own, so that what a killed proc
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -161,7 +162,7 @@ def exclusive(folder: Path) -> Iterator[bool]:
 
     The lock is the operating system's, so it ends with the process. Waiting ends with a TimeoutError.
     """
-    with (folder / LOCK_FILE).open("ab") as file:
+    with os.fdopen(open_lock_file(folder / LOCK_FILE), "rb") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT
         while (locked := try_lock(file.fileno())) is False:
             if time.monotonic() > deadline:
@@ -172,6 +173,16 @@ def exclusive(folder: Path) -> Iterator[bool]:
         finally:
             if locked:
                 unlock(file.fileno())
+
+
+def open_lock_file(path: Path) -> int:
+    """Open a file for reading and writing, made if it is missing. No link is followed, no FIFO waited for."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotARegularFileError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 def try_lock(descriptor: int) -> bool | None:

@@ -250,6 +250,9 @@ def _refused_in_files(config: TrainConfig) -> Iterator[Problem]:
     if "/" in config.data.dataset and not config.data.dataset.startswith("wds/"):
         message = f"a file may not name data to download, got {config.data.dataset!r}"
         yield Problem("data.dataset", f"{message}; pass --dataset {config.data.dataset}")
+    if config.data.allow_outside_files:
+        message = "a file may not allow files outside of the data folder; pass --allow-outside-files"
+        yield Problem("data.allow_outside_files", message)
     if config.logging.wandb:
         yield Problem("logging.wandb", "a file may not send results to a service; pass --log-wandb")
     try:

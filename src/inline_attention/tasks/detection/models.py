@@ -25,6 +25,7 @@ from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_laye
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
+from inline_attention.layers.cache import cache_by_shape
 from inline_attention.support.settings import setting
 from inline_attention.tasks.pyramid import (
     SHORTEST_SIDE,
@@ -250,7 +251,7 @@ class _Anchors(AnchorGenerator):
     """Anchors in float32 at the places of a pyramid with known strides.
 
     torchvision divides the canvas by the grid to get strides, which is inexact, and takes the dtype of the features: in
-    bfloat16 a place near 1000 pixels is off by up to 2.
+    bfloat16 a place near 1000 pixels is off by up to 2. It also writes to the module in `forward`, which threads share.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, ...]], strides: Sequence[int]):
@@ -259,10 +260,22 @@ class _Anchors(AnchorGenerator):
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         """`[n, 4]` for each image, level by level."""
-        self.set_cell_anchors(torch.float32, feature_maps[0].device)
-        steps: Any = [[stride, stride] for stride in self.strides]  # where torchvision fills a tensor for each
-        anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], steps))
+        anchors = torch.cat(
+            [
+                _level_anchors(level.device, *level.shape[-2:], stride, sides)
+                for level, stride, sides in zip(feature_maps, self.strides, self.sizes, strict=True)
+            ]
+        )
         return [anchors] * len(image_list.image_sizes)
+
+
+@cache_by_shape
+def _level_anchors(device: torch.device, height: int, width: int, stride: int, sides: tuple[int, ...]) -> Tensor:
+    """`[h · w · A, 4]` for A anchors at each place of a level."""
+    around_zero = AnchorGenerator.generate_anchors(None, sides, ASPECT_RATIOS).to(device)  # pyright: ignore[reportArgumentType]
+    rows, columns = (stride * torch.arange(extent, dtype=torch.int32, device=device) for extent in (height, width))
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    return (torch.stack((x, y, x, y), dim=-1).view(-1, 1, 4) + around_zero).view(-1, 4)
 
 
 class _Pool(MultiScaleRoIAlign):
