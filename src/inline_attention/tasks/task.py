@@ -44,7 +44,8 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        has_no_gpu = name.startswith("cuda") and not torch.cuda.is_available()
+        reason = "PyTorch finds no GPU here" if has_no_gpu else str(error).splitlines()[0]
         raise ValueError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
     return device
 

@@ -34,12 +34,8 @@ FIGURES = {
     "ap_medium": ("medium", "AP_medium"),
     "ap_large": ("large", "AP_large"),
 }
+METRIC_NAMES = [f"{kind}_{name}" for kind in ("box", "mask") for name in FIGURES]
 Predictions = dict[int, list[dict[str, Any]]]  # COCO results of each image by its id
-
-
-def metric_names(*, masks: bool) -> list[str]:
-    """Return the names of the metrics: box_ap, box_ap50, … and mask_ap, …"""
-    return [f"{kind}_{name}" for kind in (("box", "mask") if masks else ("box",)) for name in FIGURES]
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class DetectionMetrics(Metrics):
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics in percent, by `metric_names`."""
+        """Metrics in percent, by `METRIC_NAMES`."""
         return {
             f"{KINDS[kind][0]}_{name}": 100 * getattr(precision, name)
             for kind, precision in self._measured.items()

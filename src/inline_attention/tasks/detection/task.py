@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from inline_attention.data.dense import CocoSamples, detection_evaluation_transf
 from inline_attention.data.sampling import AspectRatioBatches
 from inline_attention.data.sources import DataError
 from inline_attention.tasks.dense import DenseTask, check_same_classes, notes_of
-from inline_attention.tasks.detection.evaluation import DetectionEvaluator, metric_names
+from inline_attention.tasks.detection.evaluation import METRIC_NAMES, DetectionEvaluator
 from inline_attention.tasks.detection.models import DetectionOptions, build_detector
-from inline_attention.tasks.task import DataSection, ModelSection, Reading
+from inline_attention.tasks.task import Reading
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,10 @@ class DetectionTask(DenseTask[DetectionOptions]):
     """Object detection."""
 
     name = "detection"
-    metrics = dict.fromkeys(metric_names(masks=True), True)
+    metrics: Mapping[str, bool] = dict.fromkeys(METRIC_NAMES, True)  # those of masks only with mask_rcnn
     options_type = DetectionOptions
     dataset, library = "coco", "faster_coco_eval"
     build = staticmethod(build_detector)
-
-    def __init__(
-        self, data: DataSection, model: ModelSection, options: DetectionOptions | None = None, *, flip: float = 0.5
-    ):
-        """Choose data and model. Arguments: see `DenseTask`."""
-        super().__init__(data, model, options, flip=flip)
-        self.metrics = dict.fromkeys(metric_names(masks=self.options.finds_masks), True)
 
     def open_validation(self, class_names: Sequence[str]) -> tuple[ValidationImages, tuple[str, ...]]:
         """Open and check the validation split alone."""
