@@ -446,18 +446,20 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   constexpr int OWN_TILES = ROW_TILES / 2, SUMS = OWN_TILES * 20 + 16;
   wait_copies<0>();
   __syncthreads();
-  const auto for_each_sum = [&](int owner, const auto& use) {
+  float* given = (float*)memory + warp * (SUMS * 32) + lane.id;
+  const float* taken = (float*)memory + (warp ^ 2) * (SUMS * 32) + lane.id;
+  const auto for_each_sum = [&](bool own, const auto& use) {
     UNROLL for (int m = 0; m < ROW_TILES; ++m)
-      if (m / OWN_TILES == owner)
+      if ((m / OWN_TILES == group) == own)
         UNROLL for (int i = 0; i < 4; ++i) {
-          UNROLL for (int j = 0; j < 4; ++j) use((m % OWN_TILES * 20 + j * 4 + i) * 32 + lane.id, sums[m][j][i]);
-          use((m % OWN_TILES * 20 + 16 + i) * 32 + lane.id, left_sums[m][i]);
+          UNROLL for (int j = 0; j < 4; ++j) use((m % OWN_TILES * 20 + j * 4 + i) * 32, sums[m][j][i]);
+          use((m % OWN_TILES * 20 + 16 + i) * 32, left_sums[m][i]);
         }
-    UNROLL for (int i = 0; i < 16; ++i) use((OWN_TILES * 20 + i) * 32 + lane.id, right_sums[i / 4][i % 4]);
+    UNROLL for (int i = 0; i < 16; ++i) use((OWN_TILES * 20 + i) * 32, right_sums[i / 4][i % 4]);
   };
-  for_each_sum(group ^ 1, [&](int at, float& sum) { ((float*)memory)[warp * (SUMS * 32) + at] = sum; });
+  for_each_sum(false, [&](int at, float& sum) { given[at] = sum; });
   __syncthreads();
-  for_each_sum(group, [&](int at, float& sum) { sum += ((float*)memory)[(warp ^ 2) * (SUMS * 32) + at]; });
+  for_each_sum(true, [&](int at, float& sum) { sum += taken[at]; });
   if (!active) return;
 
   const i64 slot = results.first_slot + (HEADS_PER_UNIT > 1 ? slab : 0) * results.slot_stride;
@@ -683,38 +685,59 @@ template <bool NEIGHBORS, int SLABS> struct Strip {
   }
 };
 
-// Write the products of a place's tokens with a matrix, plus the bias: first the tokens of the grid, two rows of a strip a
-// step, to which `add_local` adds the 3×3 term; then those outside the grid, sixteen at a time: few of them in a model,
-// all of them where there is no local term. `source` and `target` begin with the head and with the slab.
-template <bool LOCAL, class Walk, class AddLocal>
+// Where a walk's results go: two rows a step.
+struct Target {
+  u16* chunk;
+  i64 row;
+  int y, last;  // the next row, and the last
+  bool column_inside;
+  __device__ __forceinline__ Target(const Layout& l, const Place& place, const Lane& lane, int group, u16* slab, i64 token)
+      : row(l.width * token), y(place.top), last(place.top + place.rows - 1), column_inside(place.left + group * STRIP + lane.row < l.width) {
+    chunk = slab + (l.prefix + (i64)y * l.width + place.left + group * STRIP + lane.row) * token + lane.c * CHUNK;
+  }
+  __device__ __forceinline__ void store(const Tile& tile, u32 staging, const Lane& lane) {
+    tile.store(staging, chunk, chunk + row, column_inside, column_inside && y < last, lane);
+    chunk += 2 * row;
+    y += 2;
+  }
+};
+
+// Tokens outside the grid, sixteen at a time; few of them in a model, all of them where there is no local term.
+template <class Use> __device__ __forceinline__ void for_each_run_step(const Place& place, const Lane& lane, int group, const u16* head, i64 token_stride, const Use& use) {
+  for (int start = place.run_start + group * 16; start < place.run_end; start += GROUPS * 16) {
+    const int first = min(start + lane.g, place.run_end - 1), second = min(start + lane.g + 8, place.run_end - 1);
+    LeftOperand rows;
+    UNROLL for (int s = 0; s < INNER; ++s)
+      UNROLL for (int i = 0; i < 4; ++i)
+        rows.fragments[s][i] = *(const u32*)(head + (i & 1 ? second : first) * token_stride + 16 * s + 8 * (i >> 1) + 2 * lane.c);
+    __syncwarp();  // what was stored from has been read
+    use(rows, (i64)start + lane.row, (i64)start + lane.row + 8, start + lane.row < place.run_end, start + lane.row + 8 < place.run_end);
+  }
+}
+
+// Write the products of a place's tokens with a matrix, plus the bias: first of the tokens of the grid, to which `add_local`
+// adds the 3×3 term, then of those outside. `source` and `target` begin with the head and with the slab.
+template <bool LOCAL, class Walk, class Stride, class AddLocal>
 __device__ __forceinline__ void write_products(const Layout& l, const Place& place, const Lane& lane, int group, u32 own_memory, Walk& strip, const u16* source, i64 source_token,
-                                               const RightOperand& operand, const float (&bias)[8], u16* target, i64 target_token, const AddLocal& add_local) {
-  target += CHUNK * lane.c;
+                                               const RightOperand& operand, const float (&bias)[8], u16* target, const Stride& target_token, const AddLocal& add_local) {
   if (LOCAL) {
-    const i64 row = l.width * target_token;
-    u16* chunk = target + (l.prefix + (i64)place.top * l.width + place.left + group * STRIP + lane.row) * target_token;
-    for (int y = place.top; strip.left > 0; y += 2, chunk += 2 * row) {
+    Target rows_target(l, place, lane, group, target, target_token);
+    while (strip.left > 0) {
       strip.advance();
       LeftOperand rows;
       strip.read_own(rows);
       Tile tile;
       tile.product(rows, operand, bias);
       add_local(tile);
-      tile.store(strip.own_slot(), chunk, chunk + row, strip.column_inside, strip.column_inside && y + 1 < place.top + place.rows, lane);
+      rows_target.store(tile, strip.own_slot(), lane);
     }
   }
-  for (int start = place.run_start + group * 16; start < place.run_end; start += GROUPS * 16) {
-    const int first = min(start + lane.g, place.run_end - 1), second = min(start + lane.g + 8, place.run_end - 1);
-    LeftOperand rows;
-    UNROLL for (int s = 0; s < INNER; ++s)
-      UNROLL for (int i = 0; i < 4; ++i)
-        rows.fragments[s][i] = *(const u32*)(source + (i & 1 ? second : first) * source_token + 16 * s + 8 * (i >> 1) + 2 * lane.c);
-    __syncwarp();  // what was stored from has been read
+  target += CHUNK * lane.c;
+  for_each_run_step(place, lane, group, source, source_token, [&](const LeftOperand& rows, i64 first, i64 second, bool first_inside, bool second_inside) {
     Tile tile;
     tile.product(rows, operand, bias);
-    const int upper = start + lane.row, lower = upper + 8;
-    tile.store(own_memory, target + upper * target_token, target + lower * target_token, upper < place.run_end, lower < place.run_end, lane);
-  }
+    tile.store(own_memory, target + first * target_token, target + second * target_token, first_inside, second_inside, lane);
+  });
 }
 
 // Nine diagonal matrices over the 32 channels of a slab; FLIPPED turns the kernel around, for the transposed product.
