@@ -160,7 +160,8 @@ class _CheckedHeader(tarfile.TarInfo):
 
 def _regular_files(archive: tarfile.TarFile, max_bytes: int) -> Members:
     for member in archive:
-        archive.members.clear()  # tarfile keeps all headers: a million of them fit into a few kilobytes of gzip
+        # tarfile keeps all headers, of which a small gzip holds a million.
+        archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
         if member.size < 0 or (has_content and member.offset_data + member.size > max_bytes):
             raise tarfile.ReadError(f"a member announces {member.size:,} bytes")

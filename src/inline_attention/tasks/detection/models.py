@@ -262,7 +262,7 @@ class _Anchors(AnchorGenerator):
         """`[n, 4]` for each image, level by level."""
         anchors = torch.cat(
             [
-                _level_anchors(level.device, *level.shape[-2:], stride, sides)
+                _level_anchors(level.device, level.shape[-2], level.shape[-1], stride, sides)
                 for level, stride, sides in zip(feature_maps, self.strides, self.sizes, strict=True)
             ]
         )
