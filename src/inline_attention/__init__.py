@@ -12,15 +12,27 @@ from inline_attention import timm_registration
 if TYPE_CHECKING:
     from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
     from inline_attention.models import create_model, list_models, load_checkpoint
-    from inline_attention.ops import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
+    from inline_attention.ops import (
+        AttentionState,
+        attend,
+        attention_state,
+        attention_weights,
+        inline_attention,
+        inline_attention_qkvpacked,
+        local_residual,
+        merge_states,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionState",
     "InLineAttention",
     "LinearAttention",
     "SoftmaxAttention",
     "__version__",
+    "attend",
+    "attention_state",
     "attention_weights",
     "convert_attention",
     "create_model",
@@ -29,12 +41,22 @@ __all__ = [
     "list_models",
     "load_checkpoint",
     "local_residual",
+    "merge_states",
 ]
 
 _PUBLIC = {
     "layers": ("InLineAttention", "LinearAttention", "SoftmaxAttention", "convert_attention"),
     "models": ("create_model", "list_models", "load_checkpoint"),
-    "ops": ("attention_weights", "inline_attention", "inline_attention_qkvpacked", "local_residual"),
+    "ops": (
+        "AttentionState",
+        "attend",
+        "attention_state",
+        "attention_weights",
+        "inline_attention",
+        "inline_attention_qkvpacked",
+        "local_residual",
+        "merge_states",
+    ),
 }
 _PACKAGE_OF = {name: package for package, names in _PUBLIC.items() for name in (package, *names)}
 

@@ -26,9 +26,7 @@ def mapped(call: AttentionCall, compute_dtype: torch.dtype) -> AttentionCall:
     q, k = apply_to_queries_and_keys(call.feature_map, call.q, call.k, compute_dtype)
     v = call.v.to(compute_dtype)
     if call.key_padding_mask is not None:
-        # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.
-        padded = ~call.key_padding_mask[:, :, None, None]
-        k, v = k.masked_fill(padded, 0), v.masked_fill(padded, 0)
+        k, v = without_padding(k, v, call.key_padding_mask)
     local_weight = None if call.local_weight is None else call.local_weight.to(compute_dtype)
     return call._replace(q=q, k=k, v=v, qkv=None, local_weight=local_weight, feature_map="identity", overwrite_q=False)
 
@@ -43,10 +41,22 @@ def attend(call: AttentionCall) -> Tensor:
     return out + local if prefix == 0 else torch.cat([out[:, :prefix], out[:, prefix:] + local], dim=1)
 
 
+def without_padding(k: Tensor, v: Tensor, key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Set padded keys and values to zero."""
+    # A fill, not a product: whatever padding holds, NaN included, must not reach a sum.
+    padded = ~key_padding_mask[:, :, None, None]
+    return k.masked_fill(padded, 0), v.masked_fill(padded, 0)
+
+
 def global_term(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scale: float, normalization: Normalization
 ) -> Tensor:
     """Output `[B, N, H, Dv]` of the global term, from mapped queries and keys; padded keys and values are zero."""
+    return apply_moments(q, *moments(k, v, key_padding_mask), scale, normalization)
+
+
+def moments(k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of mapped keys `[B, 1, H, D]` and values `[B, 1, H, Dv]`, and their covariance `[B, H, D, Dv]`."""
     if key_padding_mask is None:
         inverse_count = 1 / k.shape[1]
         key_mean = k.mean(1, keepdim=True)
@@ -60,10 +70,15 @@ def global_term(
         value_mean = v.sum(1, keepdim=True) * inverse_count
         centered_key = (k - key_mean) * real
         centered_value = v - value_mean
-
     covariance = torch.matmul(centered_key.permute(0, 2, 3, 1), centered_value.permute(0, 2, 1, 3))
-    covariance = covariance * (inverse_count * scale)
-    deviation = torch.matmul(q.permute(0, 2, 1, 3), covariance).permute(0, 2, 1, 3)
+    return key_mean, value_mean, covariance * inverse_count
+
+
+def apply_moments(
+    q: Tensor, key_mean: Tensor, value_mean: Tensor, covariance: Tensor, scale: float, normalization: Normalization
+) -> Tensor:
+    """Output `[B, N, H, Dv]` of mapped queries, from the moments of the keys and values."""
+    deviation = torch.matmul(q.permute(0, 2, 1, 3), scale * covariance).permute(0, 2, 1, 3)
     if normalization != "subtract":
         mean_score = scale * (q * key_mean).sum(-1, keepdim=True)
         deviation = deviation * amplification(mean_score, normalization)

@@ -35,12 +35,8 @@ def validated(call: AttentionCall) -> AttentionCall:
     """Check every argument of a call; return it with the scale and the grid filled in."""
     q, k, v = call.q, call.k, call.v
     check_queries_and_keys(q, k)
-    check_head_tokens("v", v)
-    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs a value"
-        )
-    _check_matches("q", q, "v", v)
+    check_keys_and_values(k, v)
+    check_matches("q", q, "v", v)
     check_feature_map(call.feature_map)
     check_normalization(call.normalization)
     scale = resolve_scale(call.scale, q.shape[3])
@@ -78,11 +74,20 @@ def check_queries_and_keys(q: Any, k: Any) -> None:
     """Check `q` `[B, N, H, D]` against `k` `[B, M, H, D]`."""
     check_head_tokens("q", q)
     check_head_tokens("k", k)
-    _check_matches("q", q, "k", k)
+    check_matches("q", q, "k", k)
     if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q [B, N, H, D] and k [B, M, H, D] must agree in B, H and D, got {_shape(q)} and {_shape(k)}; "
             "heads come after tokens: transpose(1, 2) if yours come before"
+        )
+
+
+def check_keys_and_values(k: Tensor, v: Any) -> None:
+    """Check `v` `[B, M, H, Dv]` against checked keys `k` `[B, M, H, D]`."""
+    check_head_tokens("v", v)
+    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs a value"
         )
 
 
@@ -162,7 +167,7 @@ def check_local(local_weight: Any, grid_size: Any, num_prefix_tokens: Any, v: Te
             f"local_weight must be [B, H, Dv, 3, 3] = {expected}, got {_shape(local_weight)}; "
             "one 3×3 kernel per sample and channel"
         )
-    _check_matches("v", v, "local_weight", local_weight)
+    check_matches("v", v, "local_weight", local_weight)
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if grid_size is None:
         raise ValueError(f"local_weight needs grid_size=(h, w); {_grid_hint(tokens - num_prefix_tokens)}")
@@ -265,7 +270,8 @@ def check_dense(name: str, tensor: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}; use {name}.to_dense()")
 
 
-def _check_matches(first: str, a: Tensor, second: str, b: Tensor) -> None:
+def check_matches(first: str, a: Tensor, second: str, b: Tensor) -> None:
+    """Check that two tensors share dtype and device."""
     _check_same("dtype", first, a, second, b)
     _check_same("device", first, a, second, b)
 

@@ -1,0 +1,140 @@
+"""States of keys and values: everything a query needs to know about them (docs/math.md, section 6).
+
+States of disjoint sets merge exactly. So keys may be split over chunks, devices or the tiles of an image that is too
+large for memory, and each query still attends to all of them.
+
+Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inline_attention.ops import composed, validation
+from inline_attention.ops.call import Normalization
+from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
+from inline_attention.ops.tracing import as_autocast
+
+
+class AttentionState(NamedTuple):
+    """The state of a set of keys and values, in float32 (float64 for float64 inputs).
+
+    A state without keys has count 0 and zeros elsewhere. It changes nothing where it is merged.
+    """
+
+    count: Tensor  # [B] int64, the number M of real keys
+    key_mean: Tensor  # [B, H, D], the mean of phi(k)
+    value_mean: Tensor  # [B, H, Dv]
+    covariance: Tensor  # [B, H, D, Dv], of phi(k) and v, without the scale
+
+
+def attention_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | FeatureMap = "identity",
+    key_padding_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> AttentionState:
+    """Compute the state of keys and values. Differentiable, in memory linear in `chunk_size`.
+
+    Args:
+        k: Keys `[B, M, H, D]`.
+        v: Values `[B, M, H, Dv]`.
+        feature_map: phi, as in `inline_attention`; `attend` needs the same one.
+        key_padding_mask: `[B, M]` bool, True for a real key. A row without any gives a state without keys.
+        chunk_size: Number of keys to convert to float32 at once; all by default.
+
+    Returns:
+        The state, for `merge_states` and `attend`.
+    """
+    validation.check_head_tokens("k", k)
+    validation.check_keys_and_values(k, v)
+    validation.check_matches("k", k, "v", v)
+    validation.check_feature_map(feature_map)
+    if key_padding_mask is not None:
+        validation.check_mask_form(key_padding_mask, k)
+    if chunk_size is not None:
+        validation.check_count("chunk_size", chunk_size)
+        starts = range(0, k.shape[1], chunk_size)
+        masks = (None if key_padding_mask is None else key_padding_mask[:, at : at + chunk_size] for at in starts)
+        parts = ((k[:, at : at + chunk_size], v[:, at : at + chunk_size]) for at in starts)
+        return reduce(
+            merge_states,
+            (
+                attention_state(*part, feature_map=feature_map, key_padding_mask=mask)
+                for part, mask in zip(parts, masks, strict=True)
+            ),
+        )
+    k, v = as_autocast(k), as_autocast(v)
+    with torch.autocast(k.device.type, enabled=False):
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        key, value = apply_feature_map(feature_map, k, dtype), v.to(dtype)
+        if key_padding_mask is None:
+            count = torch.full(k.shape[:1], k.shape[1], dtype=torch.int64, device=k.device)
+        else:
+            key, value = composed.without_padding(key, value, key_padding_mask)
+            count = key_padding_mask.sum(1)
+        key_mean, value_mean, covariance = composed.moments(key, value, key_padding_mask)
+        return AttentionState(count, key_mean.squeeze(1), value_mean.squeeze(1), covariance)
+
+
+def merge_states(*states: AttentionState) -> AttentionState:
+    """Return the state of the union of disjoint sets of keys, from the states of each.
+
+    Exact up to rounding, differentiable, and independent of the order.
+    """
+    if not states:
+        raise ValueError("merge_states needs at least one state, got none")
+    shapes = {(state.key_mean.shape, state.covariance.shape, state.covariance.dtype) for state in states}
+    if len(shapes) > 1:
+        raise ValueError(f"states must agree in B, H, D, Dv and dtype, got {sorted(map(str, shapes))}")
+    counts, key_means, value_means, covariances = (torch.stack(parts) for parts in zip(*states, strict=True))
+    total = counts.sum(0)
+    share = (counts / total.clamp(min=1)).to(key_means.dtype)[..., None, None]  # [states, B, 1, 1]
+    key_mean, value_mean = (share * key_means).sum(0), (share * value_means).sum(0)
+    between = (key_means - key_mean)[..., :, None] * (value_means - value_mean)[..., None, :]
+    return AttentionState(total, key_mean, value_mean, (share[..., None] * (covariances + between)).sum(0))
+
+
+def attend(
+    q: Tensor,
+    state: AttentionState,
+    *,
+    scale: float | None = None,
+    feature_map: str | FeatureMap = "identity",
+    normalization: Normalization = "subtract",
+) -> Tensor:
+    """Compute the attention of queries over the keys and values of a state. Queries may come in any chunks.
+
+    `attend(q, attention_state(k, v))` is `inline_attention(q, k, v)`. The 3×3 term is separate: see `local_residual`.
+
+    Args:
+        q: Queries `[B, N, H, D]`.
+        state: State of the keys; each row of the batch needs a real one.
+        scale: Factor on the inner products; `D ** -0.5` by default.
+        feature_map: phi, the one of the state.
+        normalization: "subtract" (InLine), "divide" or "magnitude".
+
+    Returns:
+        `[B, N, H, Dv]`, in the dtype of q.
+    """
+    validation.check_head_tokens("q", q)
+    validation.check_feature_map(feature_map)
+    validation.check_normalization(normalization)
+    scale = validation.resolve_scale(scale, q.shape[3])
+    q = as_autocast(q)
+    with torch.autocast(q.device.type, enabled=False):
+        query = apply_feature_map(feature_map, q, state.covariance.dtype)
+        (B, _, H, D), expected = query.shape, state.covariance.shape
+        if (B, H, D) != tuple(expected[:3]):
+            raise ValueError(
+                f"q must agree with the state in B, H and D = {tuple(expected[:3])}, got {(B, H, D)} after the feature "
+                "map; use the feature map and the layout [B, N, H, D] of the keys"
+            )
+        means = state.key_mean[:, None], state.value_mean[:, None]
+        return composed.apply_moments(query, *means, state.covariance, scale, normalization).to(q.dtype)
