@@ -131,7 +131,7 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         query = apply_feature_map(feature_map, q, state.covariance.dtype)
         (B, _, H, D), expected = query.shape, state.covariance.shape
-        if (B, H, D) != tuple(expected[:3]):
+        if tuple(expected[:3]) != (B, H, D):
             raise ValueError(
                 f"q must agree with the state in B, H and D = {tuple(expected[:3])}, got {(B, H, D)} after the feature "
                 "map; use the feature map and the layout [B, N, H, D] of the keys"
