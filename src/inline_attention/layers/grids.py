@@ -15,6 +15,8 @@ from torch import Tensor
 from inline_attention.layers.cache import cache_by_shape
 from inline_attention.ops.tracing import is_exporting, plain_sizes
 
+MOST_INTERPOLATED = 2**31 - 1  # elements of one result; PyTorch's GPU kernels index with 32 bits
+
 
 class Grid:
     """The token grid of a batch.
@@ -290,13 +292,21 @@ def resample_positions(
     if not is_exporting() and old == new:
         return positions
     image = torch.unflatten(positions[:, num_prefix_tokens:], 1, old).permute(0, 3, 1, 2)
-    # In float32 at least: half-precision interpolation is missing or coarse on some devices.
-    image = image.to(torch.promote_types(image.dtype, torch.float32))
-    resampled = F.interpolate(image, size=new, mode="bilinear", align_corners=False)
-    resampled = resampled.to(positions.dtype).flatten(2).transpose(1, 2)
+    if is_exporting() or image.shape[1] * new[0] * new[1] <= MOST_INTERPOLATED:
+        resampled = _interpolated(image, new)
+    else:
+        channels = max(1, MOST_INTERPOLATED // (new[0] * new[1]))
+        resampled = torch.cat([_interpolated(part, new) for part in image.split(channels, dim=1)], dim=1)
+    resampled = resampled.flatten(2).transpose(1, 2)
     if num_prefix_tokens == 0:
         return resampled
     return torch.cat([positions[:, :num_prefix_tokens], resampled], dim=1)
+
+
+def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
+    # In float32 at least: half-precision interpolation is missing or coarse on some devices.
+    wide = image.to(torch.promote_types(image.dtype, torch.float32))
+    return F.interpolate(wide, size=size, mode="bilinear", align_corners=False).to(image.dtype)
 
 
 def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Tensor:
