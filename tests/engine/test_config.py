@@ -4,6 +4,7 @@ import os
 from dataclasses import fields, replace
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -458,6 +459,24 @@ class TestCheck:
     def test_what_does_not_fit_is_named(self, override, path, hint):
         found = {problem.path: problem.message for problem in check(usable(override))}
         assert hint in found[path]
+
+    @pytest.mark.parametrize(
+        ("device", "world_size", "overrides", "mode", "reason"),
+        [
+            ("cuda", 1, [], "reduce-overhead", "CUDA graphs"),
+            ("cuda", 1, ["training.grad_accum_steps=2"], "default", "gradient accumulation"),
+            ("cuda", 2, [], "default", "one process"),
+            ("cpu", 1, [], "default", "needs a CUDA device"),
+            ("cpu", 1, ["training.compile_mode=max-autotune"], "max-autotune", "as given"),
+        ],
+    )
+    def test_the_mode_of_compilation_is_the_fastest_that_fits(self, device, world_size, overrides, mode, reason):
+        resolved = resolve(usable("training.compile=true", *overrides), world_size)
+        found, why = resolved.compile_mode(torch.device(device))
+        assert found == mode
+        assert reason in why
+        assert f"torch.compile: mode {mode} ({why})" in resolved.describe(torch.device(device))
+        assert not any("torch.compile" in line for line in resolve(usable()).describe(torch.device(device)))
 
     def test_cuda_graphs_and_accumulated_gradients_exclude_each_other(self):
         compiled = ["training.compile=true", "training.compile_mode=reduce-overhead"]

@@ -89,7 +89,7 @@ def train(
             sizes = f"{len(data.train)} images to train on, {len(data.validation)} to evaluate on"
             sizes = f"data: {sizes}, {len(trainer.class_names)} classes"
             with report, noted_interruptions() as interruption, closing(trainer):
-                for line in (*data.notes, f"run: {folder}", sizes, *resolved.describe(), *notes):
+                for line in (*data.notes, f"run: {folder}", sizes, *resolved.describe(processes.device), *notes):
                     report.say(line)
                 return folder, _run(trainer, report, interruption)
 

@@ -138,7 +138,8 @@ class Trainer:
         self.wrapped = self.strategy.wrap(self.model)
         self.runnable = self.wrapped
         if config.training.compile:
-            self.runnable = cast(nn.Module, torch.compile(self.wrapped, mode=config.training.compile_mode))
+            mode, _ = resolved.compile_mode(processes.device)
+            self.runnable = cast(nn.Module, torch.compile(self.wrapped, mode=mode))
         self.best_metric = config.checkpoints.metric or next(iter(task.metrics))
         self.store = CheckpointStore(
             folder / CHECKPOINTS,

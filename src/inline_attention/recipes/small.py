@@ -6,8 +6,8 @@ chosen by accuracy on the 360 validation images, for lack of others: the figure 
 
 `inline train cifar10 --data-dir DIR`: a model of InLine-DeiT-T's size on CIFAR-10 from scratch, 30 epochs, 256 tokens.
 The paper has no such experiment. We measured 82.6 % (InLine), 76.1 % (softmax) and 75.1 % (linear), means of three
-seeds. For longer runs add `--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1`; on a GPU add `--torchcompile-mode
-reduce-overhead`. `benchmarks/cifar10.py --long` is such a run: 93.1 %.
+seeds. For longer runs add `--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1`; on a GPU add `--torchcompile`.
+`benchmarks/cifar10.py --long` is such a run: 93.1 %.
 
 `inline train finetune --data-dir DIR --initial-checkpoint FILE`: any checkpoint on a folder of your own images, one
 subfolder per class. Choose another model than InLine-DeiT-T with `--model`.

@@ -41,8 +41,21 @@ class ResolvedValues:
         """Return the number of epochs, cool-down and a last incomplete epoch included."""
         return -(-self.total_updates(updates_per_epoch) // max(updates_per_epoch, 1))
 
-    def describe(self) -> list[str]:
-        """Return lines that explain each number."""
+    def compile_mode(self, device: torch.device) -> tuple[str, str]:
+        """Return the mode of torch.compile on a device, and why it is not another."""
+        mode = self.config.training.compile_mode
+        if mode != "auto":
+            return mode, "as given"
+        if device.type != "cuda":
+            return "default", "reduce-overhead needs a CUDA device"
+        if self.grad_accum_steps > 1:  # the next forward pass would overwrite the gradients of the last one
+            return "default", "reduce-overhead does not work with gradient accumulation"
+        if self.world_size > 1:
+            return "default", "reduce-overhead is for one process; --torchcompile-mode reduce-overhead tries it anyway"
+        return "reduce-overhead", "CUDA graphs: one process, every update is one pass; max-autotune compiles for long"
+
+    def describe(self, device: torch.device | None = None) -> list[str]:
+        """Return lines that explain each number, and the mode of compilation if a device is given."""
         config, total = self.config, self.total_batch_size
         training, schedule, base_size = config.training, config.schedule, config.optimizer.lr_base_size
         rule = "as given" if base_size is None else f"{config.optimizer.lr:g} × {total}/{base_size}"
@@ -65,6 +78,9 @@ class ResolvedValues:
             base_size = config.ema.decay_base_size
             rule = "as given" if base_size is None else f"{config.ema.decay:g} ^ ({total}/{base_size})"
             lines.append(f"averaged weights: decay {self.ema_decay:.6g} ({rule})")
+        if device is not None and training.compile:
+            mode, reason = self.compile_mode(device)
+            lines.append(f"torch.compile: mode {mode} ({reason})")
         return lines
 
 

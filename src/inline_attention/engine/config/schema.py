@@ -105,8 +105,8 @@ class TrainingSection:
         "bf16", "Mixed precision: bf16, fp16, off, or auto: bf16 if possible."
     )
     compile: bool = setting(False, "Compile the model with torch.compile.", tasks=CLASSIFICATION)
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = setting(
-        "default", "Mode of torch.compile; reduce-overhead uses CUDA graphs.", tasks=CLASSIFICATION
+    compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = setting(
+        "auto", "Mode of torch.compile; auto: CUDA graphs where the settings allow them.", tasks=CLASSIFICATION
     )
     grad_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, more time.")
     clip_grad: float | None = setting(None, "Clip the gradient norm; null: do not.", above=0)
@@ -115,7 +115,7 @@ class TrainingSection:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield a mode of compilation without compilation."""
-        if self.compile_mode != "default" and not self.compile:
+        if self.compile_mode not in ("auto", "default") and not self.compile:
             message = f"has no effect without training.compile, got {self.compile_mode}"
             yield "compile_mode", f"{message}; leave it out, or set training.compile=true"
 
