@@ -10,6 +10,7 @@ import inline_attention
 from models.shallow_models import create
 
 NAMES = ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"]
+TWINS = ["softmax_cswin_tiny", "linear_deit_tiny"]
 SIZES = [(2, 224, 256), (1, 97, 161), (3, 64, 40), (1, 33, 250), (1, 320, 288)]
 # 33: exporters treat a dimension of one as a different case, and a 32-pixel image has a last grid of one.
 DYNAMIC = ({0: torch.export.Dim("batch"), 2: torch.export.Dim("height", min=33), 3: torch.export.Dim("width", min=33)},)
@@ -32,7 +33,10 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor):
     assert (got - expected).abs().max() <= 1e-4 * max(1.0, expected.abs().max().item())
 
 
-@pytest.mark.parametrize("name", [*NAMES, "softmax_swin_tiny", "softmax_cswin_tiny", "linear_deit_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [*NAMES, "softmax_swin_tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in TWINS)],
+)
 def test_compiled_without_graph_breaks(name):
     torch.compiler.reset()  # all models share one forward, and its cache has a limit
     model = create(name)

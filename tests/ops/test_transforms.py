@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inline_attention import inline_attention, inline_attention_qkvpacked
+from inline_attention.ops.tracing import constant_when_compiled
 
 
 def with_local_term(qkv, weight, height, width):
@@ -41,6 +42,13 @@ def test_gradcheck_to_second_order(normalization, masked):
 def test_second_order_with_one_tensor_in_three_places():
     x = torch.randn(1, 4, 1, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: inline_attention(x, x, x), (x,))
+
+
+def test_constant_functions_are_marked_as_pytorch_marks_them():
+    def ours(): ...
+    def theirs(): ...
+
+    assert vars(constant_when_compiled(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
 
 
 def test_gradient_only_where_it_is_asked_for():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import fused_op
-from inline_attention.ops.tracing import is_plain_execution, transform_reason
+from inline_attention.ops.tracing import constant_when_compiled, is_plain_execution, transform_reason
 
 # Where it was measured to be faster than the composition.
 CAPABILITIES = ((9, 0),)
@@ -76,7 +76,7 @@ def unsupported_reason(x: Tensor, parameters: FeedForwardParameters) -> str | No
     return transform_reason() or _device_reason(x.device.index)
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+@constant_when_compiled
 def _device_reason(index: int | None) -> str | None:
     return _cached_device_reason(index)
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_Function = TypeVar("_Function")
 _NATIVE: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 # float64 is left as it is, as PyTorch's own attention leaves it.
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def constant_when_compiled(function: _Function) -> _Function:
+    """Mark a function as `torch.compiler.assume_constant_result` does, whose import of the compiler takes seconds."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
 
 
 def are_plain_eager_tensors(*tensors: Tensor) -> bool:

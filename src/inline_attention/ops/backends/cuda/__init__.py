@@ -14,7 +14,7 @@ from torch import Tensor
 from inline_attention.ops import fused_op
 from inline_attention.ops.backends.cuda import compiler, launch
 from inline_attention.ops.call import AttentionCall
-from inline_attention.ops.tracing import transform_reason
+from inline_attention.ops.tracing import constant_when_compiled, transform_reason
 
 HEAD_DIMS = (32, 64)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -68,7 +68,7 @@ def _is_readable(tensor: Tensor) -> bool:
     return bool(channel == 1 and head == tensor.shape[3] and token % chunk == 0 and batch % chunk == 0)
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+@constant_when_compiled
 def build_reason(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
     """Build the kernels for a device; return why that failed, or None."""
     return _cached_build_reason(device_index, dtype, head_dim)

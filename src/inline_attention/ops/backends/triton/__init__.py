@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inline_attention.ops import fused_op
 from inline_attention.ops.call import AttentionCall
-from inline_attention.ops.tracing import transform_reason
+from inline_attention.ops.tracing import constant_when_compiled, transform_reason
 
 LARGEST_HEAD_DIM = 128
 # bfloat16 tensor cores, and shared memory enough for the tiles.
@@ -51,7 +51,7 @@ def _backward(*arguments: Any) -> Tensor | None:
 run = fused_op.register("triton", _forward, _backward, largest_head_dim=LARGEST_HEAD_DIM, can_make_state_again=False)
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+@constant_when_compiled
 def _device_reason(device_type: str, index: int | None) -> str | None:
     return _cached_device_reason(device_type, index)
 
