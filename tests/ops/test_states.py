@@ -6,6 +6,7 @@ import torch
 from inline_attention import AttentionState, attend, attention_state, inline_attention, merge_states
 
 B, N, M, H, D, DV = 2, 5, 23, 3, 4, 6
+EXACT = {"rtol": 1e-11, "atol": 1e-12}  # float64
 NORMALIZED = [("subtract", "identity"), ("divide", "relu"), ("magnitude", "elu_plus_one"), ("subtract", "exp")]
 
 
@@ -34,12 +35,12 @@ def test_outputs_and_gradients_of_the_op(normalization, feature_map, sizes, mask
     expected = inline_attention(q, k, v, key_padding_mask=mask, scale=0.7, backend="reference", **options)
     state = in_pieces(k, v, sizes, mask, feature_map=feature_map)
     found = attend(q, state, scale=0.7, **options)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, **EXACT)
     grad = torch.randn_like(expected)
     for got, wanted in zip(
         torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
     ):
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(got, wanted, **EXACT)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 23, 100])
@@ -47,21 +48,21 @@ def test_chunks_change_nothing(chunk_size):
     _, k, v = inputs()
     mask = torch.rand(B, M) < 0.5
     found = attention_state(k, v, key_padding_mask=mask, chunk_size=chunk_size)
-    torch.testing.assert_close(found, attention_state(k, v, key_padding_mask=mask))
+    torch.testing.assert_close(found, attention_state(k, v, key_padding_mask=mask), **EXACT)
 
 
 def test_the_order_of_merging_does_not_matter():
     _, k, v = inputs()
     parts = [attention_state(*part) for part in zip(k.split(6, 1), v.split(6, 1), strict=True)]
     nested = merge_states(merge_states(parts[3], parts[1]), merge_states(parts[2], parts[0]))
-    torch.testing.assert_close(nested, attention_state(k, v))
+    torch.testing.assert_close(nested, attention_state(k, v), **EXACT)
 
 
 def test_a_state_without_keys_changes_nothing():
     _, k, v = inputs()
     empty = attention_state(k, v, key_padding_mask=torch.zeros(B, M, dtype=torch.bool))
     assert not any(part.any() for part in empty)
-    torch.testing.assert_close(merge_states(empty, attention_state(k, v)), attention_state(k, v))
+    torch.testing.assert_close(merge_states(empty, attention_state(k, v)), attention_state(k, v), **EXACT)
     assert not any(part.isnan().any() for part in merge_states(empty, empty))
 
 

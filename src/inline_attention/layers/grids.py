@@ -296,7 +296,7 @@ def resample_positions(
         resampled = _interpolated(image, new)
     else:
         channels = max(1, MOST_INTERPOLATED // (new[0] * new[1]))
-        resampled = torch.cat([_interpolated(part, new) for part in image.split(channels, dim=1)], dim=1)
+        resampled = torch.cat([_interpolated(part, new) for part in torch.split(image, channels, dim=1)], dim=1)
     resampled = resampled.flatten(2).transpose(1, 2)
     if num_prefix_tokens == 0:
         return resampled

@@ -23,10 +23,10 @@ from inline_attention.ops.tracing import as_autocast
 class AttentionState(NamedTuple):
     """The state of a set of keys and values, in float32 (float64 for float64 inputs).
 
-    A state without keys has count 0 and zeros elsewhere. It changes nothing where it is merged.
+    A state without keys has key_count 0 and zeros elsewhere. It changes nothing where it is merged.
     """
 
-    count: Tensor  # [B] int64, the number M of real keys
+    key_count: Tensor  # [B] int64, the number M of real keys
     key_mean: Tensor  # [B, H, D], the mean of phi(k)
     value_mean: Tensor  # [B, H, Dv]
     covariance: Tensor  # [B, H, D, Dv], of phi(k) and v, without the scale
@@ -95,7 +95,8 @@ def merge_states(*states: AttentionState) -> AttentionState:
         raise ValueError(f"states must agree in B, H, D, Dv and dtype, got {sorted(map(str, shapes))}")
     counts, key_means, value_means, covariances = (torch.stack(parts) for parts in zip(*states, strict=True))
     total = counts.sum(0)
-    share = (counts / total.clamp(min=1)).to(key_means.dtype)[..., None, None]  # [states, B, 1, 1]
+    dtype = key_means.dtype  # integers would be divided in float32
+    share = (counts.to(dtype) / total.clamp(min=1).to(dtype))[..., None, None]  # [states, B, 1, 1]
     key_mean, value_mean = (share * key_means).sum(0), (share * value_means).sum(0)
     between = (key_means - key_mean)[..., :, None] * (value_means - value_mean)[..., None, :]
     return AttentionState(total, key_mean, value_mean, (share[..., None] * (covariances + between)).sum(0))
