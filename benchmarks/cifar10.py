@@ -10,7 +10,7 @@ benchmarks/results/cifar10.{json,md}, rewritten after every run.
 `--long` trains InLine with one seed for longer, with Muon and more augmentation. Its goal is 92 % in ten minutes.
 Results: benchmarks/results/cifar10_long.{json,md}.
 
-DIR contains CIFAR-10 as its authors distribute it, or a folder of pictures per class under train/ and test/.
+DIR contains cifar-10-binary.tar.gz, packed or unpacked, or a folder of pictures per class under train/ and test/.
 """
 
 from __future__ import annotations
