@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
+from inline_attention.ablation.tables import AblationFile
 from inline_attention.analysis.attention_map import measure_attention_maps
 from inline_attention.analysis.confusion import ImageConfusion, by_image, survey_confusion
 from inline_attention.analysis.locality import SIDES, Locality, average, survey_locality
@@ -95,42 +96,6 @@ class ShownPicture:
             base64.b64decode(self.picture.removeprefix(PNG_ADDRESS), validate=True)
         except (binascii.Error, ValueError):
             raise UntrustedDataError("a picture must be a PNG in base64") from None
-
-
-@dataclass(frozen=True)
-class AblationRun:
-    """One training run of an ablation; `top1` in percent."""
-
-    top1: float | None
-
-
-@dataclass(frozen=True)
-class AblationResult:
-    """One row of an ablation's table, as `inline ablate` writes it."""
-
-    label: str
-    values: dict[str, bool | int | float | str]
-    top1_mean: float | None
-    top1_std: float | None
-    seeds: int
-    parameters: float | None
-    macs: float | None
-    images_per_second: float | None
-    note: str
-    runs: dict[str, AblationRun]
-
-
-@dataclass(frozen=True)
-class AblationFile:
-    """The part of an `ablation.json` that the report shows."""
-
-    title: str
-    environment: dict[str, str]
-    results: list[AblationResult]
-
-    def __post_init__(self) -> None:
-        if not self.results or any(result.values.keys() != self.results[0].values.keys() for result in self.results):
-            raise UntrustedDataError("results must have at least one row, all with the same axes")
 
 
 @dataclass

@@ -6,7 +6,6 @@ The template escapes all text. Only our own figures are inserted as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
@@ -14,7 +13,7 @@ import jinja2
 import numpy as np
 from PIL import Image, ImageColor
 
-from inline_attention.ablation.tables import ablation_panel, mean_and_spread
+from inline_attention.ablation.tables import ablation_panel, mean_and_spread, text_rows
 from inline_attention.analysis.collision_cases import COLLISION_TOLERANCE, KEYS, collision_cases, measure_injectivity
 from inline_attention.analysis.confusion import TOLERANCE, confusion_panel
 from inline_attention.analysis.locality import Locality, locality_chart
@@ -146,17 +145,11 @@ def _ablation(evidence: Evidence) -> dict[str, Any] | None:
         return None
     files = []
     for file in evidence.ablations:
-        rows = [
-            [*(str(value).lower() for value in result.values.values()),
-             mean_and_spread(result.top1_mean, result.top1_std), str(result.seeds),
-             _number(result.parameters, 2, 1e6), _number(result.macs, 1, 1e6), _number(result.images_per_second, 0),
-             result.note]
-            for result in file.results
-        ]  # fmt: skip
         has_means = any(result.top1_mean is not None for result in file.results)
-        chart = Chart([ablation_panel([asdict(result) for result in file.results])]) if has_means else None
+        chart = Chart([ablation_panel(file.results)]) if has_means else None
         axes = [axis.replace("_", " ") for axis in file.results[0].values]
         facts = _facts(file.environment, ("machine", "gpu", "torch", "commit", "date"))
+        rows = text_rows(file.results)
         files.append({"title": file.title, "chart": chart, "axes": axes, "rows": rows, "facts": facts})
     results = [result for file in evidence.ablations for result in file.results if result.top1_mean is not None]
     best = max(results, key=lambda result: result.top1_mean or 0, default=None)
