@@ -14,10 +14,8 @@ from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 from inline_attention.benchmark.results import markdown_table, write_csv, write_json, write_markdown
 from inline_attention.engine.config import ModelSection
 from inline_attention.support.figures import Chart, DotRow, Panel, Style, dot_panel
-from inline_attention.support.text import printable
+from inline_attention.support.text import NOTHING, number, printable
 from inline_attention.support.untrusted import UntrustedDataError
-
-NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,9 @@ def text_rows(results: Sequence[AblationResult]) -> list[list[str]]:
             *(shown(value) for value in result.values.values()),
             mean_and_spread(result.top1_mean, result.top1_std),
             str(result.seeds),
-            NOTHING if result.parameters is None else f"{result.parameters / 1e6:,.2f}",
-            NOTHING if result.macs is None else f"{result.macs / 1e6:,.1f}",
-            NOTHING if result.images_per_second is None else f"{result.images_per_second:,.0f}",
+            number(result.parameters, 2, 1e6),
+            number(result.macs, 1, 1e6),
+            number(result.images_per_second, 0),
             result.note,
         ]
         for result in results

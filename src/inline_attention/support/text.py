@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+NOTHING = "–"  # in tables, in place of a value that is missing
+
 
 def did_you_mean(word: object, known: Iterable[str], *, most: int = 1) -> str:
     """Return "; did you mean A or B?" with the nearest known words, or "" if none is near."""
@@ -17,6 +19,11 @@ def some_of(names: Iterable[object], limit: int = 12) -> str:
     """Return the first few names, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def number(value: float | None, decimals: int, unit: float = 1) -> str:
+    """Return a value in a unit, such as "1,234.5", for tables."""
+    return NOTHING if value is None else f"{value / unit:,.{decimals}f}"
 
 
 def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
