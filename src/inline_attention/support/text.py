@@ -26,6 +26,11 @@ def number(value: float | None, decimals: int, unit: float = 1) -> str:
     return NOTHING if value is None else f"{value / unit:,.{decimals}f}"
 
 
+def shortened(text: str, length: int) -> str:
+    """Return at most `length` characters, the last of which is … if some are missing."""
+    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
+
+
 def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
     """Return two lists of names as texts that start at the first difference."""
     shorter = min(len(first), len(second))
