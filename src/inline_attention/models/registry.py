@@ -17,8 +17,7 @@ from inline_attention.models.checkpoints import open_checkpoint, read_position_g
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.text import did_you_mean
 
-TWINS: tuple[AttentionKind, ...] = ("softmax", "linear")
-ATTENTIONS: tuple[AttentionKind, ...] = ("inline", *TWINS)  # the first part of a model's name
+ATTENTIONS: tuple[AttentionKind, ...] = ("inline", "softmax", "linear")  # the first part of a model's name
 FAMILIES = ("deit", "pvt", "swin", "cswin")
 # What the paper (arXiv 2412.06590) reports for its authors' weights; not measured here.
 # ImageNet-1K top-1 accuracy in percent, at the native size of each model.
