@@ -10,7 +10,7 @@ benchmarks/results/cifar10.{json,md}, rewritten after every run.
 `--long` trains InLine with one seed for longer, with Muon and more augmentation. Its goal is 92 % in ten minutes.
 Results: benchmarks/results/cifar10_long.{json,md}.
 
-DIR contains CIFAR-10 as its authors distribute it, or a folder of pictures per class under train/ and test/.
+DIR contains cifar-10-binary.tar.gz, packed or unpacked, or a folder of pictures per class under train/ and test/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import typer
 
 from inline_attention.ablation.grid import Cell, cell, grid
 from inline_attention.ablation.runs import FinishedRun, UnusableRunError, collect, train_cells, train_side_by_side
-from inline_attention.ablation.tables import CellResult, as_markdown, latest_environment, plain_results
+from inline_attention.ablation.tables import AblationResult, as_markdown, latest_environment, plain_results
 from inline_attention.benchmark.results import write_json, write_markdown
 from inline_attention.engine.config import ConfigError, TrainConfig, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
@@ -72,16 +72,16 @@ def describe(config: TrainConfig) -> str:
     )
 
 
-def leads(results: Sequence[CellResult]) -> str:
+def leads(results: Sequence[AblationResult]) -> str:
     """Return InLine's lead over its twins, with the standard error of the difference, and the ratio of speeds."""
     inline, *twins = results
     lines = []
     for twin in twins:
-        if inline.mean is None or twin.mean is None:
+        if inline.top1_mean is None or twin.top1_mean is None:
             continue
-        line = f"- InLine against {twin.cell.values['attention']}: {inline.mean - twin.mean:+.2f} points"
-        if inline.spread is not None and twin.spread is not None:
-            error = math.hypot(inline.spread / len(inline.top1) ** 0.5, twin.spread / len(twin.top1) ** 0.5)
+        line = f"- InLine against {twin.values['attention']}: {inline.top1_mean - twin.top1_mean:+.2f} points"
+        if inline.top1_std is not None and twin.top1_std is not None:
+            error = math.hypot(inline.top1_std / inline.seeds**0.5, twin.top1_std / twin.seeds**0.5)
             line += f" (standard error {error:.2f})"
         if inline.images_per_second and twin.images_per_second:
             line += f", {inline.images_per_second / twin.images_per_second:.2f}× its training images/s"
@@ -89,10 +89,10 @@ def leads(results: Sequence[CellResult]) -> str:
     return "\n".join(lines)
 
 
-def verdict(result: CellResult) -> str:
+def verdict(result: AblationResult) -> str:
     """Return whether the longer run has met its goal."""
     lines = []
-    for outcome in result.outcomes.values():
+    for outcome in result.runs.values():
         if outcome.top1 is None:
             lines.append(f"- {outcome.failure}")
             continue
@@ -105,9 +105,10 @@ def verdict(result: CellResult) -> str:
     return "\n".join(lines)
 
 
-def write_results(output: Path, name: str, title: str, results: list[CellResult], overrides: Sequence[str]) -> None:
+def write_results(
+    output: Path, name: str, title: str, config: TrainConfig, results: list[AblationResult], overrides: Sequence[str]
+) -> None:
     """Write the results of all finished runs."""
-    config = results[0].cell.config
     conclusion = leads(results) if len(results) > 1 else verdict(results[0])
     command = shlex.join(["inline", "train", "cifar10", *(word for text in overrides for word in ("--set", text))])
     body = [describe(config), f"`{command}`", as_markdown(results), conclusion]
@@ -179,7 +180,7 @@ def main(
         for item, seed, outcome in train(cells, chosen, runs, stop_at, at_once):
             found = outcome.failure or f"{outcome.top1:.2f} %"
             print(f"finished {item.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
-            write_results(output, name, title, collect(cells, range(seeds), runs), overrides)
+            write_results(output, name, title, config, collect(cells, range(seeds), runs), overrides)
     except (ConfigError, UnusableRunError) as error:
         raise typer.BadParameter(str(error)) from error
     except InterruptedBySignalError as error:

@@ -24,8 +24,8 @@ import typer
 from cifar10 import cifar10_settings
 from inline_attention.ablation.grid import AXES, Cell, grid
 from inline_attention.ablation.runs import FinishedRun, UnusableRunError, collect, read_outcome, train_side_by_side
-from inline_attention.ablation.tables import CellResult, draw_ablation, plain_results, write_ablation
-from inline_attention.engine.config import ConfigError
+from inline_attention.ablation.tables import AblationResult, draw_ablation, write_ablation
+from inline_attention.engine.config import ConfigError, TrainConfig
 
 RESULTS = Path(__file__).parent / "results"
 NAME, TITLE = "cifar10_ablation", "CIFAR-10: what makes InLine work"
@@ -55,14 +55,15 @@ def train(
                 yield run
 
 
-def write_results(output: Path, collected: Sequence[CellResult], seeds: int, overrides: Sequence[str]) -> None:
+def write_results(
+    output: Path, collected: Sequence[AblationResult], config: TrainConfig, seeds: int, overrides: Sequence[str]
+) -> None:
     """Write the results of the cells that have a finished run."""
-    results = [result for result in collected if result.outcomes]
+    results = [result for result in collected if result.runs]
     if not results:
         return
-    config = results[0].cell.config
     training = config.training
-    of_all = "" if all(len(result.outcomes) == seeds for result in results) else "up to "
+    of_all = "" if all(len(result.runs) == seeds for result in results) else "up to "
     about = (
         f"InLine-DeiT-T with patches of 2×2 pixels, {training.epochs} epochs, batch {training.batch_size}, "
         f"{training.amp}, {config.optimizer.name}, {of_all}{seeds} seeds; top-1 of the test pictures after the last "
@@ -73,7 +74,7 @@ def write_results(output: Path, collected: Sequence[CellResult], seeds: int, ove
     settings = {"recipe": "cifar10", "seeds": list(range(seeds)), "overrides": list(overrides)}
     command = shlex.join(["inline", "train", "cifar10", *(word for text in overrides for word in ("--set", text))])
     write_ablation(output, NAME, results, title=TITLE, about=f"{about}\n\n`{command}`", settings=settings)
-    draw_ablation(plain_results(results), output, NAME, title=TITLE, small_print=about)
+    draw_ablation(results, output, NAME, title=TITLE, small_print=about)
 
 
 def main(
@@ -93,11 +94,11 @@ def main(
         cells = grid(config, {name: AXES[name].values for name in AXIS_NAMES})
         first = [cell for cell in cells if comes_first(cell)]
         rest = [cell for cell in cells if not comes_first(cell)]
-        write_results(output, collect(cells, range(seeds), runs), seeds, overrides)
+        write_results(output, collect(cells, range(seeds), runs), config, seeds, overrides)
         for cell, seed, outcome in train([first, rest], seeds, runs, at_once, time_limit):
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             print(f"finished {cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s", flush=True)
-            write_results(output, collect(cells, range(seeds), runs), seeds, overrides)
+            write_results(output, collect(cells, range(seeds), runs), config, seeds, overrides)
     except (ConfigError, UnusableRunError) as error:
         raise typer.BadParameter(str(error)) from error
     print(output / f"{NAME}.md")

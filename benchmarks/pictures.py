@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 import cpu_attention
-from inline_attention.ablation.tables import draw_ablation
+from inline_attention.ablation.tables import AblationFile, draw_ablation
 from inline_attention.analysis.collision_cases import draw_collision_cases, measure_injectivity
 from inline_attention.analysis.training_curves import (
     EpochFigures,
@@ -32,6 +32,7 @@ from inline_attention.benchmark.cost import CostPoint
 from inline_attention.benchmark.models import ModelReport
 from inline_attention.benchmark.plots import draw_attention, draw_models
 from inline_attention.benchmark.results import write_csv
+from inline_attention.support.untrusted import build_dataclass
 
 ROOT = Path(__file__).parent.parent
 RESULTS, IMAGES, PAGE = (
@@ -53,10 +54,9 @@ def main(demo: Annotated[Path | None, typer.Option(help="Take new results from t
     cpu = read_json("cpu_attention")
     rows = [cpu_attention.Row(**row) for row in cpu["cases"]]
     cpu_attention.draw_plot(rows, [CostPoint(**point) for point in cpu["memory"]])
-    ablation = read_json("cifar10_ablation")
+    ablation = build_dataclass(AblationFile, read_json("cifar10_ablation"))
     small_print = "inline_deit_tiny with 2×2 patches on CIFAR-10, 6 epochs; top-1 of the test images."
-    title = ablation["title"]
-    draw_ablation(ablation["results"], RESULTS, "cifar10_ablation", title=title, small_print=small_print)
+    draw_ablation(ablation.results, RESULTS, "cifar10_ablation", title=ablation.title, small_print=small_print)
     draw_collision_cases(measure_injectivity(), IMAGES / "injectivity.png")
     draw_training_curves(read_curves(), IMAGES, name="digits_curves", formats=("png",))
     take_screenshot()

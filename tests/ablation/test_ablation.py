@@ -11,17 +11,18 @@ from inline_attention.ablation import runs as ablation_runs
 from inline_attention.ablation.grid import AxisError, grid, parse_axis
 from inline_attention.ablation.runs import UnusableRunError, collect, finish_run, train_cells, train_side_by_side
 from inline_attention.ablation.tables import (
-    CellResult,
+    AblationFile,
     RunOutcome,
     as_markdown,
     draw_ablation,
     latest_environment,
-    plain_results,
+    summarize,
     text_table,
     write_ablation,
 )
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.trainer import DivergedError
+from inline_attention.support.untrusted import build_dataclass
 
 ENVIRONMENT = {"machine": "a CPU", "gpu": "none", "torch": "2.11", "commit": "abc", "date": "2026-01-01 00:00 UTC"}
 
@@ -101,12 +102,12 @@ def test_combinations_that_cannot_be_trained_say_why(name, axes, reason):
 
 def test_mean_spread_and_notes(config):
     first, second = grid(config, {"normalization": ("divide", "subtract")})
-    good = CellResult(first, {0: outcome(50.0), 1: outcome(54.0, images_per_second=300.0)})
-    bad = CellResult(second, {0: outcome(None, failure="NaN", images_per_second=None)})
-    assert good.mean == 52.0
-    assert good.spread == pytest.approx(8**0.5)
+    good = summarize(first, {0: outcome(50.0), 1: outcome(54.0, images_per_second=300.0)})
+    bad = summarize(second, {0: outcome(None, failure="NaN", images_per_second=None)})
+    assert good.top1_mean == 52.0
+    assert good.top1_std == pytest.approx(8**0.5)
     assert good.images_per_second == 200.0
-    assert bad.mean is bad.spread is bad.images_per_second is None
+    assert bad.top1_mean is bad.top1_std is bad.images_per_second is None
     header, rows = text_table([good, bad])
     assert rows[0][:3] == ["divide", "52.00 ± 2.83", "2"]
     assert rows[1][-1] == "seed 0: NaN"
@@ -118,13 +119,16 @@ def test_mean_spread_and_notes(config):
 def test_files_name_every_place_the_runs_were_made(config, tmp_path):
     (cell,) = grid(config, {"heads": (2,)})
     later = ENVIRONMENT | {"gpu": "H200", "date": "2026-01-02 00:00 UTC"}
-    result = CellResult(cell, {0: outcome(50.0, environment=later), 1: outcome(51.0)})
+    result = summarize(cell, {0: outcome(50.0, environment=later), 1: outcome(51.0)})
     assert latest_environment([result])["gpu"] == "none, then H200"
     write_ablation(tmp_path / "new", "ablation", [result], title="T", about="How.", settings={"recipe": "digits"})
     content = json.loads((tmp_path / "new" / "ablation.json").read_text())
     assert content["results"][0]["values"] == {"heads": 2}
+    assert content["results"][0]["heads"] == 2
     assert content["results"][0]["runs"]["1"]["top1"] == 51.0
-    assert "top1_mean" in (tmp_path / "new" / "ablation.csv").read_text()
+    assert build_dataclass(AblationFile, content).results == [result]
+    columns = "heads,top1_mean,top1_std,seeds,parameters,macs,images_per_second,note\n"
+    assert (tmp_path / "new" / "ablation.csv").read_text().startswith(columns)
     assert "50.50 ± 0.71" in (tmp_path / "new" / "ablation.md").read_text()
 
 
@@ -136,7 +140,7 @@ def test_a_stopped_run_goes_on_and_a_finished_one_is_recognised(config, tmp_path
         finish_run(run, stop_at=0.0, on_epoch=lambda row: epochs.append(row["epoch"]))
     assert signal.getsignal(signal.SIGTERM) is handler
     assert epochs == [1]
-    assert collect([cell], [0], tmp_path / "stopped")[0].outcomes == {}
+    assert collect([cell], [0], tmp_path / "stopped")[0].runs == {}
     ended = finish_run(run, on_epoch=lambda row: epochs.append(row["epoch"]))
     assert epochs == [1, 2, 3]
     assert ended.images_per_second is not None
@@ -232,10 +236,10 @@ def test_the_picture_has_a_row_per_trained_cell(config, tmp_path):
     pytest.importorskip("matplotlib")
     trained, diverged, impossible = grid(config, {"heads": (2, 4, 3)})
     results = [
-        CellResult(trained, {0: outcome(50.0), 1: outcome(54.0)}),
-        CellResult(diverged, {0: outcome(None, failure="NaN")}),
-        CellResult(impossible, {}),
+        summarize(trained, {0: outcome(50.0), 1: outcome(54.0)}),
+        summarize(diverged, {0: outcome(None, failure="NaN")}),
+        summarize(impossible, {}),
     ]
-    files = draw_ablation(plain_results(results[:2]), tmp_path, "ablation", title="Heads", small_print="How.")
+    files = draw_ablation(results[:2], tmp_path, "ablation", title="Heads", small_print="How.")
     assert [file.name for file in files] == ["ablation.png", "ablation.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG")

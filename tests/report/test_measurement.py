@@ -5,11 +5,11 @@ import json
 import pytest
 
 from analysis.written_runs import write_run
+from inline_attention.ablation.tables import AblationFile
 from inline_attention.analysis.predictions import Answer
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.report import measurement as report_measurement
 from inline_attention.report.measurement import (
-    AblationFile,
     ForeignFileError,
     KeptMeasurements,
     LoadedRun,
@@ -160,7 +160,8 @@ def test_runs_of_one_model_are_told_apart(tmp_path):
 def test_an_ablation_is_read_from_its_folder_and_anything_else_refused(runs, tmp_path):
     numbers = {"top1_mean": 70.0, "top1_std": None, "seeds": 1, "parameters": 5.0, "macs": 6.0}
     result = {"label": "relu", "values": {"feature_map": "relu"}, "images_per_second": None, "note": "", **numbers}
-    content = {"title": "T", "environment": {"gpu": "none"}, "results": [{**result, "runs": {"0": {"top1": 70.0}}}]}
+    run = {"top1": 70.0, "epochs": 1, "seconds": 2.0, "images_per_second": None, "environment": {}, "failure": ""}
+    content = {"title": "T", "environment": {"gpu": "none"}, "results": [{**result, "runs": {"0": run}}]}
     (tmp_path / "ablation.json").write_text(json.dumps(content | {"analysis": "ablation", "settings": {}}))
     kept = KeptMeasurements(tmp_path / "report.json")
     bare = [write_run(tmp_path / "bare", weights=False)]

@@ -103,10 +103,13 @@ def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path):
     assert r"caf\udce9-1" in check_page(page, result)
 
 
+RUN = {"top1": 69.0, "epochs": 1, "seconds": 2.0, "images_per_second": None, "environment": {"machine": HOSTILE}}
+
+
 def ablation(**changes):
     result = {
         "label": HOSTILE, "values": {"feature_map": HOSTILE}, "top1_mean": 70.0, "top1_std": 1.0, "seeds": 1,
-        "parameters": 1e6, "macs": 2e6, "images_per_second": None, "note": HOSTILE, "runs": {"0": {"top1": 69.0}},
+        "parameters": 1e6, "macs": 2e6, "images_per_second": None, "note": HOSTILE, "runs": {"0": RUN},
     }  # fmt: skip
     return {"title": HOSTILE, "environment": {"machine": HOSTILE}, "results": [result | changes]}
 
@@ -128,7 +131,7 @@ def test_a_hostile_ablation_stays_text(tmp_path):
         json.dumps(ablation(top1_mean="70")),
         json.dumps(ablation(top1_mean=1e999)),
         json.dumps(ablation(seeds=[])),
-        json.dumps(ablation(runs={"0": {"top1": {"a": 1}}})),
+        json.dumps(ablation(runs={"0": RUN | {"top1": {"a": 1}}})),
         json.dumps(ablation(runs=[])),
         json.dumps(ablation() | {"results": []}),
         json.dumps(ablation() | {"environment": "a machine"}),

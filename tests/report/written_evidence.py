@@ -2,13 +2,14 @@
 
 from html.parser import HTMLParser
 
+from inline_attention.ablation.tables import AblationFile, AblationResult, RunOutcome
 from inline_attention.analysis.confusion import ImageConfusion
 from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.masking import Hiding, MaskingResult
 from inline_attention.analysis.predictions import Answer
 from inline_attention.analysis.training_curves import EpochFigures, TrainingCurves
 from inline_attention.benchmark.cost import CostPoint
-from inline_attention.report.measurement import AblationFile, AblationResult, AblationRun, Evidence, Run, ShownPicture
+from inline_attention.report.measurement import Evidence, Run, ShownPicture
 
 VOID = {"meta", "img", "input", "br"}
 
@@ -69,12 +70,12 @@ def run(label="inline_deit_tiny", kind="inline", truth="cat", picture="cat.png")
 
 def ablation(title="Ablation of digits", label="relu"):
     environment = {"machine": "a CPU", "gpu": "none", "torch": "2.11", "commit": "abc", "date": "2026-01-01"}
-    runs = {"0": AblationRun(69.0), "1": AblationRun(71.0)}
+    runs = {seed: RunOutcome(top1, 1, 2.0, 10.0, environment) for seed, top1 in (("0", 69.0), ("1", 71.0))}
     results = [
-        AblationResult(name, {"feature_map": name}, 70.0, 1.0, 2, 1e6, 2e6, 10.0, "", runs)
+        AblationResult(70.0, 1.0, 2, 1e6, 2e6, 10.0, "", name, {"feature_map": name}, runs)
         for name in (label, "identity")
     ]
-    missing = AblationResult("exp", {"feature_map": "exp"}, None, None, 0, None, None, None, "diverged", {})
+    missing = AblationResult(None, None, 0, None, None, None, "diverged", "exp", {"feature_map": "exp"}, {})
     return AblationFile(title, environment, [*results, missing])
 
 

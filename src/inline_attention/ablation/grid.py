@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inline_attention.engine.config import ModelSection, TrainConfig, check
-from inline_attention.models.registry import TWINS
+from inline_attention.models.registry import ATTENTIONS
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.ops.validation import NORMALIZATIONS
 from inline_attention.support.text import did_you_mean
-
-ATTENTIONS = ("inline", *TWINS)
 
 
 class AxisError(ValueError):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from inline_attention.ablation.grid import Cell
-from inline_attention.ablation.tables import CellResult, RunOutcome
+from inline_attention.ablation.tables import AblationResult, RunOutcome, summarize
 from inline_attention.analysis.training_curves import SETTINGS, read_training_curves
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
@@ -264,10 +264,10 @@ def train_side_by_side(
             on_trouble(f"{ended.command.name}: {ended.outcome}: the time was up")
 
 
-def collect(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> list[CellResult]:
+def collect(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> list[AblationResult]:
     """Return the results of each cell from the folders of its runs."""
     return [
-        CellResult(
+        summarize(
             cell,
             {seed: found for _, seed, run in _runs([cell], seeds, output) if (found := read_outcome(run)) is not None},
         )

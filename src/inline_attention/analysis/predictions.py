@@ -17,8 +17,8 @@ from torch import Tensor
 from inline_attention.analysis.subjects import PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
-from inline_attention.support.figures import ALARM, INK, Axes, Chart, Panel, draw_picture, shortened
-from inline_attention.support.text import printable
+from inline_attention.support.figures import ALARM, INK, Axes, Chart, Panel, draw_picture
+from inline_attention.support.text import printable, shortened
 
 COLUMNS = 8
 CELL = 1.45  # inches

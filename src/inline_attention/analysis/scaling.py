@@ -21,12 +21,11 @@ from inline_attention.benchmark.model_size import measure_model_size
 from inline_attention.benchmark.results import measure_contestants
 from inline_attention.benchmark.timing import Work, prepare_throughput, read_peak, release_memory, reset_peak
 from inline_attention.models import create_model, list_models
-from inline_attention.models.registry import TWINS
+from inline_attention.models.registry import ATTENTIONS
 from inline_attention.support.figures import KIND_LABELS, Axes, Chart, LegendEntry, Panel, Style, draw_line, log_axes
 
 Axis: TypeAlias = Literal["resolution", "window"]
 LEAST_ROUNDS = 3
-KINDS = ("inline", *TWINS)
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class ScalingPoint:
 def twins_of(name: str) -> dict[str, str]:
     """Return the names of a model and its twins, by their attention."""
     kind, _, rest = name.partition("_")
-    if kind not in KINDS or name not in list_models():
+    if kind not in ATTENTIONS or name not in list_models():
         raise ValueError(f"there is no model {name!r} in this library; `inline models --all` lists them")
-    return {kind: f"{kind}_{rest}" for kind in KINDS}
+    return {kind: f"{kind}_{rest}" for kind in ATTENTIONS}
 
 
 def measure_scaling(
@@ -164,7 +163,7 @@ def draw_scaling(points: Sequence[ScalingPoint], machine: str, folder: Path) -> 
 
     def draw(axes: Axes, axis: str, quantity: str, unit: float) -> None:
         shown = [point for point in points if point.axis == axis]
-        for kind in KINDS:
+        for kind in ATTENTIONS:
             measured = [point for point in shown if point.attention == kind and getattr(point, quantity)]
             places = [(point.window or point.size, getattr(point, quantity) / unit) for point in measured]
             draw_line(axes, Style(kind), places)
@@ -181,5 +180,5 @@ def draw_scaling(points: Sequence[ScalingPoint], machine: str, folder: Path) -> 
         "Median times."
     )
     title = f"Cost of {points[0].model.partition('_')[2]} with each attention"
-    legend = [LegendEntry(KIND_LABELS[kind], Style(kind)) for kind in KINDS]
+    legend = [LegendEntry(KIND_LABELS[kind], Style(kind)) for kind in ATTENTIONS]
     return Chart(panels, legend).save(folder, "scaling", title=title, small_print=small_print, columns=3)

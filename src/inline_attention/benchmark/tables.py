@@ -10,6 +10,7 @@ from inline_attention.benchmark.attention import AttentionReport, CaseResult
 from inline_attention.benchmark.everyday import EverydayReport, Row
 from inline_attention.benchmark.models import OURS, ModelReport
 from inline_attention.benchmark.results import Measurement, markdown_table, notes_of, ratio
+from inline_attention.support.text import NOTHING, number
 
 LABELS = {
     "sdpa": "softmax, SDPA",
@@ -20,7 +21,6 @@ LABELS = {
     "eager-compiled": "InLine, compiled",
     "auto": "InLine",
 }
-NOTHING = "–"
 FIGURE_LABELS = {"times_softmax": "× softmax", "over_floor": "÷ floor", "over_base": "÷ base"}
 
 
@@ -66,7 +66,7 @@ def model_tables(report: ModelReport) -> list[ResultTable]:
             speed = result.images_per_second(item)
             row = [case.model, f"{case.size}²", str(case.batch), f"{case.mode}, {case.execution}", item.contestant]
             row += [item.status if speed is None else f"{speed:,.0f}", _number(item.milliseconds)]
-            row.append(NOTHING if item.peak_bytes is None else f"{item.peak_bytes / 2**20:,.0f}")
+            row.append(number(item.peak_bytes, 0, 2**20))
             row.append(NOTHING if item.contestant == OURS else _times(result.speedup(item)))
             rows.append(row)
     notes = _notes([item for result in report.results for item in result.measurements])

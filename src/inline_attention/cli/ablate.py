@@ -12,7 +12,7 @@ from rich.console import Console
 
 from inline_attention.ablation.grid import Cell, grid, parse_axis
 from inline_attention.ablation.runs import collect, train_cells, train_side_by_side
-from inline_attention.ablation.tables import CellResult, draw_ablation, plain_results, text_table, write_ablation
+from inline_attention.ablation.tables import draw_ablation, text_table, write_ablation
 from inline_attention.cli.flags import overrides_of, read_settings
 from inline_attention.cli.printing import draw_if_possible, fail, make_console, make_table, progress_bar, say, warn
 from inline_attention.engine.config import ConfigError, TrainConfig, check
@@ -44,15 +44,13 @@ def run_ablate(
         raise typer.Exit(error.exit_code) from error
     except OSError as error:
         fail(f"{error}; make room or make it writable, then give the same command again")
-    results = collect(cells, numbers, output)
-    files = _write_tables(results, numbers, output, recipe)
-    trained = [result for result in results if result.cell.problem is None]  # the others were named before
-    title, small_print = f"Ablation of {recipe}", _described(results, recipe)
+    files = _write_tables(cells, numbers, output, recipe)
+    trained = collect([cell for cell in cells if cell.problem is None], numbers, output)  # the others were named before
+    title, small_print = f"Ablation of {recipe}", _described(cells, recipe)
     header, rows = text_table(trained)
-    console.print(make_table(header, rows, texts=len(trained[0].cell.values), title=title))
-    files += draw_if_possible(
-        lambda: draw_ablation(plain_results(trained), output, NAME, title=title, small_print=small_print)
-    ) or []  # fmt: skip
+    console.print(make_table(header, rows, texts=len(trained[0].values), title=title))
+    drawn = draw_if_possible(lambda: draw_ablation(trained, output, NAME, title=title, small_print=small_print))
+    files += drawn or []
     for path in files:
         say(path)
     if failed:
@@ -100,18 +98,18 @@ def _train_with_progress(
             progress.update(task, completed=number * epochs)
             found = outcome.failure if outcome.top1 is None else f"{outcome.top1:.2f} %"
             console.print(f"{cell.label}, seed {seed}: {found}, {outcome.seconds:.0f} s")
-            _write_tables(collect(cells, seeds, output), seeds, output, recipe)
+            _write_tables(cells, seeds, output, recipe)
         return failed
 
 
-def _write_tables(results: Sequence[CellResult], seeds: Sequence[int], output: Path, recipe: str) -> list[Path]:
-    about = f"{_described(results, recipe)} Mean and sample standard deviation over seeds {', '.join(map(str, seeds))}."
-    settings = {"recipe": recipe, "seeds": list(seeds)}
-    return write_ablation(output, NAME, results, title=f"Ablation of {recipe}", about=about, settings=settings)
+def _write_tables(cells: Sequence[Cell], seeds: Sequence[int], output: Path, recipe: str) -> list[Path]:
+    about = f"{_described(cells, recipe)} Mean and sample standard deviation over seeds {', '.join(map(str, seeds))}."
+    settings, title = {"recipe": recipe, "seeds": list(seeds)}, f"Ablation of {recipe}"
+    return write_ablation(output, NAME, collect(cells, seeds, output), title=title, about=about, settings=settings)
 
 
-def _described(results: Sequence[CellResult], recipe: str) -> str:
-    config = results[0].cell.config
+def _described(cells: Sequence[Cell], recipe: str) -> str:
+    config = cells[0].config
     return (
         f"{config.model.name} by the recipe {Path(recipe).stem}, {config.training.epochs} epochs each; top-1 of the "
         "validation images after the last."

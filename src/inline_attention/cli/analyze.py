@@ -289,19 +289,20 @@ def scaling(
     """Measure time, memory and multiply-adds of a model and its twins as images or windows grow."""
     image_sizes = parse_numbers(sizes, "--sizes", "224,448")
     window_sides = parse_numbers(windows, "--windows", "7,14") or []
-    from inline_attention.analysis.scaling import KINDS, draw_scaling, measure_scaling
+    from inline_attention.analysis.scaling import draw_scaling, measure_scaling
     from inline_attention.benchmark.environment import describe_environment
     from inline_attention.benchmark.results import flat_row
     from inline_attention.cli.analyze_runs import finish, start
     from inline_attention.cli.analyze_tables import scaling_table
     from inline_attention.cli.bench import resolve_device
     from inline_attention.cli.printing import progress_bar
+    from inline_attention.models.registry import ATTENTIONS
 
     console = start(output, "scaling")
     place = resolve_device(device)
     image_sizes = image_sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
     with progress_bar(console) as progress:
-        task = progress.add_task("measuring", total=(len(image_sizes) + len(window_sides)) * len(KINDS))
+        task = progress.add_task("measuring", total=(len(image_sizes) + len(window_sides)) * len(ATTENTIONS))
         points = measure_scaling(
             model, sizes=image_sizes, windows=window_sides, batch=batch_size, device=place, seconds=seconds,
             on_progress=lambda _: progress.advance(task),

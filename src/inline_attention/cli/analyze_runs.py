@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
-from inline_attention.analysis.scaling import KINDS
+from inline_attention.analysis.scaling import twins_of
 from inline_attention.analysis.subjects import (
     PictureSample,
     Subject,
@@ -147,14 +147,9 @@ def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) 
         return with_distinct_labels([trained_subject(path, model_name=name, **common) for path in checkpoints])
     if for_digits and not models:
         arguments = DIGITS.config.model.model_arguments()
-    names = dict.fromkeys(twin for name in models or [DEFAULT_MODEL] for twin in _with_twins(name))
+    names: dict[str, None] = {}  # an ordered set
+    for name in models or [DEFAULT_MODEL]:
+        names |= dict.fromkeys([name, *(twins_of(name).values() if name in list_models() else ())])
     subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in names]
     warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
     return subjects
-
-
-def _with_twins(name: str) -> list[str]:
-    kind, _, rest = name.partition("_")
-    if kind not in KINDS or name not in list_models():
-        return [name]
-    return [name, *(f"{twin}_{rest}" for twin in KINDS if twin != kind)]

@@ -15,8 +15,8 @@ from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.masking import MaskingResult
 from inline_attention.analysis.scaling import ScalingPoint
 from inline_attention.cli.printing import make_table
+from inline_attention.support.text import NOTHING, number
 
-NOTHING = "–"
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 
@@ -163,8 +163,8 @@ def scaling_table(points: Sequence[ScalingPoint]) -> Table:
             NOTHING if point.window is None else f"{point.window}²",
             point.model,
             point.note if point.milliseconds is None else f"{point.milliseconds:,.1f}",
-            NOTHING if point.peak_bytes is None else f"{point.peak_bytes / 2**20:,.1f}",
-            f"{point.macs / 1e9:,.2f}",
+            number(point.peak_bytes, 1, 2**20),
+            number(point.macs, 2, 1e9),
         ]
         for point in points
     ]

@@ -6,13 +6,11 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import TaskID
@@ -26,6 +24,7 @@ from inline_attention.analysis.training_curves import draw_training_curves, read
 from inline_attention.benchmark.cost import ATTENTIONS, DEFAULT_SIZES, CostPoint, draw_cost, measure_attention_cost
 from inline_attention.benchmark.environment import describe_machine
 from inline_attention.benchmark.results import write_csv
+from inline_attention.benchmark.timing import torch_threads
 from inline_attention.cli.printing import make_console, make_table, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
@@ -35,14 +34,14 @@ from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.train import train
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.reading import open_checkpoint
-from inline_attention.models.registry import TWINS
+from inline_attention.models.registry import ATTENTIONS as KINDS
 from inline_attention.recipes.small import DIGITS as RECIPE
+from inline_attention.support.figures import KIND_LABELS
 from inline_attention.tasks.classification.task import ClassificationMetrics
 
 SHOWN_PREDICTIONS = 40
 RUNS = "digits_runs"
 WITHOUT_LOCAL_TERM = "model.arguments.attention_options={local_residual: false}"
-ATTENTION_LABELS = {"inline": "InLine", "softmax": "softmax", "linear": "linear"}
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _injectivity_table(results: Sequence[collision_cases.InjectivityResult]) -> 
         [
             result.case.name,
             result.feature_map_name,
-            "InLine" if result.kind == "inline" else result.kind,
+            KIND_LABELS[result.kind],
             f"{result.largest_difference:.1e}",
             f"{result.smallest_difference:.1e}",
             Text(result.verdict, style="bold red" if result.verdict == "collide" else "green"),
@@ -201,9 +200,11 @@ def train_all(output: Path, console: Console, *, epochs: int | None = None) -> l
         InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
         OSError: If an earlier run cannot be removed, or nothing can be written.
     """
-    configs = {attention: _config(attention, output / RUNS, epochs) for attention in ("inline", *TWINS)}
+    configs = {attention: _config(attention, output / RUNS, epochs) for attention in KINDS}
     trained: list[TrainedModel] = []
-    with progress_bar(console) as progress, _one_thread():
+    # Models this small gain a fifth from a second core, and become ten times as slow when another program uses it,
+    # because threads wait for each other in every operation. One thread also gives the same results on all machines.
+    with progress_bar(console) as progress, torch_threads(1):
         for attention, config in configs.items():
             name, planned = config.model.name, config.training.epochs
             task = progress.add_task(name, total=planned)
@@ -226,7 +227,7 @@ def accuracy_table(trained: Sequence[TrainedModel]) -> Table:
     """Return accuracy, size and speed of the three models, with the uncertainty."""
     rows = [
         [
-            ATTENTION_LABELS[model.attention],
+            KIND_LABELS[model.attention],
             f"{model.parameters:,}",
             f"{model.top1:.1f}",
             f"{model.images_per_second:,.0f}",
@@ -283,18 +284,3 @@ def _train(attention: str, config: TrainConfig, on_epoch: Callable[[Mapping[str,
     return TrainedModel(
         attention, folder, parameters, metrics.top1, metrics.count, epochs, seconds, images_per_second=images / seconds
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one thread.
-
-    Models this small gain a fifth from a second core, and become ten times as slow when another program uses it,
-    because threads wait for each other in every operation. Results then do not depend on the number of cores either.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

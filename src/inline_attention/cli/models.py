@@ -9,7 +9,7 @@ import typer
 
 from inline_attention.cli.options import AsJson
 from inline_attention.cli.printing import fail, make_console, make_table, progress_bar, say_json
-from inline_attention.support.text import did_you_mean
+from inline_attention.support.text import did_you_mean, number
 
 
 def models(
@@ -49,8 +49,7 @@ def models(
     for name in ordered:
         size, top1 = sizes[name], PUBLISHED_TOP1.get(name)
         native = f"{size.input_size[1]}×{size.input_size[2]}"
-        accuracy = "–" if top1 is None else f"{top1:.1f}"
-        rows.append([name, f"{size.param_count:.2f}", f"{size.gmacs:.2f}", native, accuracy])
+        rows.append([name, f"{size.param_count:.2f}", f"{size.gmacs:.2f}", native, number(top1, 1)])
     header = ("model", "parameters\n(M)", "multiply-adds\n(GMACs)", "native\nsize", "top-1 (paper)")
     caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
     table = make_table(header, rows, texts=1, group_by=lambda row: _family(row[0]), caption=caption)

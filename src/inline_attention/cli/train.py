@@ -64,15 +64,12 @@ def train(
 
 def _weights_line(folder: Path) -> str:
     """Return where the best weights are, or the last ones if no metric says which are best."""
-    from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
+    from inline_attention.engine.checkpoint_format import evaluated_weights
     from inline_attention.engine.checkpoints import BEST, LAST
     from inline_attention.engine.trainer import CHECKPOINTS
-    from inline_attention.support.files import follow_pointer
 
     checkpoints = folder / CHECKPOINTS
     for kind in (BEST, LAST):
-        for name in (EMA_WEIGHTS, WEIGHTS):  # the metrics are those of the averaged weights, if there are any
-            file = follow_pointer(checkpoints / kind) / name
-            if file.is_file():
-                return f"{kind} weights: {file}"
+        if (file := evaluated_weights(checkpoints / kind)) is not None:
+            return f"{kind} weights: {file}"
     return f"no weights were saved in {checkpoints}"

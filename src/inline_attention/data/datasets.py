@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from inline_attention.data.cifar10 import cifar10
+from inline_attention.data.cifar10 import DOWNLOAD, cifar10
 from inline_attention.data.findings import OpenedSplits, each_once
 from inline_attention.data.images import ImageError, load_image, load_image_bytes
 from inline_attention.data.listed_files import is_inside
@@ -105,7 +105,7 @@ def open_dataset(
         dataset: One of
             - "folder" (or ""): images in `data_dir`/SPLIT/CLASS, or in `data_dir`/CLASS if there is but one split;
             - "digits": handwritten digits inside this package;
-            - "cifar10": the Python or binary version, packed or not, or a folder of images, in `data_dir`;
+            - "cifar10": the binary version, packed or not, or a folder of images, in `data_dir`;
             - "hfds/NAME": a dataset of the Hugging Face Hub, kept in `data_dir`;
             - "wds/PATTERN": tar archives below `data_dir`, such as `wds/{split}-{0000..0099}.tar`.
         data_dir: A folder; None for "digits".
@@ -136,8 +136,7 @@ def open_dataset(
     except DataError as error:
         if dataset != "cifar10":
             raise
-        archive = "cifar-10-python.tar.gz (from https://www.cs.toronto.edu/~kriz/cifar.html)"
-        raise DataError(f"{error}; or put {archive} there") from error
+        raise DataError(f"{error}; or put {DOWNLOAD} there") from error
 
 
 def open_and_check(

@@ -134,6 +134,12 @@ def find_weights(path: Path, *, averaged: bool = False) -> Path:
     )
 
 
+def evaluated_weights(checkpoint: Path) -> Path | None:
+    """Return the file of weights that metrics are of: the averaged weights if the checkpoint has them; None if none."""
+    folder = follow_pointer(checkpoint)
+    return next((folder / name for name in (EMA_WEIGHTS, WEIGHTS) if (folder / name).is_file()), None)
+
+
 def write_training_checkpoint(
     folder: Path,
     *,

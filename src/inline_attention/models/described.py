@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.models.reading import Checkpoint, CheckpointError
-from inline_attention.models.registry import FAMILIES, TWINS, create_model, list_models
+from inline_attention.models.registry import ATTENTIONS, FAMILIES, create_model, list_models
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.support.text import did_you_mean, printable, some_of
@@ -349,7 +349,7 @@ def check_model_size(name: str, model: nn.Module, weights: Mapping[str, Tensor] 
 
 def _family(name: str) -> str | None:
     """Return the family of a model of this library; None for another."""
-    match = re.match(rf"(?:{'|'.join(('inline', *TWINS))})_({'|'.join(FAMILIES)})_", name)
+    match = re.match(rf"(?:{'|'.join(ATTENTIONS)})_({'|'.join(FAMILIES)})_", name)
     return None if match is None else match[1]
 
 

@@ -17,7 +17,7 @@ from inline_attention.models.checkpoints import open_checkpoint, read_position_g
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.text import did_you_mean
 
-TWINS: tuple[AttentionKind, ...] = ("softmax", "linear")
+ATTENTIONS: tuple[AttentionKind, ...] = ("inline", "softmax", "linear")  # the first part of a model's name
 FAMILIES = ("deit", "pvt", "swin", "cswin")
 # What the paper (arXiv 2412.06590) reports for its authors' weights; not measured here.
 # ImageNet-1K top-1 accuracy in percent, at the native size of each model.
@@ -76,7 +76,7 @@ def register_family(
     module = sys.modules[model_class.__module__]
     configs: dict[str, dict[str, Any]] = vars(module).setdefault("default_cfgs", {})
     for variant, defaults in variants.items():
-        for attention in ("inline", *TWINS):
+        for attention in ATTENTIONS:
             entry_point = _entry_point(model_class, variant, {"attention": attention, **defaults})
             configs[entry_point.__name__] = _pretrained_config(model_class, first_conv, defaults.get("img_size", 224))
             setattr(module, entry_point.__name__, register_model(entry_point))
@@ -117,7 +117,7 @@ def _build(
     model_class: Any, variant: str, pretrained: bool, *, attention: AttentionKind, **arguments: Any
 ) -> nn.Module:
     """Build a model with timm's builder; `pretrained` loads weights from the file in `pretrained_cfg_overlay`."""
-    if attention not in ("inline", *TWINS):
+    if attention not in ATTENTIONS:
         raise ValueError(f"attention must be 'inline', 'softmax' or 'linear', got {attention!r}")
     name = variant.replace("inline_", f"{attention}_", 1)
     overlay = dict(arguments.pop("pretrained_cfg_overlay", None) or {})
@@ -154,9 +154,7 @@ def _build(
 
 def list_models(pattern: str = "*") -> list[str]:
     """Return the names of this library's models that match a glob pattern."""
-    names = [
-        name for family in FAMILIES for kind in ("inline", *TWINS) for name in timm.list_models(f"{kind}_{family}_*")
-    ]
+    names = [name for family in FAMILIES for kind in ATTENTIONS for name in timm.list_models(f"{kind}_{family}_*")]
     return [name for name in names if name in timm.list_models(pattern)]
 
 

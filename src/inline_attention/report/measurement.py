@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
+from inline_attention.ablation.tables import AblationFile
 from inline_attention.analysis.attention_map import measure_attention_maps
 from inline_attention.analysis.confusion import ImageConfusion, by_image, survey_confusion
 from inline_attention.analysis.locality import SIDES, Locality, average, survey_locality
@@ -35,17 +36,18 @@ from inline_attention.analysis.training_curves import SETTINGS, TrainingCurves, 
 from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json
+from inline_attention.benchmark.timing import torch_threads
 from inline_attention.data.broken import BrokenImagesError
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import DataWorkerError
 from inline_attention.data.sources import DataError, ImageSource
-from inline_attention.engine.checkpoint_format import EMA_WEIGHTS, WEIGHTS
+from inline_attention.engine.checkpoint_format import evaluated_weights
 from inline_attention.engine.checkpoints import LAST
 from inline_attention.engine.config import TrainConfig, read_config
 from inline_attention.engine.trainer import CHECKPOINTS
 from inline_attention.models.checkpoints import CheckpointError
-from inline_attention.models.registry import TWINS
-from inline_attention.support.files import follow_pointer, read_bounded
+from inline_attention.models.registry import ATTENTIONS
+from inline_attention.support.files import read_bounded
 from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, build_value, parse_json
 
@@ -54,7 +56,6 @@ KEPT_FORMAT = "measurements of inline report"
 KEPT_VERSION = 2  # of the measurements: increase it when one changes its meaning
 MAX_KEPT_BYTES = 2**28
 MAX_ABLATION_BYTES = 2**24
-KINDS = ("inline", *TWINS)
 SHOWN_PICTURES = 6
 SMALL = 100  # tokens up to which one thread is as fast as several
 # Pictures by the largest number of tokens, and by measurement: about a minute for three models.
@@ -95,42 +96,6 @@ class ShownPicture:
             base64.b64decode(self.picture.removeprefix(PNG_ADDRESS), validate=True)
         except (binascii.Error, ValueError):
             raise UntrustedDataError("a picture must be a PNG in base64") from None
-
-
-@dataclass(frozen=True)
-class AblationRun:
-    """One training run of an ablation; `top1` in percent."""
-
-    top1: float | None
-
-
-@dataclass(frozen=True)
-class AblationResult:
-    """One row of an ablation's table, as `inline ablate` writes it."""
-
-    label: str
-    values: dict[str, bool | int | float | str]
-    top1_mean: float | None
-    top1_std: float | None
-    seeds: int
-    parameters: float | None
-    macs: float | None
-    images_per_second: float | None
-    note: str
-    runs: dict[str, AblationRun]
-
-
-@dataclass(frozen=True)
-class AblationFile:
-    """The part of an `ablation.json` that the report shows."""
-
-    title: str
-    environment: dict[str, str]
-    results: list[AblationResult]
-
-    def __post_init__(self) -> None:
-        if not self.results or any(result.values.keys() != self.results[0].values.keys() for result in self.results):
-            raise UntrustedDataError("results must have at least one row, all with the same axes")
 
 
 @dataclass
@@ -237,7 +202,8 @@ class LoadedRun(NamedTuple):
     def measure(self, name: str) -> Sequence[Any]:
         """Return one of `MEASUREMENTS`."""
         few = PictureSample(self.source, images=self.sizes["attention"])
-        with _suitable_threads(self.tokens):
+        # With a small model, another thread gains little, and costs a lot if another program needs its core.
+        with torch_threads(1 if self.tokens <= SMALL else torch.get_num_threads()):
             if name == "confusion":
                 return by_image(survey_confusion(self.subject, few, worst=0)[0])
             if name == "locality":
@@ -351,8 +317,7 @@ def _load(run: Run, folder: Path, config: TrainConfig, device: str) -> LoadedRun
         raise DataError(f"the run was trained on {data.dataset}, which a report does not download")
     source = open_dataset(data.dataset, data.dir, data.val_split)
     # The weights after the last epoch: the best would be chosen by the pictures they are measured on.
-    checkpoint = follow_pointer(folder / CHECKPOINTS / LAST)
-    file = next((checkpoint / name for name in (EMA_WEIGHTS, WEIGHTS) if (checkpoint / name).is_file()), None)
+    file = evaluated_weights(folder / CHECKPOINTS / LAST)
     if file is None:
         raise CheckpointError(f"{folder} has no checkpoint; only its curves are shown")
     subject = dataclasses.replace(trained_subject(file, device=device), label=run.label)
@@ -367,21 +332,10 @@ def _load(run: Run, folder: Path, config: TrainConfig, device: str) -> LoadedRun
     return LoadedRun(run, subject, source, tokens, sides, sizes, key)
 
 
-@contextmanager
-def _suitable_threads(tokens: int) -> Iterator[None]:
-    """Use one thread for a small model: another gains little, and costs a lot if another program needs its core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if tokens <= SMALL else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _rank(folder: Path) -> tuple[int, str]:
     """InLine first, then its twins, whatever their folders are called."""
     kind = read_config(folder / SETTINGS).model.name.partition("_")[0]
-    return (KINDS.index(kind) if kind in KINDS else len(KINDS), folder.name)
+    return ([*ATTENTIONS, kind].index(kind), folder.name)
 
 
 def _read_ablation(path: Path) -> AblationFile:

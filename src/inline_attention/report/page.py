@@ -6,7 +6,6 @@ The template escapes all text. Only our own figures are inserted as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
@@ -14,7 +13,7 @@ import jinja2
 import numpy as np
 from PIL import Image, ImageColor
 
-from inline_attention.ablation.tables import ablation_panel, mean_and_spread
+from inline_attention.ablation.tables import ablation_panel, mean_and_spread, text_rows
 from inline_attention.analysis.collision_cases import COLLISION_TOLERANCE, KEYS, collision_cases, measure_injectivity
 from inline_attention.analysis.confusion import TOLERANCE, confusion_panel
 from inline_attention.analysis.locality import Locality, locality_chart
@@ -24,7 +23,7 @@ from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_ch
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.report.measurement import Evidence, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
-from inline_attention.support.text import printable
+from inline_attention.support.text import number, printable
 
 LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one exists
 
@@ -68,7 +67,7 @@ def _run_rows(evidence: Evidence) -> list[list[str]]:
     rows = []
     for run in evidence.runs:
         epochs = [] if run.curves is None else run.curves.epochs
-        top1 = _number(epochs[-1].best_known_top1 if epochs else None, 2)
+        top1 = number(epochs[-1].best_known_top1 if epochs else None, 2)
         rows.append([run.label, top1, str(len(epochs)), run.dataset, run.model_name])
     return [row[:-1] for row in rows] if all(run.label == run.model_name for run in evidence.runs) else rows
 
@@ -146,17 +145,11 @@ def _ablation(evidence: Evidence) -> dict[str, Any] | None:
         return None
     files = []
     for file in evidence.ablations:
-        rows = [
-            [*(str(value).lower() for value in result.values.values()),
-             mean_and_spread(result.top1_mean, result.top1_std), str(result.seeds),
-             _number(result.parameters, 2, 1e6), _number(result.macs, 1, 1e6), _number(result.images_per_second, 0),
-             result.note]
-            for result in file.results
-        ]  # fmt: skip
         has_means = any(result.top1_mean is not None for result in file.results)
-        chart = Chart([ablation_panel([asdict(result) for result in file.results])]) if has_means else None
+        chart = Chart([ablation_panel(file.results)]) if has_means else None
         axes = [axis.replace("_", " ") for axis in file.results[0].values]
         facts = _facts(file.environment, ("machine", "gpu", "torch", "commit", "date"))
+        rows = text_rows(file.results)
         files.append({"title": file.title, "chart": chart, "axes": axes, "rows": rows, "facts": facts})
     results = [result for file in evidence.ablations for result in file.results if result.top1_mean is not None]
     best = max(results, key=lambda result: result.top1_mean or 0, default=None)
@@ -175,8 +168,8 @@ def _cost(evidence: Evidence) -> dict[str, Any] | None:
         first, last = times[min(times)], times[max(times)]
         growth += [f"×{last / first:,.0f} for {ATTENTIONS[kind].label}"] if first and last else []
     rows = [
-        [ATTENTIONS[point.kind].label, f"{point.tokens:,}", _number(point.milliseconds, 2),
-         _number(point.peak_bytes, 1, 2**20), point.note]
+        [ATTENTIONS[point.kind].label, f"{point.tokens:,}", number(point.milliseconds, 2),
+         number(point.peak_bytes, 1, 2**20), point.note]
         for point in points
     ]  # fmt: skip
     sizes = f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many"
@@ -190,8 +183,8 @@ def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] |
         return None
     lasts = [(run.label, run.epochs[-1].best_known_top1) for run in runs]
     rows = [
-        [run.label, str(epoch.epoch), _number(epoch.train_loss, 3), _number(epoch.validation_loss, 3),
-         _number(epoch.best_known_top1, 2)]
+        [run.label, str(epoch.epoch), number(epoch.train_loss, 3), number(epoch.validation_loss, 3),
+         number(epoch.best_known_top1, 2)]
         for run in runs
         for epoch in run.epochs
     ]  # fmt: skip
@@ -261,7 +254,3 @@ def _listed(parts: Iterable[str]) -> str:
     """Return "a", "a and b", or "a, b and c"."""
     *first, last = list(parts) or [""]
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _number(value: float | None, decimals: int, unit: float = 1) -> str:
-    return "–" if value is None else f"{value / unit:,.{decimals}f}"

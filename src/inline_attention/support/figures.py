@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import ImageColor
 
+from inline_attention.support.text import shortened
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
@@ -276,11 +278,6 @@ def draw_picture(axes: Axes, picture: Any, grid_size: tuple[int, int] | None = N
     axes.imshow(picture, **options)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-
-
-def shortened(text: str, length: int) -> str:
-    """Return at most `length` characters, the last of which is … if some are missing."""
-    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
 
 
 def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:

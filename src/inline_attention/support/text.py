@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+NOTHING = "–"  # in tables, in place of a value that is missing
+
 
 def did_you_mean(word: object, known: Iterable[str], *, most: int = 1) -> str:
     """Return "; did you mean A or B?" with the nearest known words, or "" if none is near."""
@@ -17,6 +19,16 @@ def some_of(names: Iterable[object], limit: int = 12) -> str:
     """Return the first few names, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def number(value: float | None, decimals: int, unit: float = 1) -> str:
+    """Return a value in a unit, such as "1,234.5", for tables."""
+    return NOTHING if value is None else f"{value / unit:,.{decimals}f}"
+
+
+def shortened(text: str, length: int) -> str:
+    """Return at most `length` characters, the last of which is … if some are missing."""
+    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
 
 
 def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:

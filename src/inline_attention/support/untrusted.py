@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from inline_attention.support.text import shortened
+
 Built = TypeVar("Built")
 MAX_DEPTH = 50
 MAX_TEXT_BYTES = 2**20
@@ -140,4 +142,4 @@ def _type_name(hint: Any) -> str:
 
 def _short(value: object) -> str:
     text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return shortened(text, 60)

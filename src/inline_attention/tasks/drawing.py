@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from inline_attention.support.text import shortened
 from inline_attention.tasks.classification.prediction import Prediction
 from inline_attention.tasks.dense_prediction import FoundObject, SegmentationResult
 from inline_attention.tasks.detection.evaluation import whole_mask
@@ -44,7 +45,7 @@ def _small_font(image: Image.Image) -> ImageFont.FreeTypeFont | ImageFont.ImageF
 def annotate(image: Image.Image, predictions: Sequence[Prediction]) -> Image.Image:
     """Return a copy with the classes in a dark box at the top left, or below a picture too small for it."""
     shares = "\n".join(f"{p.probability:.1%}" for p in predictions)
-    names = "\n".join(_short(p.name) for p in predictions)
+    names = "\n".join(shortened(" ".join(p.name.split()), LONGEST_NAME) for p in predictions)
     font_size = max(14, round(_unit(image) / 36))
     margin = font_size // 2
     style: dict[str, Any] = {"font": ImageFont.load_default(font_size), "spacing": font_size // 3}
@@ -63,11 +64,6 @@ def annotate(image: Image.Image, predictions: Sequence[Prediction]) -> Image.Ima
     draw.multiline_text((left + margin, top + margin), shares, "white", align="right", **style)
     draw.multiline_text((left + 2 * margin + shares_width, top + margin), names, "white", **style)
     return canvas
-
-
-def _short(name: str) -> str:
-    name = " ".join(name.split())
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def annotate_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
