@@ -50,7 +50,7 @@ CASES = {
     "feature_map_result": (lambda: attend(feature_map=lambda x: x.sum(1)), r"must keep every dimension but the last"),
     "unknown_normalization": (lambda: attend(normalization="substract"), r"did you mean subtract"),
     "unknown_backend": (lambda: attend(backend="eagre"), r"backend must be .*did you mean eager"),
-    "unknown_layout": (lambda: attend(layout="bhdn"), r"layout must be one of 'bnhd', 'bhnd'.*did you mean bhnd"),
+    "unknown_layout": (lambda: attend(layout="bhn"), r"layout must be one of 'bnhd', 'bhnd'.*did you mean bhnd"),
     "layout_three_dimensions": (lambda: attend(q=Q.flatten(2), layout="bhnd"), r"q must have 4 dimensions"),
     "layout_not_a_tensor": (lambda: attend(q=[1.0], layout="bhnd"), r"q must be a torch\.Tensor, got list"),
     "layout_of_weights": (lambda: attention_weights(Q, Q, layout="bhn"), r"layout must be one of"),
