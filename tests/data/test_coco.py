@@ -391,7 +391,8 @@ def test_opening_both_splits_says_all_that_is_wrong(tmp_path):
     repaired = open_and_check_coco(tmp_path, repair=True)
     assert len(repaired.problems) == 1, "what the two files mean by a category cannot be repaired"
     assert len(repaired.train) == 2
-    (problem, other) = open_and_check_coco(tmp_path / "absent").problems
+    (tmp_path / "empty").mkdir()
+    (problem, other) = open_and_check_coco(tmp_path / "empty").problems
     assert "has no annotations of the split" in problem
     assert "has no annotations of the split" in other
 
