@@ -237,11 +237,12 @@ def test_a_missing_extra_is_named_at_the_command(tmp_path):
     program = f"""{WITHOUT_EXTRAS}
 from typer.testing import CliRunner
 from inline_attention.cli.main import app
+from inline_attention.support.text import install_command
 for extra, arguments in {commands!r}.items():
     result = CliRunner().invoke(app, arguments)
     output = " ".join(result.output.split())
     assert result.exit_code == 1 and "error: " in output, (extra, output)
-    assert f"pip install 'inline-attention[{{extra}}]'" in output, (extra, output)
+    assert install_command(extra) in output, (extra, output)
     assert "Traceback" not in output
 """
     run(program)

@@ -3,7 +3,7 @@
 import pytest
 
 from inline_attention import list_models
-from inline_attention.benchmark.model_size import measure_model_size
+from inline_attention.benchmark.model_size import measure_model_size, stored_model_sizes
 
 # Parameters (M) and multiply-adds (G) as the paper gives them.
 PAPER = {
@@ -32,9 +32,20 @@ def test_every_model_of_the_paper_is_listed():
 @pytest.mark.parametrize("name", PAPER)
 def test_figures_of_the_paper(name):
     size = measure_model_size(name)
+    assert stored_model_sizes()[name] == size, "run benchmarks/model_sizes.py"
     parameters, gmacs = PAPER[name]
     assert size.param_count == pytest.approx(parameters, rel=1e-3)
     assert size.gmacs == pytest.approx(gmacs, rel=1e-2)
+
+
+def test_all_models_are_stored():
+    assert set(stored_model_sizes()) == set(list_models())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list_models("softmax_*") + list_models("linear_*"))
+def test_stored_sizes_of_twins_are_those_counted(name):
+    assert stored_model_sizes()[name] == measure_model_size(name), "run benchmarks/model_sizes.py"
 
 
 @pytest.mark.parametrize("channels", [3, 1])

@@ -19,6 +19,7 @@ from inline_attention.analysis.scaling import ScalingPoint
 from inline_attention.cli.analyze_tables import condition_table
 from inline_attention.cli.main import app
 from inline_attention.models.checkpoints import save_weights
+from inline_attention.support.text import install_command
 
 ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "img_size": 8, "num_classes": 10}
 
@@ -203,7 +204,7 @@ def test_tables_are_written_without_matplotlib(trained, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = trained("locality", "-n", 1, "--sides", "3", "--layer", 0)
     assert_files(result, tmp_path / "out", "locality.json", "locality.csv")
-    assert "pip install 'inline-attention[plots]'" in result.stderr
+    assert install_command("plots") in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from data.coco_files import annotation, write_coco
 from inline_attention.cli.main import app
 
 
@@ -63,6 +64,32 @@ def test_check(invoke, tmp_path):
     )
     assert bad.output.count("missing") == 1
     assert "cannot be used for training" in bad.output
-    absent = invoke("check", tmp_path / "absent", "--task", "detection")
-    assert absent.exit_code == 1
-    assert "has no annotations of the split 'train'" in absent.output
+    (tmp_path / "empty").mkdir()
+    empty = invoke("check", tmp_path / "empty", "--task", "detection")
+    assert empty.exit_code == 1
+    assert "has no annotations of the split 'train'" in empty.output
+
+
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_check_of_no_folder(invoke, tmp_path, task):
+    (tmp_path / "file").touch()
+    for name, what in (("absent", "does not exist"), ("file", "is not a folder")):
+        result = invoke("check", tmp_path / name, "--task", task)
+        assert result.exit_code == 1
+        (line,) = result.output.splitlines()
+        assert line.startswith(f"error: the data folder {tmp_path / name} {what}; give one that holds ")
+
+
+def test_check_of_boxes_without_masks(invoke, tmp_path):
+    boxes = [annotation(number, category_id=number, segmentation=[]) for number in (3, 7, 90)]
+    for split in ("train", "val"):
+        write_coco(tmp_path, boxes, split=split)
+    check = ("check", tmp_path, "--task", "detection")
+    found = invoke(*check)
+    assert found.exit_code == 0, found.output
+    assert found.output.count("(3 images, 3 objects; boxes only: fit for retinanet): nothing wrong") == 2
+    assert "boxes only:" not in invoke(*check, "--boxes-only").output
+    required = invoke(*check, "--masks")
+    assert required.exit_code == 1
+    assert required.output.count("1 annotation files without a single mask (boxes only: fit for retinanet)") == 2
+    assert required.output.count(": 1 faults") == 2

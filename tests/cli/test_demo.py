@@ -22,6 +22,7 @@ from inline_attention.engine.config import with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.models import create_model
 from inline_attention.recipes import get_recipe
+from inline_attention.support.text import install_command
 from inline_attention.tasks.classification.task import ClassificationMetrics
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -177,7 +178,7 @@ def test_missing_matplotlib_names_the_extra(invoke, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = invoke("demo", "--output", tmp_path)
     assert result.exit_code == 1
-    assert "pip install 'inline-attention[plots]'" in result.output
+    assert install_command("plots") in result.output
 
 
 @pytest.mark.usefixtures("nothing_is_measured")

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from inline_attention.cli.main import app
 
@@ -46,6 +47,14 @@ def test_commands(name):
     first = text.strip().splitlines()[0]
     assert first.endswith((".", "`.")), first
     assert not ODD.search(text), text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_and_long_help_are_the_same(name):
+    words = name.split()[1:]
+    short, long = (CliRunner().invoke(app, [*words, flag]) for flag in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert "Usage:" in short.output
 
 
 def test_completion_is_offered():

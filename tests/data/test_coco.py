@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import numpy as np
@@ -16,6 +17,7 @@ from inline_attention.data.coco.masks import MaskError, MaskSizeError, decode_ma
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
+from inline_attention.support.text import install_command
 
 reference = pytest.importorskip("pycocotools.mask")
 
@@ -121,7 +123,7 @@ def test_without_the_library_run_lengths_can_be_read_and_polygons_name_the_extra
     monkeypatch.setitem(sys.modules, "faster_coco_eval.core", None)
     for segmentation in (encode_mask(some_mask()), packed(some_mask())):
         np.testing.assert_array_equal(decode_mask(segmentation, 40, 48), some_mask())
-    with pytest.raises(DataError, match=r"pip install 'inline-attention\[detection\]'"):
+    with pytest.raises(DataError, match=re.escape(install_command("detection"))):
         decode_mask([SQUARE], 40, 48)
 
 
@@ -389,7 +391,8 @@ def test_opening_both_splits_says_all_that_is_wrong(tmp_path):
     repaired = open_and_check_coco(tmp_path, repair=True)
     assert len(repaired.problems) == 1, "what the two files mean by a category cannot be repaired"
     assert len(repaired.train) == 2
-    (problem, other) = open_and_check_coco(tmp_path / "absent").problems
+    (tmp_path / "empty").mkdir()
+    (problem, other) = open_and_check_coco(tmp_path / "empty").problems
     assert "has no annotations of the split" in problem
     assert "has no annotations of the split" in other
 

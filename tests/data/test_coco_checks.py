@@ -107,6 +107,32 @@ def test_without_masks_boxes_alone_count(tmp_path):
     assert [(finding.fault, finding.repair) for finding in report] == [("boxes without area", "left out")]
 
 
+@pytest.mark.parametrize("repair", [False, True])
+def test_no_mask_at_all_is_one_fault_that_cannot_be_repaired(tmp_path, repair):
+    boxes = [item | {"segmentation": none} for item, none in zip(GOOD, ([], None, []), strict=True)]
+    checked = check(tmp_path, [annotation(9, box=(5, 5, 0, 8), segmentation=[])], good=boxes, repair=repair)
+    assert [(finding.fault, finding.count) for finding in checked.report] == [
+        ("annotation files without a single mask", 1),
+        ("boxes without area", 1),
+    ]
+    assert "boxes only: fit for retinanet); repairing: not possible" in checked.report.problems[0]
+    either = check(tmp_path, good=boxes, masks=None)
+    assert not either.report
+    assert str(either.report).endswith("(3 images, 3 objects; boxes only: fit for retinanet): nothing wrong")
+
+
+def test_masks_are_used_if_there_are_any(tmp_path):
+    for split in ("train", "val"):
+        write_coco(tmp_path, GOOD, split=split)
+    assert "masks" in open_and_check_coco(tmp_path, masks=None).train.target(0)
+    assert check(tmp_path, [annotation(9, segmentation=[])], masks=None).report.count("objects without a mask") == 1
+
+
+def test_no_folder_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"the data folder .*absent does not exist; give one that holds annotations"):
+        open_and_check_coco(tmp_path / "absent")
+
+
 @pytest.mark.parametrize(
     "polygon", [[10, 10, 20, 20, 30, 30], [10.1, 10.1, 10.2, 10.1, 10.2, 10.2], [47.7, 0, 48, 0, 48, 40, 47.7, 40]]
 )

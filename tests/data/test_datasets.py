@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sys
 import tarfile
 import tempfile
@@ -19,6 +20,7 @@ from inline_attention.data.loading import ImageLoader
 from inline_attention.data.sampling import EvaluationBatches
 from inline_attention.data.sources import DataError
 from inline_attention.data.transforms import evaluation_transform
+from inline_attention.support.text import install_command
 
 
 def test_digits_need_no_files():
@@ -309,9 +311,8 @@ def test_shards_that_cannot_be_used(tmp_path, files, message):
 
 def test_the_hub_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        DataError, match=r"hfds/mnist is read by .* which is missing; pip install 'inline-attention\[hub\]'"
-    ):
+    message = rf"hfds/mnist is read by .* which is missing; {re.escape(install_command('hub'))}"
+    with pytest.raises(DataError, match=message):
         open_dataset("hfds/mnist")
 
 

@@ -334,7 +334,10 @@ def test_folders(tmp_path):
     with pytest.raises(DataError, match=r"no folder with images of the split 'train'; expected images/training"):
         find_pair_folders(tmp_path, "train")
     with pytest.raises(DataError, match=r"split 'val'; expected images/validation"):
-        find_pair_folders(tmp_path / "absent", "val")
+        find_pair_folders(tmp_path / "val", "val")
+    for find in (open_and_check_pairs, lambda root: find_pair_folders(root, "val")):
+        with pytest.raises(DataError, match=r"the data folder .*absent does not exist; give one that holds images and"):
+            find(tmp_path / "absent")
     with pytest.raises(DataError, match=r"no image in .* \(0 found\) has the name of a label map"):
         find_pairs(tmp_path / "val" / "images", tmp_path / "val" / "masks")
     (problem,) = open_and_check_pairs(tmp_path).problems

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from inline_attention.engine.reporting import RunReport
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.recipes import get_recipe, list_recipes
+from inline_attention.support.text import install_command
 from inline_attention.tasks.classification import task
 from inline_attention.tasks.classification.task import Objective
 
@@ -282,10 +284,12 @@ def test_the_command_says_what_is_wrong():
 
 def test_recipes_are_listed_and_shown():
     lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
-    recipes = list_recipes()
-    assert len(lines) == 1 + len(recipes)
-    for line, recipe in zip(lines[1:], recipes, strict=True):
-        assert line.startswith(recipe.name)
+    tasks = ("classification", "detection", "segmentation")
+    assert [line.strip() for line in lines[1:] if not line.startswith(" ")] == [f"{task}:" for task in tasks]
+    recipes = [recipe for task in tasks for recipe in list_recipes() if recipe.config.task.name == task]
+    assert recipes[0].name == "digits"
+    for line, recipe in zip([line for line in lines if line.startswith(" ")], recipes, strict=True):
+        assert line.startswith(f"  {recipe.name} ")
         assert line.rstrip().endswith(recipe.command)
         assert recipe.expected is None or f" {recipe.expected:.1f} % " in line
     shown = CliRunner().invoke(app, ["recipes", "show", "digits"]).output
@@ -353,7 +357,7 @@ def test_curves_reach_weights_and_biases_and_tensorboard(tmp_path, monkeypatch):
 
 def test_weights_and_biases_must_be_installed_to_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging\.wandb.*pip install .inline-attention\[wandb\]"):
+    with pytest.raises(ConfigError, match=rf"logging\.wandb.*{re.escape(install_command('wandb'))}"):
         train.train(config(tmp_path, "logging.wandb=true"))
 
 

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -54,6 +55,17 @@ def test_every_model_builds_on_the_meta_device_with_its_configuration(name):
     wanted = {"inline": InLineAttention, "linear": LinearAttention}.get(name.split("_")[0])
     assert (wanted in kinds) if wanted else not kinds & {InLineAttention, LinearAttention}
     assert kinds <= {wanted, SoftmaxAttention, WindowAttention, StripeAttention}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_stochastic_depth_only_on_request_as_in_timm(name):
+    with torch.device("meta"):
+        rates = [
+            [module.drop_prob for module in timm.create_model(name, **asked).modules() if isinstance(module, DropPath)]
+            for asked in ({}, {"drop_path_rate": 0.3})
+        ]
+    assert rates[0] == []
+    assert max(rates[1]) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from timm.layers import DropPath
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
@@ -25,6 +26,7 @@ from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, l
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}
 PAPER = [name.removeprefix("inline_") for name in list_models("inline_*")]
+SMALL = [recipe.name for recipe in (*small.CLASSIFICATION, *small.SCENES)]
 UPDATES_PER_EPOCH = 10
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -95,6 +97,25 @@ def test_the_paper_s_numbers(name):
     assert (config.loss.smoothing, config.schedule.name) == (0.1, "cosine")
     assert config.model.require_checkpoint == name.endswith("_384")
     assert RECIPES[name].expected == PUBLISHED_TOP1.get(f"inline_{name}")
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes() if recipe.name not in SMALL])
+def test_built_models_have_the_paper_s_stochastic_depth(name):
+    config = get_recipe(name).config
+    with torch.device("meta"):
+        if config.task.name == "classification":
+            model = create_model(config.model.name, **config.model.model_arguments())
+        else:
+            model = create_model(config.model.name, features_only=True, drop_path_rate=config.model.drop_path)
+    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+    assert max(rates) == pytest.approx(PUBLISHED_NUMBERS[config.model.name.removeprefix("inline_")][9])
+
+
+def test_small_recipes_set_their_stochastic_depth():
+    rates = {name: get_recipe(name).config.model.drop_path for name in SMALL}
+    assert rates == {
+        "digits": 0.0, "cifar10": 0.1, "finetune": 0.1, "scenes_detection": 0.0, "scenes_segmentation": 0.0
+    }  # fmt: skip
 
 
 def test_settings_fit_together(recipe):

@@ -1,4 +1,9 @@
-from inline_attention.support.text import did_you_mean, printable, show_difference, some_of
+from pathlib import Path
+
+import pytest
+
+from inline_attention.support import text
+from inline_attention.support.text import did_you_mean, install_command, printable, show_difference, some_of
 
 
 def test_suggestions():
@@ -23,3 +28,27 @@ def test_lists_are_shown_from_their_first_difference():
     assert expected.startswith("…, class 70, ")
     assert show_difference(["a", "b"], ["c"]) == ("a, b", "c")
     assert show_difference(["a", "b"], ["a"]) == ("…, b", "nothing after 1")
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ("clone/src", "pip install -e '{root}/clone[plots]'"),
+        ("site-packages", "pip install 'inline-attention[plots]'"),
+        ("other/src", "pip install 'inline-attention[plots]'"),
+    ],
+)
+def test_the_command_that_installs_an_extra_fits_how_the_package_was_installed(tmp_path, monkeypatch, source, command):
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "pyproject.toml").touch()
+    monkeypatch.setattr(text, "__file__", str(tmp_path / source / "inline_attention" / "support" / "text.py"))
+    assert install_command("plots") == command.format(root=tmp_path)
+    monkeypatch.chdir(tmp_path / "clone")
+    assert install_command("plots") == (command if "inline-attention" in command else "pip install -e '.[plots]'")
+
+
+def test_from_a_clone_the_command_names_the_clone(monkeypatch):
+    root = Path(text.__file__).parents[3]
+    monkeypatch.chdir(root)
+    expected = "-e '.[plots]'" if (root / "pyproject.toml").is_file() else "'inline-attention[plots]'"
+    assert install_command("plots") == f"pip install {expected}"

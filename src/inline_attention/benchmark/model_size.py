@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.models import create_model
+
+# Counting takes about a second per model. `benchmarks/model_sizes.py` writes this file, and tests count again.
+STORED_SIZES = Path(__file__).with_name("model_sizes.json")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,12 @@ class ModelSize:
     def gmacs(self) -> float:
         """Multiply-adds in billions."""
         return self.macs / 1e9
+
+
+def stored_model_sizes() -> dict[str, ModelSize]:
+    """Return the sizes of the registered models at their native image size, by name."""
+    stored: dict[str, tuple[int, int, int]] = json.loads(STORED_SIZES.read_text(encoding="utf-8"))
+    return {name: ModelSize(parameters, macs, (3, side, side)) for name, (parameters, macs, side) in stored.items()}
 
 
 def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = None, **arguments: Any) -> ModelSize:

@@ -59,7 +59,12 @@ def scenes(
 def check(
     folder: Annotated[Path, typer.Argument(help="Dataset folder.", show_default=False)],
     task: Annotated[Task, typer.Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default=False)],
-    masks: Annotated[bool, typer.Option("--masks/--boxes-only", help="Require a mask for each object.")] = True,
+    masks: Annotated[
+        bool | None,
+        typer.Option(
+            "--masks/--boxes-only", help="Require a mask for each object.", show_default="if any object has one"
+        ),
+    ] = None,
     class_file: Annotated[
         Path | None, typer.Option(help="File of class names (segmentation).", show_default="FOLDER/classes.txt")
     ] = None,

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from inline_attention.cli.printing import fail
 from inline_attention.support.signals import stop_on_signal
+from inline_attention.support.text import install_command
 
 TRACEBACK = "INLINE_TRACEBACK"
 # Optional packages, as they are imported, and the extra of pyproject.toml that installs them.
@@ -69,7 +70,7 @@ def sentence(error: Exception) -> str:
 def _missing_module(error: ModuleNotFoundError) -> str:
     package = (error.name or "").partition(".")[0]
     if package in EXTRAS:
-        return f"this needs {package}, which is not installed: pip install 'inline-attention[{EXTRAS[package]}]'"
+        return f"this needs {package}, which is not installed: {install_command(EXTRAS[package])}"
     return f"this needs {package or error}, which is not installed: pip install {package or 'it'}"
 
 

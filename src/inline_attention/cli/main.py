@@ -21,7 +21,12 @@ from inline_attention.cli.printing import say
 from inline_attention.cli.recipes import recipes_app
 from inline_attention.cli.train import TAKES_FLAGS, Recipe, Settings, train
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # its commands inherit them
+)
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app, name="bench")
 app.add_typer(recipes_app, name="recipes")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from inline_attention.cli.options import AsJson
-from inline_attention.cli.printing import fail, make_console, make_table, progress_bar, say_json
+from inline_attention.cli.printing import fail, make_console, make_table, say_json
 from inline_attention.support.text import did_you_mean, number
 
 
@@ -17,17 +17,15 @@ def models(
     all_models: Annotated[bool, typer.Option("--all", help="List the softmax and linear twins too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the models: parameters and multiply-adds counted here, accuracy from the paper."""
-    from inline_attention.benchmark.model_size import measure_model_size
+    """List the models: parameters and multiply-adds as we counted them, accuracy from the paper."""
+    from inline_attention.benchmark.model_size import stored_model_sizes
     from inline_attention.models import list_models
     from inline_attention.models.registry import PUBLISHED_TOP1
 
     names = list_models(pattern or ("*" if all_models else "inline_*"))
     if not names:
         fail(f"no model matches {pattern!r}{_suggestion(pattern or '')}")
-    with progress_bar(make_console(stderr=True)) as progress:
-        tracked = progress.track(names, description="counting parameters and multiply-adds")
-        sizes = {name: measure_model_size(name) for name in tracked}
+    sizes = stored_model_sizes()
     ordered = [
         name for _, family in groupby(names, _family) for name in sorted(family, key=lambda name: sizes[name].macs)
     ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
-from inline_attention.support.text import printable
+from inline_attention.support.text import install_command, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +120,7 @@ def draw_if_possible(draw: Callable[[], Result]) -> Result | None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        warn("no pictures without matplotlib: pip install 'inline-attention[plots]'")
+        warn(f"no pictures without matplotlib: {install_command('plots')}")
         return None
 
 

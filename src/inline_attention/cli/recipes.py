@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ recipes_app = typer.Typer(help="List what can be trained, with commands and resu
 
 @recipes_app.callback(invoke_without_command=True)
 def recipes(context: typer.Context) -> None:
-    """List the recipes: name, result, command."""
+    """List the recipes by task: name, result, command."""
     if context.invoked_subcommand is not None:
         return
     from rich.table import Table
@@ -23,10 +24,13 @@ def recipes(context: typer.Context) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("recipe", "top-1", "command"):
         table.add_column(column, no_wrap=column != "command")
-    for recipe in list_recipes():
-        figures = ((recipe.expected, "paper"), (recipe.measured, "ours"))
-        expected = ", ".join(f"{figure:.1f} % ({source})" for figure, source in figures if figure is not None)
-        table.add_row(recipe.name, expected or "–", recipe.command)
+    by_task = sorted(list_recipes(), key=lambda recipe: recipe.config.task.name)
+    for task, recipes_of_task in groupby(by_task, lambda recipe: recipe.config.task.name):
+        table.add_row(f"{task}:")
+        for recipe in recipes_of_task:
+            figures = ((recipe.expected, "paper"), (recipe.measured, "ours"))
+            expected = ", ".join(f"{figure:.1f} % ({source})" for figure, source in figures if figure is not None)
+            table.add_row(f"  {recipe.name}", expected or "–", recipe.command)
     make_console().print(table)
 
 

@@ -29,7 +29,7 @@ from inline_attention.data.sources import (
     find_split_folder,
     is_training_split,
 )
-from inline_attention.support.text import some_of
+from inline_attention.support.text import install_command, some_of
 
 TRAINING_SAMPLES = 1437  # the first four fifths; the rest is for validation
 LARGEST_VALUE = 16
@@ -57,7 +57,7 @@ class HubSource(ImageSource):
             import datasets.config  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise DataError(
-                f"{name} is read by the Hugging Face package, which is missing; pip install 'inline-attention[hub]'"
+                f"{name} is read by the Hugging Face package, which is missing; {install_command('hub')}"
             ) from error
         from timm.data.dataset_factory import create_dataset
 

@@ -20,7 +20,7 @@ from PIL.ImageFile import ImageFile
 from inline_attention.data.findings import DataReport, OpenedSplits, each_once
 from inline_attention.data.images import SUFFIXES, ImageError, image_size, load_image, open_image, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
-from inline_attention.data.sources import DataError, split_names
+from inline_attention.data.sources import DataError, check_folder, split_names
 from inline_attention.support.files import read_bounded
 from inline_attention.support.text import natural_key
 from inline_attention.support.untrusted import parse_json
@@ -39,6 +39,7 @@ CLASS_FILES = ("classes.txt", "classes.json", "objectInfo150.txt")
 MAX_CLASS_FILE_BYTES = 2**20
 SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image
 LEFT_OUT = "left out"
+IMAGES_AND_MAPS = "images and label maps"
 
 
 class ColoredMapError(ImageError):
@@ -114,7 +115,7 @@ def find_pair_folders(
     Raises:
         DataError: If there are none, or one is outside of `root`.
     """
-    root = Path(root)
+    root = check_folder(root, IMAGES_AND_MAPS)
     settings = (("image_folder", image_folder), ("map_folder", map_folder))
     for setting, given in settings if not allow_outside else ():
         if given is not None and (reason := why_outside(root, given.replace("{split}", split))) is not None:
@@ -363,7 +364,11 @@ def open_and_check_pairs(
         repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Accept folders that are not below `data_dir`.
         on_progress: Called after each pair.
+
+    Raises:
+        DataError: If there is no such folder. All other problems are in the result.
     """
+    check_folder(data_dir, IMAGES_AND_MAPS)
     try:
         file = class_file if class_file is not None else find_class_file(data_dir)
         names = read_class_names(file, reduce_zero_label=reduce_zero_label)

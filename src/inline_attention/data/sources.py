@@ -112,10 +112,7 @@ class FolderSource(ImageSource):
         Raises:
             DataError: If there is no such folder, or no image in it.
         """
-        self.root = Path(root)
-        if not self.root.is_dir():
-            what = "is not a folder" if self.root.exists() else "does not exist"
-            raise DataError(f"the data folder {self.root} {what}; give one that holds a folder of images per class")
+        self.root = check_folder(root, "a folder of images per class")
         by_path, empty = _walk(self.root)
         if not by_path:
             suffixes = ", ".join(FORMATS)
@@ -141,6 +138,15 @@ class FolderSource(ImageSource):
     def name(self, index: int) -> str:
         """Return the file's path."""
         return os.path.join(self.root, os.fsdecode(self._paths[index]))
+
+
+def check_folder(root: str | os.PathLike[str], content: str) -> Path:
+    """Return the folder of a dataset, which should hold `content`; raise `DataError` if there is no such folder."""
+    root = Path(root)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise DataError(f"the data folder {root} {what}; give one that holds {content}")
+    return root
 
 
 def split_names(split: str) -> tuple[str, ...]:

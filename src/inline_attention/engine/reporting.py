@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, to_mapping, to_yaml
 from inline_attention.engine.run_folder import CURVES
 from inline_attention.support.files import write_atomically
-from inline_attention.support.text import printable
+from inline_attention.support.text import install_command, printable
 
 SUMMARY = "summary.csv"
 
@@ -138,7 +138,7 @@ class RunReport:
 
             writer = SummaryWriter(str(self._folder / CURVES))
         except ImportError:
-            self.say("no curves for TensorBoard: it is not installed (pip install 'inline-attention[train]')")
+            self.say(f"no curves for TensorBoard: it is not installed ({install_command('train')})")
             return []
         except UnicodeError:
             self.say("no curves for TensorBoard: it needs a folder whose name is UTF-8")
@@ -155,7 +155,7 @@ def _weights_and_biases(folder: Path, config: TrainConfig) -> Curves:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        message = "expected Weights & Biases to be installed (pip install 'inline-attention[wandb]'), or false"
+        message = f"expected Weights & Biases to be installed ({install_command('wandb')}), or false"
         raise ConfigError([Problem("logging.wandb", message)]) from error
     # One curve per run folder: a resumed run continues its own.
     run: Any = wandb.init(

@@ -65,7 +65,7 @@ class InLineCSWin(PyramidModel):
                 return global_attention(attention, dim, heads, attention_options, static_local=True, **drops)
             return StripeAttention(dim, heads, stripe_width=(*stripe_widths, None)[stage], **drops)
 
-        common = {"drop_path_rate": 0.2, "local_from_input": True, **common}
+        common = {"local_from_input": True, **common}
         super().__init__([stem, *merging], make_attention, depths, dims, in_chans=in_chans, **common)
 
     def set_input_size(
@@ -101,13 +101,13 @@ class InLineCSWin(PyramidModel):
 
 
 _SMALL = {"embed_dim": 64, "num_heads": (2, 4, 8, 16)}
-_BASE = {"embed_dim": 96, "depths": (3, 6, 29, 2), "num_heads": (4, 8, 16, 32), "drop_path_rate": 0.5}
+_BASE = {"embed_dim": 96, "depths": (3, 6, 29, 2), "num_heads": (4, 8, 16, 32)}
 register_family(
     InLineCSWin,
     {
         "inline_cswin_tiny": {**_SMALL, "depths": (2, 4, 18, 1)},  # 20.6 M parameters
-        "inline_cswin_small": {**_SMALL, "depths": (3, 6, 29, 2), "drop_path_rate": 0.4},  # 33.0 M
+        "inline_cswin_small": {**_SMALL, "depths": (3, 6, 29, 2)},  # 33.0 M
         "inline_cswin_base": _BASE,  # 73.4 M
-        "inline_cswin_base_384": {**_BASE, "img_size": 384, "stripe_widths": (1, 2, 12), "drop_path_rate": 0.7},
+        "inline_cswin_base_384": {**_BASE, "img_size": 384, "stripe_widths": (1, 2, 12)},
     },
 )

@@ -49,7 +49,7 @@ class InLineDeiT(VisionModel):
         in_chans: int = 3,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.1,
+        drop_path_rate: float = 0.0,
         **head: Any,
     ) -> None:
         """Build the model.

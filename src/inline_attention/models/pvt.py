@@ -103,7 +103,7 @@ register_family(
     {
         "inline_pvt_tiny": {"depths": (2, 2, 2, 2)},  # 12.0 M parameters
         "inline_pvt_small": {"depths": (3, 4, 6, 3)},  # 21.6 M
-        "inline_pvt_medium": {"depths": (3, 4, 18, 3), "drop_path_rate": 0.3},  # 37.6 M
-        "inline_pvt_large": {"depths": (3, 8, 27, 3), "drop_path_rate": 0.3},  # 51.2 M
+        "inline_pvt_medium": {"depths": (3, 4, 18, 3)},  # 37.6 M
+        "inline_pvt_large": {"depths": (3, 8, 27, 3)},  # 51.2 M
     },
 )

@@ -38,7 +38,7 @@ class PyramidModel(VisionModel):
         img_size: int | tuple[int, int] = 224,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.1,
+        drop_path_rate: float = 0.0,
         **head: Any,
     ) -> None:
         """Assemble the model.

@@ -60,7 +60,6 @@ class InLineSwin(PyramidModel):
                 return global_attention(attention, dim, heads, attention_options, **drops)
             return WindowAttention(dim, heads, window_size=window_size, shifted=index % 2 == 1, **drops)
 
-        common = {"drop_path_rate": 0.2, **common}
         super().__init__([stem, *merging], make_attention, depths, dims, in_chans=in_chans, **common)
 
     def set_input_size(self, img_size: int | tuple[int, int] | None = None, window_size: int | None = None) -> None:
@@ -87,20 +86,14 @@ class InLineSwin(PyramidModel):
 
 
 _SMALL = {"embed_dim": 96, "num_heads": (3, 6, 12, 24)}
-_BASE = {
-    "embed_dim": 128,
-    "depths": (2, 2, 18, 2),
-    "num_heads": (4, 8, 16, 32),
-    "global_blocks": (2, 2, 2, 0),
-    "drop_path_rate": 0.5,
-}
+_BASE = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32), "global_blocks": (2, 2, 2, 0)}
 register_family(
     InLineSwin,
     {
         # 29.2 M parameters, InLine in the first three stages
         "inline_swin_tiny": {**_SMALL, "depths": (2, 2, 6, 2), "global_blocks": (2, 2, 6, 0)},
         # 49.8 M, InLine in the first two stages
-        "inline_swin_small": {**_SMALL, "depths": (2, 2, 18, 2), "global_blocks": (2, 2, 0, 0), "drop_path_rate": 0.3},
+        "inline_swin_small": {**_SMALL, "depths": (2, 2, 18, 2), "global_blocks": (2, 2, 0, 0)},
         # 88.4 M, InLine in the first two stages and the first two blocks of the third
         "inline_swin_base": _BASE,
         "inline_swin_base_384": {**_BASE, "img_size": 384, "window_size": 12},

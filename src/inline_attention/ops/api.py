@@ -1,22 +1,31 @@
 """The public op: validate → select a backend → call it.
 
 Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and keys, `Dv` head dim of values.
-Heads come last but one, as the qkv projection leaves them: no transposes around the op.
+Heads come last but one, as the qkv projection leaves them: no transposes around the op. `layout="bhnd"` takes tensors
+in the order of PyTorch's `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from inline_attention.ops import dispatch, reference, validation
 from inline_attention.ops.backends import eager
-from inline_attention.ops.call import AttentionCall, Normalization
+from inline_attention.ops.call import AttentionCall, Layout, Normalization
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import as_autocast, autocast_enabled, is_transformed, plain_sizes, unrecorded
+from inline_attention.ops.tracing import (
+    are_plain_eager_tensors,
+    as_autocast,
+    autocast_enabled,
+    is_transformed,
+    plain_sizes,
+    unrecorded,
+)
 
 _NORMALIZATION_OF_KIND: dict[str, Normalization] = {
     kind: normalization for normalization, kind in reference.KIND_OF_NORMALIZATION.items()
@@ -35,6 +44,7 @@ def inline_attention(
     local_weight: Tensor | None = None,
     grid_size: tuple[int, int] | None = None,
     num_prefix_tokens: int = 0,
+    layout: Layout = "bnhd",
     backend: str = "auto",
 ) -> Tensor:
     """Compute injective linear attention, in time and memory linear in the number of tokens.
@@ -57,19 +67,28 @@ def inline_attention(
         grid_size: `(h, w)` of the token grid; given with `local_weight` only, where N = M = num_prefix_tokens + h·w.
         num_prefix_tokens: Class or register tokens before the grid, which the local term neither reads nor changes;
             given with `local_weight` only.
+        layout: Order of the dimensions of q, k, v and the result: "bnhd" as above, or "bhnd" for heads before tokens,
+            as in `scaled_dot_product_attention`. It is an option, not a second function, so that all other arguments
+            work in both orders. Neither is copied, but the `cuda` backend needs a token's heads side by side in memory.
         backend: "auto", or by name "cuda", "triton", "eager", or "reference" (explicit weights, quadratic memory).
 
     Returns:
-        `[B, N, H, Dv]`, in the dtype of the inputs.
+        `[B, N, H, Dv]`, or `[B, H, N, Dv]` for "bhnd", in the dtype of the inputs.
 
     Raises:
         ValueError: If arguments do not fit together. The message says what to do.
     """
+    if layout != "bnhd":
+        q, k, v = _tokens_first(layout, q, k, v)
     call = AttentionCall(
         q, k, v, None, cast(float, scale), feature_map, normalization,
         key_padding_mask, local_weight, grid_size, num_prefix_tokens,
     )  # fmt: skip
-    return attend(call, backend)
+    out = attend(call, backend)
+    if layout != "bnhd":
+        return out.transpose(1, 2)
+    _warn_if_heads_first(call)
+    return out
 
 
 def inline_attention_qkvpacked(
@@ -86,6 +105,8 @@ def inline_attention_qkvpacked(
 ) -> Tensor:
     """Compute `inline_attention` on the output of a fused projection, read in place; its gradient is packed, too.
 
+    It has no `layout`: packed tensors come from a projection, which leaves them in this order.
+
     Args:
         qkv: `[B, N, 3, H, D]`: queries, keys and values, as the projection leaves them.
         scale, feature_map, normalization, key_padding_mask, local_weight, grid_size, num_prefix_tokens, backend:
@@ -100,7 +121,9 @@ def inline_attention_qkvpacked(
         q, k, v, qkv, cast(float, scale), feature_map, normalization,
         key_padding_mask, local_weight, grid_size, num_prefix_tokens,
     )  # fmt: skip
-    return attend(call, backend)
+    out = attend(call, backend)
+    _warn_if_heads_first(call)
+    return out
 
 
 def local_residual(
@@ -110,6 +133,7 @@ def local_residual(
     grid_size: tuple[int, int],
     num_prefix_tokens: int = 0,
     key_padding_mask: Tensor | None = None,
+    layout: Layout = "bnhd",
 ) -> Tensor:
     """Compute the local term alone: a dynamic 3×3 cross-correlation of the value grid, to add to another attention.
 
@@ -121,10 +145,13 @@ def local_residual(
         grid_size: `(h, w)`, N = num_prefix_tokens + h·w.
         num_prefix_tokens: Tokens before the grid; their result is zero.
         key_padding_mask: `[B, N]` bool, True for a real token; padded values count as zero.
+        layout: "bnhd", or "bhnd" for v and the result as `[B, H, N, Dv]`.
 
     Returns:
         `[B, N, H, Dv]`.
     """
+    if layout != "bnhd":
+        (v,) = _tokens_first(layout, v)
     if autocast_enabled(v):
         v, local_weight = as_autocast(v), as_autocast(local_weight)
     grid_size = plain_sizes(grid_size)
@@ -135,7 +162,8 @@ def local_residual(
             validation.check_mask(key_padding_mask, v)
     if key_padding_mask is not None:
         v = v.masked_fill(~key_padding_mask[:, :, None, None], 0)
-    return eager.run_local_term(v, local_weight, grid_size, num_prefix_tokens)
+    out = eager.run_local_term(v, local_weight, grid_size, num_prefix_tokens)
+    return out if layout == "bnhd" else out.transpose(1, 2)
 
 
 def attention_weights(
@@ -146,6 +174,7 @@ def attention_weights(
     scale: float | None = None,
     feature_map: str | FeatureMap = "identity",
     key_padding_mask: Tensor | None = None,
+    layout: Layout = "bnhd",
 ) -> Tensor:
     """Compute the weights of every query for every key, for analysis and teaching; memory is quadratic.
 
@@ -156,10 +185,13 @@ def attention_weights(
         scale: Factor on the inner products; `D ** -0.5` by default.
         feature_map: phi, a name or a callable; softmax takes only "identity".
         key_padding_mask: `[B, M]` bool, True for a real key; padded keys get weight zero.
+        layout: "bnhd", or "bhnd" for q and k as `[B, H, N, D]`.
 
     Returns:
         `[B, H, N, M]`, computed in float64 and returned in the dtype of q. Rows sum to one.
     """
+    if layout != "bnhd":
+        q, k = _tokens_first(layout, q, k)
     validation.check_queries_and_keys(q, k)
     validation.check_feature_map(feature_map)
     scale = validation.resolve_scale(scale, q.shape[3])
@@ -175,6 +207,39 @@ def attention_weights(
     else:
         raise validation.unknown_name("kind", kind, [*_NORMALIZATION_OF_KIND, "softmax"])
     return weights.to(q.dtype)
+
+
+# Vision models have up to 32 heads, and 49 tokens (7×7, the coarsest map of a 224² image) or more. What looks like at
+# most 32 tokens with at least 49 heads is rather the other order.
+_MOST_HEADS, _LEAST_TOKENS = 32, 49
+_has_warned = False
+
+
+def _warn_if_heads_first(call: AttentionCall) -> None:
+    """Warn once per process if the tensors of a call look like `[B, H, N, D]`; the result would be wrong.
+
+    Other calls cannot be mistaken: a mask or a grid states the number of tokens, and in cross-attention q and k would
+    differ in the number of heads, which is an error.
+    """
+    global _has_warned
+    if call.local_weight is not None or call.key_padding_mask is not None or not are_plain_eager_tensors(call.q):
+        return
+    tokens, heads = call.q.shape[1:3]
+    if tokens <= _MOST_HEADS and heads >= _LEAST_TOKENS and call.k.shape[1] == tokens and not _has_warned:
+        _has_warned = True
+        fix = "pass layout='bhnd'" if call.qkv is None else "permute qkv to [B, N, 3, H, D]"
+        warnings.warn(
+            f"inline_attention reads q {tuple(call.q.shape)} as [B, N, H, D], {tokens} tokens with {heads} heads; "
+            f"{fix} if your heads come before your tokens, as in scaled_dot_product_attention",
+            stacklevel=3,
+        )
+
+
+def _tokens_first(layout: str, *tensors: Any) -> tuple[Any, ...]:
+    """Return tensors `[B, H, N, D]` as views `[B, N, H, D]`; validation refuses tensors of other dimensions."""
+    if layout != "bhnd":
+        raise validation.unknown_name("layout", layout, get_args(Layout))
+    return tuple(x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in tensors)
 
 
 # The backend and the scale of calls seen before, by everything that checks and selection depend on. The layers of a

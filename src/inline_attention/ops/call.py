@@ -9,6 +9,7 @@ from torch import Tensor
 from inline_attention.ops.feature_maps import FeatureMap
 
 Normalization: TypeAlias = Literal["subtract", "divide", "magnitude"]
+Layout: TypeAlias = Literal["bnhd", "bhnd"]
 
 # A mean score z this close to zero cannot be divided by. 1/z then counts as zero, without a gradient: "divide" gives
 # uniform weights, and "magnitude" those of InLine. Otherwise infinity times zero would make a NaN.

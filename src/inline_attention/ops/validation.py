@@ -78,7 +78,7 @@ def check_queries_and_keys(q: Any, k: Any) -> None:
     if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q [B, N, H, D] and k [B, M, H, D] must agree in B, H and D, got {_shape(q)} and {_shape(k)}; "
-            "heads come after tokens: transpose(1, 2) if yours come before"
+            "heads come after tokens: pass layout='bhnd', or transpose(1, 2), if yours come before"
         )
 
 

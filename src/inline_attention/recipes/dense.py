@@ -10,13 +10,15 @@ Mask R-CNN trains for 12 and 36 epochs (1x, 3x) and RetinaNet for 12: sixteen im
 by ten after 8 and 11 of 12 epochs, or 27 and 33 of 36. Images have 800 × 1333 pixels; for 3x the shorter side is 480 to
 800. Semantic FPN on PVT trains for 80,000 updates, UPerNet on Swin for 160,000: sixteen crops of 512 × 512 pixels per
 update, AdamW at 2e-4 and 6e-5, polynomial decay to zero. Weight decay, the power of the polynomial and the warm-up are
-those of the backbones' authors; the paper does not give them.
+those of the backbones' authors; the paper does not give them. The stochastic depth rate is that of the backbone on
+ImageNet.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from inline_attention.recipes.imagenet import MODELS
 from inline_attention.recipes.recipe import Recipe
 
 SIZES = {"pvt": ("tiny", "small", "medium", "large"), "swin": ("tiny", "small", "base")}
@@ -42,7 +44,7 @@ def _detection(head: str, length: str, family: str, size: str) -> Recipe:
         f"{DETECTORS[head]} on {backbone}, COCO, {epochs} epochs",
         {
             "task": {"name": "detection"},
-            "model": {"name": backbone},
+            "model": {"name": backbone, "drop_path": MODELS[f"{family}_{size}"][2]},
             "data": {"dataset": "coco"},
             "detection": {"head": head, "multi_scale_from": multi_scale_from},
             "optimizer": {"lr": 1e-4, "lr_base_size": IMAGES_PER_UPDATE, "weight_decay": DETECTION_DECAY[family]},
@@ -62,7 +64,7 @@ def _segmentation(family: str, size: str) -> Recipe:
         f"{title} on {backbone}, ADE20K, {updates:,} updates",
         {
             "task": {"name": "segmentation"},
-            "model": {"name": backbone},
+            "model": {"name": backbone, "drop_path": MODELS[f"{family}_{size}"][2]},
             "data": {"dataset": "pairs", "reduce_zero_label": True},
             "segmentation": {"head": head},
             "optimizer": {"lr": lr, "lr_base_size": IMAGES_PER_UPDATE, "weight_decay": weight_decay},

@@ -10,7 +10,8 @@ seeds. For longer runs add `--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1`;
 `benchmarks/cifar10.py --long` is such a run: 93.1 %.
 
 `inline train finetune --data-dir DIR --initial-checkpoint FILE`: any checkpoint on a folder of your own images, one
-subfolder per class. Choose another model than InLine-DeiT-T with `--model`.
+subfolder per class. Choose another model than InLine-DeiT-T with `--model`, and its stochastic depth with `--drop-path`
+(`null` for models without it).
 
 A small segmenter and a small detector on generated scenes, two minutes each on a CPU (`make demo-dense`):
 
@@ -80,7 +81,7 @@ FINETUNE = Recipe(
     "finetune",
     "any checkpoint on a folder of your own pictures",
     {
-        "model": {"name": "inline_deit_tiny", "require_checkpoint": True},
+        "model": {"name": "inline_deit_tiny", "drop_path": 0.1, "require_checkpoint": True},
         "augmentation": {"mixup": 0.0, "cutmix": 0.0},
         "optimizer": {"layer_decay": 0.75},
         "schedule": {"warmup_epochs": 2, "warmup_lr": 5e-7, "min_lr": 5e-6},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 NOTHING = "–"  # in tables, in place of a value that is missing
 
@@ -38,6 +40,16 @@ def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, s
     before, end = ("…, " if start else ""), f"nothing after {start}"
     shown = [before + some_of(names[start:], 5) if names[start:] else end for names in (first, second)]
     return shown[0], shown[1]
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: of the clone that the package runs from, or of the package."""
+    source, project = Path(__file__).resolve().parents[2], Path("pyproject.toml")
+    clone = source.parent
+    if source.name != "src" or not (clone / project).is_file():
+        return f"pip install 'inline-attention[{extra}]'"
+    here = "." if project.is_file() and project.samefile(clone / project) else clone
+    return f"pip install -e {shlex.quote(f'{here}[{extra}]')}"
 
 
 def natural_key(text: str) -> list[int | str]:

@@ -97,14 +97,17 @@ class DenseTask(Task, Generic[Options]):
     def open(self) -> TaskData:
         """Open and check both splits."""
         choice = self._data
-        opened = self._open(
-            choice.dir or "",
-            train_split=choice.train_split,
-            validation_split=choice.val_split,
-            num_classes=self._model.num_classes,
-            repair=choice.repair,
-            allow_outside=choice.allow_outside_files,
-        )
+        try:
+            opened = self._open(
+                choice.dir or "",
+                train_split=choice.train_split,
+                validation_split=choice.val_split,
+                num_classes=self._model.num_classes,
+                repair=choice.repair,
+                allow_outside=choice.allow_outside_files,
+            )
+        except DataError as error:
+            raise ConfigError([Problem("data", str(error))], "the data") from error
         if opened.problems:
             is_repairable = any(report.problems for report in opened.reports)
             advice = "--repair (data.repair=true) repairs what is marked so" if is_repairable else None

@@ -15,6 +15,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
 from inline_attention.support.settings import setting
+from inline_attention.support.text import install_command
 
 Value = TypeVar("Value")
 # Model arguments that are settings of their own, and their names.
@@ -33,7 +34,7 @@ def import_extra(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{package} is not installed: pip install 'inline-attention[{extra}]'") from error
+        raise ImportError(f"{package} is not installed: {install_command(extra)}") from error
 
 
 def find_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import re
 import sys
 import weakref
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
 from inline_attention.data.coco.masks import encode_mask
+from inline_attention.support.text import install_command
 from inline_attention.tasks.detection.evaluation import DetectionEvaluator
 
 SIZE = (200, 260)
@@ -253,5 +255,5 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match=r"size of the original image, \(200, 260\), got \(1, 28, 28\)"):
         evaluator.add_detections([1], [small])
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'inline-attention\[detection\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_command("detection"))):
         DetectionEvaluator(annotations)

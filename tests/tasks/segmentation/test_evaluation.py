@@ -1,6 +1,7 @@
 """Figures of segmentation, held against torchmetrics and against figures worked out by hand."""
 
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from inline_attention.data.segmentation import IGNORED
+from inline_attention.support.text import install_command
 from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator
 from tasks.largest_result import LargestResult
 
@@ -114,5 +116,5 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="must be whole numbers"):
         evaluator.count(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
     monkeypatch.setitem(sys.modules, "torchmetrics.classification", None)
-    with pytest.raises(ImportError, match=r"pip install 'inline-attention\[segmentation\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_command("segmentation"))):
         SegmentationEvaluator(NAMES)

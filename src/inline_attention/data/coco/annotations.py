@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.listed_files import ListedFiles, is_plain
-from inline_attention.data.sources import DataError, split_names
+from inline_attention.data.sources import DataError, check_folder, split_names
 from inline_attention.support.files import read_bounded
 
 Entry = TypeVar("Entry")
 MAX_FILE_BYTES = 2**33  # eight gigabytes; COCO's own files have less than half of one
 LONGEST_NAME = 4096  # characters, as paths have at most
+ANNOTATIONS_AND_IMAGES = "annotations and images of COCO's format"
 ID_LIMIT = 2**63  # ids are kept as int64
 NAMES_TRIED = 100  # images, at least, that are looked for in a folder to see whether it is theirs
 
@@ -169,7 +170,7 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
     Raises:
         DataError: If there is none, or more than one.
     """
-    root, names = Path(root), split_names(split)
+    root, names = check_folder(root, ANNOTATIONS_AND_IMAGES), split_names(split)
     for folder in (root / "annotations", root):
         for name in (split, *names):
             found = sorted(folder.glob(f"instances_{name}.json")) or sorted(folder.glob(f"instances_{name}*.json"))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from inline_attention.data.coco.annotations import (
+    ANNOTATIONS_AND_IMAGES,
     CocoAnnotations,
     CocoCategory,
     CocoImage,
@@ -27,7 +28,7 @@ from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.findings import DataReport, OpenedSplits, each_once
 from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
-from inline_attention.data.sources import DataError
+from inline_attention.data.sources import DataError, check_folder
 
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
 MASK_TOLERANCE_PIXELS = 2.0
@@ -39,6 +40,7 @@ VANISHING_SHARE = 2.0**-20
 LEFT_OUT = "left out"
 WITH_OBJECTS = "left out with their objects"
 FROM_MASK = "box taken from the mask"
+BOXES_ONLY = "boxes only: fit for retinanet"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def open_and_check_coco(
     *,
     train_split: str = "train",
     validation_split: str = "validation",
-    masks: bool = True,
+    masks: bool | None = True,
     num_classes: int | None = None,
     repair: bool = False,
     allow_outside: bool = False,
@@ -69,12 +71,16 @@ def open_and_check_coco(
         data_dir: Folder of the dataset.
         train_split: Name such as "train" or "train2017".
         validation_split: Name such as "validation", "val" or "val2017".
-        masks: Use masks.
+        masks: Use masks, which all objects must have; None: if any object of the split has one.
         num_classes: Categories that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Read images that the annotations name outside of `data_dir`.
         on_progress: Called after each image.
+
+    Raises:
+        DataError: If there is no such folder. All other problems are in the result.
     """
+    check_folder(data_dir, ANNOTATIONS_AND_IMAGES)
     problems: list[str] = []
     reports: list[DataReport] = []
 
@@ -93,7 +99,8 @@ def open_and_check_coco(
             reports.append(report)
             problems.extend(report.problems)
             if not report.problems:
-                return checked, CocoSource(checked, files, masks=masks, skip_empty=training)
+                with_masks = masks if masks is not None else has_masks(checked)
+                return checked, CocoSource(checked, files, masks=with_masks, skip_empty=training)
         except DataError as error:
             problems.append(str(error))
         return checked, None
@@ -128,7 +135,7 @@ def check_annotations(
     annotations: CocoAnnotations,
     image_folder: ListedFiles | str | os.PathLike[str],
     *,
-    masks: bool = True,
+    masks: bool | None = True,
     every_category: bool = True,
     repair: bool = False,
     on_progress: Callable[[], None] | None = None,
@@ -138,13 +145,22 @@ def check_annotations(
     Args:
         annotations: Annotations as read from the file.
         image_folder: Folder that their file names are relative to.
-        masks: Check masks. Without them objects need none, and what is wrong with those they have is no fault.
+        masks: Check masks. Without them objects need none, and what is wrong with those they have is no fault. None:
+            check them if any object has one.
         every_category: Require an object of each category, as it takes one to be learned; not in validation data.
         repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
         on_progress: Called after each image.
     """
     checked = f"{len(annotations.images):,} images, {len(annotations.objects):,} objects"
+    boxes_only = bool(annotations.objects) and not has_masks(annotations)
+    if boxes_only and masks is None:
+        checked += f"; {BOXES_ONLY}"
     report = DataReport(annotations.location, checked, repaired=repair)
+    if boxes_only and masks:  # one fault, not one per object
+        report.repaired = False
+        repairing = "not possible; set detection.head=retinanet, or add masks"
+        report.add("annotation files without a single mask", BOXES_ONLY, repairing)
+    masks = masks is not False and not boxes_only
     for entry in annotations.malformed:
         report.add("malformed entries", str(entry), "left out, images with their objects")
     images = _check_images(annotations.images, ListedFiles.of(image_folder), report, on_progress)
@@ -166,6 +182,11 @@ def check_annotations(
             annotations.location, tuple(images.values()), tuple(categories.values()), tuple(objects)
         )
     return CheckedAnnotations(annotations, report)
+
+
+def has_masks(annotations: CocoAnnotations) -> bool:
+    """True if any object has a mask."""
+    return any(item.segmentation for item in annotations.objects)
 
 
 def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -> list[str]:

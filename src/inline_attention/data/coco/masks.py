@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from inline_attention.data.sources import DataError
+from inline_attention.support.text import install_command
 
 Extent = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 LONGEST_PACKED_NUMBER = 8  # characters, for 40 bits
@@ -98,7 +99,7 @@ def mask_library() -> ModuleType:
         from faster_coco_eval.core import mask
     except ImportError as error:
         missing = "polygons of COCO are decoded by faster-coco-eval, which is not installed"
-        raise DataError(f"{missing}: pip install 'inline-attention[detection]'") from error
+        raise DataError(f"{missing}: {install_command('detection')}") from error
     return mask
 
 

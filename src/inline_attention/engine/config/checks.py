@@ -18,7 +18,7 @@ from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, Train
 from inline_attention.models.described import create_described_model
 from inline_attention.models.registry import create_model
 from inline_attention.support.settings import ConfigError, Problem, shown
-from inline_attention.support.text import did_you_mean
+from inline_attention.support.text import did_you_mean, install_command
 from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask, is_known_policy
 from inline_attention.tasks.dense import DenseTask
 from inline_attention.tasks.detection.task import DetectionTask
@@ -171,7 +171,7 @@ def _check_dense(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("data.dataset", f"{message}; set it so")
     if importlib.util.find_spec(library) is None:
         message = f"{task} is measured by {library}, which is not installed"
-        yield Problem("task.name", f"{message}; pip install 'inline-attention[{task}]'")
+        yield Problem("task.name", f"{message}; {install_command(task)}")
     if (reason := unfit_reason(name)) is not None:
         yield Problem("model.name", reason)
         return
