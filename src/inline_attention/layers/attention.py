@@ -84,6 +84,8 @@ class TokenAttention(ProjectedAttention):
         validation.check_feature_map(feature_map)
         validation.check_normalization(normalization)
         validation.check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+        validation.check_rate("attn_drop", attn_drop)
+        validation.check_rate("proj_drop", proj_drop)
         if backend not in BACKEND_NAMES:
             raise validation.unknown_name("backend", backend, BACKEND_NAMES)
         self.dim = dim

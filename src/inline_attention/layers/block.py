@@ -18,6 +18,7 @@ from inline_attention.layers.hooks import must_be_called
 from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
 from inline_attention.ops.tracing import is_exporting
+from inline_attention.ops.validation import check_rate, check_ratio
 
 # Modules that return their input unless they are training.
 _IDLE_AT_INFERENCE = (nn.Dropout, nn.Identity, DropPath)
@@ -57,6 +58,9 @@ class Block(nn.Module):
         weights from the block's un-normalized input (CSWin).
         """
         super().__init__()
+        check_rate("drop", drop)
+        check_rate("drop_path", drop_path)
+        check_ratio("mlp_ratio", mlp_ratio, dim)
         self.local_from_input = local_from_input
         self.backend = "auto"
         self.norm1 = TokenNorm(dim, eps=norm_eps)

@@ -47,6 +47,7 @@ class WindowAttention(_GridAttention):
         super().__init__()
         validation.check_heads(dim, num_heads)
         validation.check_rate("attn_drop", attn_drop)
+        validation.check_rate("proj_drop", proj_drop)
         validation.check_count("window_size", window_size)
         self.dim = dim
         self.num_heads = num_heads
@@ -154,6 +155,7 @@ class StripeAttention(_GridAttention):
         super().__init__()
         validation.check_heads(dim, num_heads)
         validation.check_rate("attn_drop", attn_drop)
+        validation.check_rate("proj_drop", proj_drop)
         if stripe_width is not None:
             validation.check_count("stripe_width", stripe_width)
         branches = 1 if stripe_width is None else 2

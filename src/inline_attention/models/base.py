@@ -24,7 +24,7 @@ from inline_attention.layers.grids import Grid, as_pairs, extents_of, rectangle_
 from inline_attention.layers.local_weights import BlockDiagonalLinear
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
-from inline_attention.ops.validation import FLOATING_DTYPES, check_count, check_dense, check_rate
+from inline_attention.ops.validation import FLOATING_DTYPES, check_count, check_dense, check_rate, unknown_name
 
 ImageSizes = Sequence[tuple[int, int]] | Tensor
 
@@ -330,23 +330,36 @@ def global_attention(
     kind: AttentionKind, dim: int, num_heads: int, options: Mapping[str, Any] | None, **arguments: Any
 ) -> TokenAttention:
     """Build the layer that attends to the whole map. `options` are for InLine and its linear twin, not for softmax."""
+    if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"attention_options must be a mapping of the layer's arguments, got {options!r}")
     if kind == "softmax":
         return SoftmaxAttention(dim, num_heads, **arguments)
+    if kind not in ("inline", "linear"):
+        raise unknown_name("attention", kind, ("inline", "softmax", "linear"))
     layer = LinearAttention if kind == "linear" else InLineAttention
     return layer(dim, num_heads, **(arguments | dict(options or {})))
 
 
 def check_counts(least: int = 1, **counts: object) -> None:
-    """Raise ValueError unless all arguments are integers, or sequences of them, of at least `least`."""
+    """Raise ValueError unless all arguments are integers of at least `least`."""
     for name, value in counts.items():
-        for count in cast("Sequence[object]", value if isinstance(value, (tuple, list)) else [value]):
+        check_count(name, value, least)
+
+
+def check_stages(stages: int = 4, least: int = 1, **counts: object) -> None:
+    """Raise ValueError unless all arguments are sequences of integers of at least `least`, one for each stage."""
+    for name, value in counts.items():
+        if not isinstance(value, (tuple, list)) or len(value) != stages:  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError(f"{name} must be {stages} integers, one for each stage, got {value!r}")
+        for count in cast("Sequence[object]", value):
             check_count(name, count, least)
 
 
 def image_sides(img_size: int | Sequence[int]) -> tuple[int, int]:
     """Return (height, width) of an image size, which may be one number."""
     sides = tuple(img_size) if isinstance(img_size, Sequence) else (img_size, img_size)
-    check_counts(img_size=sides)
+    for side in sides:
+        check_count("img_size", side)
     if len(sides) != 2:
         raise ValueError(f"img_size must be one side or (height, width), got {img_size!r}")
     return sides[0], sides[1]

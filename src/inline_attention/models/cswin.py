@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.window_attention import StripeAttention
-from inline_attention.models.base import check_counts, global_attention
+from inline_attention.models.base import check_counts, check_stages, global_attention
 from inline_attention.models.pyramid import NORM_EPS, PyramidModel, rename
 from inline_attention.models.registry import AttentionKind, register_family
 
@@ -51,7 +51,9 @@ class InLineCSWin(PyramidModel):
             in_chans: Channels of the images.
             **common: `mlp_ratio`, dropout rates, and arguments of the head: see `PyramidModel`.
         """
-        check_counts(embed_dim=embed_dim, num_heads=num_heads, stripe_widths=stripe_widths)
+        check_counts(embed_dim=embed_dim, in_chans=in_chans)
+        check_stages(num_heads=num_heads)
+        check_stages(3, stripe_widths=stripe_widths)
         check_counts(least=0, global_stages=global_stages)
         dims = [embed_dim * 2**stage for stage in range(4)]
         stem = ConvEmbedding(in_chans, embed_dim, kernel_size=7, stride=4, padding=2, norm_eps=NORM_EPS)
@@ -73,6 +75,8 @@ class InLineCSWin(PyramidModel):
     ) -> None:
         """Change the stripe widths. `img_size` has no effect."""
         del img_size
+        if stripe_widths is not None:
+            check_stages(3, stripe_widths=stripe_widths)
         for blocks, width in zip(self.stages, stripe_widths or (), strict=False):
             for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 if isinstance(block.attn, StripeAttention):

@@ -19,17 +19,20 @@ from torch import Tensor, nn
 
 from inline_attention.models.reading import Checkpoint, CheckpointError
 from inline_attention.models.registry import ATTENTIONS, FAMILIES, create_model, list_models
+from inline_attention.models.running_cost import RunningCostError, check_running_cost
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FEATURE_MAPS
 from inline_attention.support.text import did_you_mean, printable, some_of
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
 MAX_PIXELS = 2**26  # of `img_size`: 8192², less than Pillow's limit
+MAX_RESIZED_PIXELS = 2**27  # of the picture that an image is cropped from
 MAX_PARAMETERS = 20_000_000_000
 MAX_TOKENS = 2**22
 MAX_SOFTMAX_TOKENS = 2**16
 MAX_BUFFER_BYTES = 2**30  # masks and indices of windows, which no file of weights holds
 MAX_NOTE_BYTES = 2**24  # of an entry of metadata; ImageNet-21k's class names take 1 MB
+_CANNOT_RUN = (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, LookupError)
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}(\.[A-Za-z0-9_]{1,100})?")  # a model, perhaps with timm's tag
 
 
@@ -249,6 +252,12 @@ def check_description(
         weights: Tensors of the same file. A model far larger than they are is refused.
         **own: Arguments of the caller, which are trusted.
     """
+    return _build_on_meta(name, arguments, weights, own)[:2]
+
+
+def _build_on_meta(
+    name: object, arguments: object, weights: Mapping[str, Tensor] | None, own: Mapping[str, Any]
+) -> tuple[str, dict[str, Any], nn.Module]:
     checked = check_model_name(name)
     if problems := argument_problems(checked, arguments):
         raise ModelDescriptionError(next(iter(problems.values())))
@@ -259,7 +268,7 @@ def check_description(
     tokens, most = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0, _most_tokens(checked)
     if tokens > most:  # timm's models have patches of other sizes than those that were assumed
         raise ModelDescriptionError(f"this {checked} would attend to {tokens:,} tokens; a file may ask for {most:,}")
-    return checked, described
+    return checked, described, model
 
 
 def parse_note(file: Checkpoint, key: str, expected: type | tuple[type, ...] = object) -> Any:
@@ -308,14 +317,33 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
         return Description(model_name, {}, class_names)
     crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
     try:
-        name, arguments = check_description(noted, parse_note(file, "model_arguments", dict) or {}, file.weights)
+        name, arguments, model = _build_on_meta(
+            noted, parse_note(file, "model_arguments", dict) or {}, file.weights, {}
+        )
         if crop_pct is not None and not _CROP.accepts(crop_pct):
             raise ModelDescriptionError(f"expected {_CROP.expected} as crop_pct, got {_shown(crop_pct)}")
         if arguments.get("global_pool") == "":
             raise ModelDescriptionError("a classifier with global_pool '' has scores for tokens, not for an image")
+        check_image_cost(model, Description(name, arguments, crop_pct=crop_pct), file.weights)
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
     return Description(name, arguments, class_names, crop_pct)
+
+
+def check_image_cost(model: nn.Module, described: Description, weights: Mapping[str, Tensor]) -> None:
+    """Refuse a classifier on the meta device that takes far more than its weights to prepare or to run one image."""
+    config: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
+    size = described.image_size or tuple(config["input_size"][1:])
+    resized = max(size) / (described.crop_pct or min(config.get("crop_pct", 1.0), 1.0))
+    if resized**2 > MAX_RESIZED_PIXELS:
+        raise ModelDescriptionError(f"images of {size} would be cut from pictures of {resized:,.0f}² pixels")
+    image = torch.empty(1, described.arguments.get("in_chans", 3), *size, device="meta")
+    try:
+        check_running_cost(lambda: model.eval()(image), weights)
+    except RunningCostError as error:
+        raise ModelDescriptionError(f"this {described.name} is too costly to run: {error}") from error
+    except _CANNOT_RUN:  # it cannot take images of its own size, or needs values: its tokens are bounded
+        pass
 
 
 def create_described_model(name: object, arguments: object, **own: Any) -> nn.Module:
@@ -326,7 +354,7 @@ def create_described_model(name: object, arguments: object, **own: Any) -> nn.Mo
 def _create(name: str, described: Mapping[str, Any], own: Mapping[str, Any]) -> nn.Module:
     try:
         return create_model(name, **{**described, **own})
-    except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, LookupError) as error:
+    except _CANNOT_RUN as error:
         reason = printable(error).strip()[:300] or type(error).__name__
         raise ModelDescriptionError(f"{name} cannot be built with {_shown(described)}: {reason}") from error
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid
-from inline_attention.models.base import global_attention, image_sides
+from inline_attention.models.base import check_counts, global_attention, image_sides
 from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
 from inline_attention.models.registry import AttentionKind, register_family
 
@@ -46,6 +46,7 @@ class InLinePVT(PyramidModel):
             in_chans: Channels of the images.
             **common: Dropout rates, and arguments of the head: see `PyramidModel`.
         """
+        check_counts(in_chans=in_chans)
         pixels = Grid(*image_sides(img_size))
         embeddings = [
             ConvEmbedding(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, tokens_to_map
-from inline_attention.models.base import VisionModel, check_counts, drop_path_rates, image_sides, initialize
+from inline_attention.models.base import VisionModel, check_stages, drop_path_rates, image_sides, initialize
 from inline_attention.models.reading import CheckpointError
 
 STRIDES = (4, 8, 16, 32)
@@ -58,9 +58,11 @@ class PyramidModel(VisionModel):
             drop_path_rate: Stochastic depth rate of the last block.
             **head: Arguments of `VisionModel`: `num_classes`, `in_chans`, `global_pool`, `drop_rate`.
         """
-        check_counts(depths=depths)
+        check_stages(depths=depths)
         image_sides(img_size)
         mlp_ratios = mlp_ratio if isinstance(mlp_ratio, Sequence) else [mlp_ratio] * len(dims)
+        if len(mlp_ratios) != len(dims):
+            raise ValueError(f"mlp_ratio must be one number, or one for each of {len(dims)} stages, got {mlp_ratio!r}")
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
 
         def block(stage: int, index: int) -> Block:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.embeddings import ConvEmbedding, PatchMerging
 from inline_attention.layers.window_attention import WindowAttention, resample_relative_positions
-from inline_attention.models.base import blocks_of, check_counts, global_attention
+from inline_attention.models.base import blocks_of, check_counts, check_stages, global_attention
 from inline_attention.models.pyramid import NORM_EPS, PyramidModel, rename
 from inline_attention.models.registry import AttentionKind, register_family
 
@@ -48,8 +48,9 @@ class InLineSwin(PyramidModel):
             in_chans: Channels of the images.
             **common: `mlp_ratio`, dropout rates, and arguments of the head: see `PyramidModel`.
         """
-        check_counts(embed_dim=embed_dim, num_heads=num_heads, window_size=window_size)
-        check_counts(least=0, global_blocks=global_blocks)
+        check_counts(embed_dim=embed_dim, window_size=window_size, in_chans=in_chans)
+        check_stages(num_heads=num_heads)
+        check_stages(least=0, global_blocks=global_blocks)
         dims = [embed_dim * 2**stage for stage in range(4)]
         stem = ConvEmbedding(in_chans, embed_dim, kernel_size=4, stride=4, norm_eps=NORM_EPS)
         merging = [PatchMerging(dim, norm_eps=NORM_EPS) for dim in dims[:-1]]

@@ -232,6 +232,12 @@ def check_rate(name: str, rate: Any) -> None:
         raise ValueError(f"{name} must be a number from 0 to 1, got {rate!r}")
 
 
+def check_ratio(name: str, ratio: Any, dim: int) -> None:
+    """Check that an argument is a finite number, and that many times `dim` at least one."""
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio * dim <= sys.maxsize:
+        raise ValueError(f"{name} must be a number that makes {dim} channels at least 1, got {ratio!r}")
+
+
 def check_normalization(normalization: Any) -> None:
     """Check that `normalization` is a known name."""
     if normalization not in NORMALIZATIONS:

@@ -21,6 +21,7 @@ from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
 from inline_attention.models.described import check_description, check_model_size, parse_class_names, parse_note
 from inline_attention.models.reading import Checkpoint, open_checkpoint
+from inline_attention.models.running_cost import check_running_cost
 from inline_attention.support.settings import ConfigError, Problem, settings_of
 from inline_attention.support.text import printable, show_difference, some_of
 from inline_attention.tasks.pyramid import BACKBONE, BACKBONE_MODEL, DenseModel
@@ -81,6 +82,8 @@ class DenseTask(Task, Generic[Options]):
             with torch.device("meta"):  # a model that is far larger than its weights is never allocated
                 model = task.build_model(class_names)
             check_model_size("model", model, file.weights)
+            side = options.evaluation_sides()[0]
+            check_running_cost(lambda: model.eval().run_without_values([torch.empty(3, side, side)]), file.weights)
         except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
             reason = printable(error)[:600]
             raise CheckpointError(f"{file.path} describes a model that is refused: {reason}") from error

@@ -119,6 +119,10 @@ class DenseModel(nn.Module):
         super().__init__()
         self.backbone = backbone
 
+    def run_without_values(self, images: Sequence[Tensor]) -> None:
+        """Run what costs memory or time on images `[3, H, W]` of the meta device, where scores cannot be read."""
+        self(images)
+
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that an optimizer should not decay: those of the backbone."""
         return {f"{BACKBONE_MODEL}{name}" for name in self.backbone.model.no_weight_decay()}

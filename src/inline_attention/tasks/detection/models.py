@@ -41,6 +41,7 @@ from inline_attention.tasks.pyramid import (
 
 BOX_SIDE, BOX_FEATURES = 7, 4  # torchvision's: cells along a side of a box, and 1024 numbers at a width of 256
 MASK_SIDE, MASK_LAYERS = 14, 4
+MOST_PROPOSALS, MOST_OBJECTS = 1000, 100  # of an image, torchvision's defaults at inference
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 LEVELS = 5
 SCALE_STEP = 32  # pixels between the shorter sides of multi-scale training
@@ -167,6 +168,15 @@ class MaskRCNNDetector(Detector):
         for head in (network.rpn.head, network.roi_heads.box_predictor, network.roi_heads.mask_predictor):
             head.register_forward_hook(_precise_output)
 
+    def run_without_values(self, images: Sequence[Tensor]) -> None:
+        """Run the pyramid and the head of proposals, and the other heads on as many boxes as there can be."""
+        network: Any = self.heads
+        features = self.features(pad_images(images))
+        network.rpn.head(features)
+        boxes, width = network.roi_heads, features[0].shape[1]
+        boxes.box_predictor(boxes.box_head(torch.empty(MOST_PROPOSALS, width, BOX_SIDE, BOX_SIDE)))
+        boxes.mask_predictor(boxes.mask_head(torch.empty(MOST_OBJECTS, width, MASK_SIDE, MASK_SIDE)))
+
     def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any:
         if self.training:
             named = _named(features)
@@ -203,6 +213,11 @@ class RetinaNetDetector(Detector):
         )
         # Every class has a score of its own: there is no background to count among them.
         self.heads = RetinaNet(_Channels(options.width), num_classes, anchor_generator=anchors, detections_per_img=100)
+
+    def run_without_values(self, images: Sequence[Tensor]) -> None:
+        """Run the pyramid and the heads."""
+        padded = pad_images(images)
+        self._score(padded, self.features(padded))
 
     def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any:
         outputs = self._score(images, features)
