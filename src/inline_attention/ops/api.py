@@ -84,11 +84,8 @@ def inline_attention(
         q, k, v, None, cast(float, scale), feature_map, normalization,
         key_padding_mask, local_weight, grid_size, num_prefix_tokens,
     )  # fmt: skip
-    out = attend(call, backend)
-    if layout != "bnhd":
-        return out.transpose(1, 2)
-    _warn_if_heads_first(call)
-    return out
+    out = attend(call, backend, may_be_heads_first=layout == "bnhd")
+    return out if layout == "bnhd" else out.transpose(1, 2)
 
 
 def inline_attention_qkvpacked(
@@ -121,9 +118,7 @@ def inline_attention_qkvpacked(
         q, k, v, qkv, cast(float, scale), feature_map, normalization,
         key_padding_mask, local_weight, grid_size, num_prefix_tokens,
     )  # fmt: skip
-    out = attend(call, backend)
-    _warn_if_heads_first(call)
-    return out
+    return attend(call, backend, may_be_heads_first=True)
 
 
 def local_residual(
@@ -231,7 +226,7 @@ def _warn_if_heads_first(call: AttentionCall) -> None:
         warnings.warn(
             f"inline_attention reads q {tuple(call.q.shape)} as [B, N, H, D], {tokens} tokens with {heads} heads; "
             f"{fix} if your heads come before your tokens, as in scaled_dot_product_attention",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -248,13 +243,13 @@ _SELECTED: dict[tuple[Any, ...], tuple[Callable[[AttentionCall], Tensor], float]
 _MAX_SELECTED = 4096
 
 
-def attend(call: AttentionCall, backend: str) -> Tensor:
+def attend(call: AttentionCall, backend: str, *, may_be_heads_first: bool = False) -> Tensor:
     """Validate a call, select a backend and run it. Layers call it directly where q is theirs, with `overwrite_q`."""
     if autocast_enabled(call.q):
         call = _as_autocast_call(call)
         # Left on, autocast would also round the float32 sums inside.
         with torch.autocast(call.q.device.type, enabled=False):
-            return attend(call, backend)
+            return attend(call, backend, may_be_heads_first=may_be_heads_first)
     signature = _signature(call, backend)
     found = None if signature is None else _SELECTED.get(signature)
     if found is not None:
@@ -263,6 +258,8 @@ def attend(call: AttentionCall, backend: str) -> Tensor:
     call = call._replace(grid_size=plain_sizes(call.grid_size))
     with unrecorded():
         call = validation.validated(call)
+    if may_be_heads_first:
+        _warn_if_heads_first(call)
     run = dispatch.select(backend, call).run
     if signature is not None:
         if len(_SELECTED) >= _MAX_SELECTED:
