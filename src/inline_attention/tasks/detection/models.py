@@ -169,7 +169,7 @@ class MaskRCNNDetector(Detector):
             head.register_forward_hook(_precise_output)
 
     def run_without_values(self, images: Sequence[Tensor]) -> None:
-        """Run the pyramid and the head of proposals, and the other heads on as many boxes as there can be."""
+        """Run the pyramid and the head of proposals, then the other heads on the largest possible number of boxes."""
         network: Any = self.heads
         features = self.features(pad_images(images))
         network.rpn.head(features)
