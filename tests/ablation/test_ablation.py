@@ -22,6 +22,7 @@ from inline_attention.ablation.tables import (
 )
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.trainer import DivergedError
+from inline_attention.models import create_model
 from inline_attention.support.untrusted import build_dataclass
 
 ENVIRONMENT = {"machine": "a CPU", "gpu": "none", "torch": "2.11", "commit": "abc", "date": "2026-01-01 00:00 UTC"}
@@ -76,6 +77,13 @@ def test_a_grid_changes_what_it_names_and_nothing_else(config):
     assert all("/" not in name and " " not in name for name in names)
 
 
+def test_the_3x3_term_is_a_control_for_every_attention():
+    cells = grid(small_digits_config(), {"attention": ("inline", "softmax", "linear"), "local_residual": (True, False)})
+    assert [cell.problem for cell in cells] == [None] * 6
+    models = [create_model(cell.config.model.name, **cell.config.model.model_arguments()) for cell in cells]
+    assert [hasattr(model.blocks[0].attn.residual, "predict") for model in models] == [True, False] * 3
+
+
 def test_pyramids_have_heads_per_stage():
     config = small_digits_config()
     swin = replace(config, model=replace(config.model, name="inline_swin_tiny", arguments={}, img_size=224))
@@ -92,6 +100,7 @@ def test_pyramids_have_heads_per_stage():
         ("inline_swin_tiny", {"attention": ("softmax",), "window": (0,)}, "cannot be built"),
         ("softmax_deit_tiny", {"feature_map": ("relu",)}, "has no feature_map"),
         ("inline_deit_tiny", {"attention": ("softmax",), "normalization": ("divide",)}, "has no normalization"),
+        ("softmax_swin_tiny", {"local_residual": (True,)}, "has no local_residual"),
     ],
 )
 def test_combinations_that_cannot_be_trained_say_why(name, axes, reason):

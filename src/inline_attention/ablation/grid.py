@@ -24,7 +24,7 @@ class Axis:
 
     values: tuple[Any, ...]  # by default
     applied: Callable[[ModelSection, Any], ModelSection]  # returns the model's settings with a value
-    is_of_layer: bool = False  # an argument of the InLine or linear attention layer, which softmax twins lack
+    lacks: tuple[str, ...] = ()  # starts of the names of models that do not have it
     known: tuple[str, ...] = ()  # all possible values, if they have names
 
     def parse(self, text: str) -> Any:
@@ -46,12 +46,12 @@ def _with_argument(model: ModelSection, name: str, value: Any) -> ModelSection:
     return replace(model, arguments={**model.arguments, name: value})
 
 
-def _layer_axis(name: str, *values: Any, known: tuple[str, ...] = ()) -> Axis:
+def _layer_axis(name: str, *values: Any, lacks: tuple[str, ...], known: tuple[str, ...] = ()) -> Axis:
     def applied(model: ModelSection, value: Any) -> ModelSection:
         options = model.arguments.get("attention_options") or {}
         return _with_argument(model, "attention_options", {**options, name: value})
 
-    return Axis(values, applied, is_of_layer=True, known=known)
+    return Axis(values, applied, lacks, known)
 
 
 def _with_heads(model: ModelSection, heads: int) -> ModelSection:
@@ -66,9 +66,12 @@ def _with_attention(model: ModelSection, attention: str) -> ModelSection:
 
 
 AXES: Mapping[str, Axis] = {
-    "feature_map": _layer_axis("feature_map", "identity", "relu", "leaky_relu", "exp", known=tuple(FEATURE_MAPS)),
-    "normalization": _layer_axis("normalization", "divide", "subtract", known=NORMALIZATIONS),
-    "local_residual": _layer_axis("local_residual", True, False),
+    "feature_map": _layer_axis(
+        "feature_map", "identity", "relu", "leaky_relu", "exp", lacks=("softmax_",), known=tuple(FEATURE_MAPS)
+    ),
+    "normalization": _layer_axis("normalization", "divide", "subtract", lacks=("softmax_",), known=NORMALIZATIONS),
+    # Softmax twins of the other families attend in windows or stripes.
+    "local_residual": _layer_axis("local_residual", True, False, lacks=("softmax_swin_", "softmax_cswin_")),
     "window": Axis((7, 14, 28), lambda model, side: _with_argument(model, "window_size", side)),
     "heads": Axis((1, 2, 4, 8), _with_heads),
     "attention": Axis(ATTENTIONS, _with_attention, known=ATTENTIONS),
@@ -156,9 +159,8 @@ def _problem(config: TrainConfig, values: Mapping[str, Any]) -> str | None:
     attention, _, family = name.partition("_")
     if "window" in values and attention in ATTENTIONS and not family.startswith("swin_"):
         return f"{name} has no windows, which only swin models have"
-    without_effect = [axis for axis in values if AXES[axis].is_of_layer]
-    if attention == "softmax" and without_effect:
-        return f"{name} has no {' and no '.join(without_effect)}: they belong to InLine and linear attention"
+    if without_effect := [axis for axis in values if name.startswith(AXES[axis].lacks)]:
+        return f"{name} has no {' and no '.join(without_effect)}"
     # Problems with the data are the same for all cells, and training reports them.
     problems = [problem for problem in check(config) if problem.path.startswith("model.")]
     return "; ".join(problem.message for problem in problems) or None

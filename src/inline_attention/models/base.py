@@ -329,15 +329,13 @@ class VisionModel(nn.Module):
 def global_attention(
     kind: AttentionKind, dim: int, num_heads: int, options: Mapping[str, Any] | None, **arguments: Any
 ) -> TokenAttention:
-    """Build the layer that attends to the whole map. `options` are for InLine and its linear twin, not for softmax."""
+    """Build the layer that attends to the whole map, with further arguments `options`."""
     if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"attention_options must be a mapping of the layer's arguments, got {options!r}")
-    if kind == "softmax":
-        return SoftmaxAttention(dim, num_heads, **arguments)
-    if kind not in ("inline", "linear"):
-        raise unknown_name("attention", kind, ("inline", "softmax", "linear"))
-    layer = LinearAttention if kind == "linear" else InLineAttention
-    return layer(dim, num_heads, **(arguments | dict(options or {})))
+    layers = {"inline": InLineAttention, "softmax": SoftmaxAttention, "linear": LinearAttention}
+    if kind not in layers:
+        raise unknown_name("attention", kind, tuple(layers))
+    return layers[kind](dim, num_heads, **(arguments | dict(options or {})))
 
 
 def check_counts(least: int = 1, **counts: object) -> None:

@@ -58,7 +58,7 @@ class InLineDeiT(VisionModel):
             embed_dim: Number of channels C.
             num_heads: Number of heads H.
             attention: "inline", or "softmax" or "linear" for a twin.
-            attention_options: Extra arguments of the InLine or linear attention layer.
+            attention_options: Extra arguments of the attention layer, such as `local_residual`.
             img_size: Native image size of the learned positions. Other sizes work too.
             patch_size: Side of a patch in pixels.
             depth: Number of blocks.

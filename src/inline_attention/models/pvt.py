@@ -41,7 +41,7 @@ class InLinePVT(PyramidModel):
         Args:
             depths: Number of blocks of each stage.
             attention: "inline", or "softmax" (over the whole map) or "linear" for a twin.
-            attention_options: Extra arguments of the InLine or linear attention layer.
+            attention_options: Extra arguments of the attention layer, such as `local_residual`.
             img_size: Native image size of the learned positions. Other sizes work too.
             in_chans: Channels of the images.
             **common: Dropout rates, and arguments of the head: see `PyramidModel`.
