@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup -rs
 DENSE := out/demo-dense
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-dense test test-all lint format bench bench-gpu pictures clean
+.PHONY: help demo demo-dense docs test test-all lint format bench bench-gpu pictures clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,11 @@ test: $(READY) $(BROWSER)  ## Lint, type check, and all tests that need no GPU a
 
 test-all: $(READY) $(BROWSER)  ## All tests this machine can run (GPU tests where there is one)
 	$(PYTEST) -m 'slow or not slow'
+
+docs: $(READY)  ## Build the documentation as a site that needs no network: out/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'Documentation written to out/site/index.html: open it in a browser'
 
 lint: $(READY)  ## Lint and type check
 	$(BIN)/ruff check .
