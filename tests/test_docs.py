@@ -1,4 +1,4 @@
-"""The documentation: notebooks run from top to bottom, the site's pages all have a place and links that lead somewhere."""
+"""The documentation: notebooks run from top to bottom, and the menu of the site has every page."""
 
 import ast
 import json
