@@ -56,7 +56,7 @@ class DataSection:
     """The images and how they are read."""
 
     dataset: str = setting(
-        "folder", "folder, digits, cifar10, hfds/NAME or wds/PATTERN; detection: coco; segmentation: pairs."
+        "folder", "folder, pictures (no classes), digits, cifar10, hfds/NAME, wds/PATTERN; coco; pairs."
     )
     dir: str | None = setting(None, "Data folder; not needed for digits and hfds.")
     train_split: str = setting("train", "Training split or subfolder.")
@@ -83,7 +83,7 @@ class DataSection:
     @property
     def needs_folder(self) -> bool:
         """True if the dataset is read from `dir`."""
-        return self.dataset in ("folder", "cifar10", "coco", "pairs")
+        return self.dataset in ("folder", "pictures", "cifar10", "coco", "pairs")
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield a missing folder."""

@@ -107,10 +107,14 @@ class Objective:
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch."""
-        images, targets = batch.images, batch.targets
-        if self._mixup is not None and not (self._off_epoch and batch.epoch >= self._off_epoch):
-            images, targets = self._mixup(batch)
+        images, targets = self.mixed(batch)
         return self.loss(runnable(images), targets)
+
+    def mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return images `[B, C, H, W]` and class indices `[B]`, or shares `[B, K]` if the images are mixed."""
+        if self._mixup is None or (self._off_epoch and batch.epoch >= self._off_epoch):
+            return batch.images, batch.targets
+        return self._mixup(batch)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of class indices `[B]`, or of class shares `[B, K]`, which are smoothed."""
