@@ -250,7 +250,8 @@ def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Pa
     """Write `linearize.png` and `.svg`; the small print starts with the note."""
     images = max(survey.images for survey in surveys.values())
     small_print = (
-        f"{note} {images} images, nothing is trained. R²: 100 % is softmax's output, 0 % the mean value; below -100 % it "
-        f"is drawn at -100 %. Lost: squared change of the final tokens over their variance; the dashed line is {FREE:g} %."
+        f"{note} {images} images, nothing is trained. R²: 100 % is softmax's output, 0 % the mean value; lower values "
+        "than -100 % are drawn there. Lost: squared change of the final tokens over their variance; dashed: "
+        f"{FREE:g} %."
     )
     return linearize_chart(surveys).save(folder, "linearize", title="Which blocks go linear", small_print=small_print)

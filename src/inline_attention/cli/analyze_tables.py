@@ -150,8 +150,8 @@ def linearize_table(surveys: Mapping[str, LinearizeSurvey]) -> Table:
         "What each block loses without softmax, untrained",
         ("model", "block", "InLine R² %", "linear R² %", "lost alone %", "top-1", "order", "lost together %", "top-1"),
         rows,
-        "R²: share of softmax's output beyond the mean value. Lost: share of the final tokens' variance. Together: with "
-        f"all blocks of lower order.{f' Top-1 with softmax: {accuracy}.' if accuracy else ''}",
+        "R²: share of softmax's output beyond the mean value. Lost: share of the final tokens' variance. Together: "
+        f"with all blocks of lower order.{f' Top-1 with softmax: {accuracy}.' if accuracy else ''}",
         texts=1,
     )
 

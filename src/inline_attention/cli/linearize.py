@@ -161,7 +161,8 @@ def _measure_speed(result: Linearized, config: TrainConfig) -> list[SpeedCell]:
     from inline_attention.engine.linearize import LINEARIZED, TEACHER, write_speed
     from inline_attention.tasks.task import find_device
 
-    assert result.teacher is not None and result.student is not None
+    assert result.teacher is not None
+    assert result.student is not None
     models = {TEACHER: result.teacher.cpu(), LINEARIZED: result.student.cpu()}
     with progress_bar(make_console(stderr=True)) as progress:
         task = progress.add_task("measuring speed", total=len(models) * len(SIZES))

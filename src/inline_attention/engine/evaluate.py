@@ -119,7 +119,7 @@ def evaluate_task(
     *,
     file: Checkpoint | None = None,
 ) -> Metrics:
-    """Build the model of a task, with the weights of a file if one is given, and evaluate it. All ranks must call it."""
+    """Build a task's model, with the weights of a file if one is given, and evaluate it. All ranks must call it."""
     model = task.build_model(class_names)
     if file is not None:
         load_checkpoint(model, file)

@@ -15,7 +15,7 @@ class UnknownRecipeError(ValueError):
 
 
 def list_recipes() -> list[Recipe]:
-    """Return all recipes: small ones, linearization, the paper's by family and size, then detection and segmentation."""
+    """Return all recipes: small ones, linearization, the paper's by family and size, detection and segmentation."""
     return list(_RECIPES.values())
 
 

@@ -1,11 +1,11 @@
 """Recipes that replace the softmax attention of a trained model by InLine: `inline linearize` uses them.
 
 `inline train linearize_classifier --model MODEL --initial-checkpoint FILE --data-dir DIR`: the student learns from the
-logits and tokens of the softmax model and from the labels. `inline train linearize_features` needs no labels: it matches
-tokens and outputs on any folder of pictures.
+logits and tokens of the softmax model and from the labels. `inline train linearize_features` needs no labels: it
+matches tokens and outputs on any folder of pictures.
 
-Ten epochs are an eighth to a thirtieth of what training a ViT takes. The learning rate is a tenth to a fifth of that of
-training from scratch: weights start where the teacher's are. Augmentation is light, since the teacher sees the same view.
+Ten epochs are a thirtieth of what training a ViT on ImageNet takes. There is no warm-up, since the weights start where
+the teacher's are. Augmentation is light, since teacher and student see the same view.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ def token_layer(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def run_teacher(teacher: nn.Module, images: Tensor, size: Size | None) -> tuple[Tensor, Tensor]:
-    """Return the teacher's output `[B, K]` and tokens `[B, N, C]` for images `[B, 3, H, W]`, resized to its own size."""
+    """Return the teacher's output `[B, K]` and tokens `[B, N, C]` for images `[B, 3, H, W]`, resized to its size."""
     if size is not None and tuple(images.shape[-2:]) != tuple(size):
         images = F.interpolate(images, size=size, mode="bicubic", antialias=True)
     return run_with_tokens(teacher.to(images.device), images)
@@ -376,7 +376,7 @@ def soft_cross_entropy(logits: Tensor, expected: Tensor, temperature: float) -> 
 
 
 def unexplained_share(found: Tensor, expected: Tensor) -> Tensor:
-    """Return 1 - R²: squared error over the variance of `expected` `[..., C]` around its mean, over all but channels."""
+    """Return 1 - R²: squared error over the variance of `expected` `[..., C]` around the mean of its vectors."""
     found, expected = found.float(), expected.float()
     spread = (expected - expected.flatten(0, -2).mean(0)).square().sum()
     smallest = 1e-6 * expected.square().sum()  # one image alone has no variance
