@@ -143,7 +143,8 @@ def _classification(
     if described.class_names is not None:
         source = source.with_classes(described.class_names)
     arguments = described.arguments if size is None else described.arguments | {"img_size": size}
-    task = ClassificationTask(replace(data, crop_pct=described.crop_pct), ModelSection(described.name, arguments))
+    model = ModelSection.of(described.name, arguments, described.conversion)
+    task = ClassificationTask(replace(data, crop_pct=described.crop_pct), model)
     return task, source, list(source.class_names)
 
 

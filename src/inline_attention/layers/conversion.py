@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,16 +20,19 @@ Attention = TypeVar("Attention", bound=TokenAttention)
 # Parts of parameter names that give away tokens beside the grid.
 _PREFIX_TOKEN_NAMES = ("cls_token", "class_token", "dist_token", "reg_token", "register_token")
 _PROBED_TOKENS = 9
+# Attribute of a converted model: what `convert_attention` did, as plain data. Files of weights note it.
+RECORD = "attention_conversion"
 
 
 def convert_attention(
     model: nn.Module,
     *,
     attention: type[TokenAttention] = InLineAttention,
+    keep_softmax: Collection[int] = (),
     num_prefix_tokens: int | None = None,
     **options: Any,
 ) -> list[str]:
-    """Replace every softmax attention of `model` (timm's `Attention`, as in its ViTs) in place.
+    """Replace the softmax attention of `model` (timm's `Attention`, as in its ViTs) in place.
 
     Projections are kept, so the model's weights stay where they are and new ones (the local residual) start at zero.
     A module counts as softmax attention if a copy of it gives the outputs of softmax attention with its projections.
@@ -43,6 +46,8 @@ def convert_attention(
     Args:
         model: Any model; its `num_prefix_tokens` and `patch_embed.grid_size` are used where it has them.
         attention: The layer class to put in.
+        keep_softmax: Numbers of the attentions that stay as they are: 0 for the first that could be replaced, in the
+            model's order, -1 for the last. A module that stands in several places counts once.
         num_prefix_tokens: Class or register tokens, if the model does not say.
         **options: Arguments of the layer, such as `local_residual` or `feature_map`.
 
@@ -50,9 +55,9 @@ def convert_attention(
         The names of the replaced modules; a module that stands in several places has several.
 
     Raises:
-        ValueError: No attention could be replaced (the message says why for each candidate), or a local residual would
-            have to guess the number of prefix tokens, or look for neighbors of patches that a model drops in training.
-            The model is unchanged.
+        ValueError: No attention could be replaced (the message says why for each candidate), or `keep_softmax` has a
+            number that no attention has, or keeps all; or a local residual would have to guess the number of prefix
+            tokens, or look for neighbors of patches that a model drops in training. The model is unchanged.
     """
     if hasattr(model, "qkv") and hasattr(model, "proj"):
         raise ValueError(
@@ -69,6 +74,7 @@ def convert_attention(
         if hasattr(module, "qkv") and hasattr(module, "proj") and not isinstance(module, TokenAttention)
     }
     new_modules: dict[nn.Module, TokenAttention] = {}
+    tried: dict[tuple[Any, ...], ValueError | None] = {}  # what the trial of equal modules gave
     refused: dict[nn.Module, str] = {}
     for name, module in places.items():
         if module in new_modules or module in refused:
@@ -78,7 +84,7 @@ def convert_attention(
             prefix = getattr(_nearest_owner(model, name, "num_prefix_tokens"), "num_prefix_tokens", None)
         try:
             new = attention.from_softmax(module, num_prefix_tokens=0 if prefix is None else prefix, **options)
-            _check_is_softmax_attention(module)
+            _check_is_softmax_attention(module, tried)
             new_modules[module] = new
             is_prefix_known &= prefix is not None or not new.has_local_term
         except ValueError as error:
@@ -88,6 +94,8 @@ def convert_attention(
         has_own = any(isinstance(module, TokenAttention) for module in modules.values())
         own = "its attention is one of this library's already" if has_own else "no module has both `qkv` and `proj`"
         raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
+    kept = _resolve_numbers(keep_softmax, len(new_modules))
+    new_modules = {module: new for number, (module, new) in enumerate(new_modules.items()) if number not in kept}
     if not is_prefix_known:
         _check_has_no_prefix_tokens(model)
     if any(new.has_local_term for new in new_modules.values()):
@@ -101,7 +109,33 @@ def convert_attention(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new_modules[places[name]])
     _connect_grids(model, converted)
+    given = options if num_prefix_tokens is None else {**options, "num_prefix_tokens": num_prefix_tokens}
+    _record(model, attention, kept, given)
     return converted
+
+
+def _resolve_numbers(numbers: Collection[int], count: int) -> list[int]:
+    """Return numbers of attentions without repetition, sorted and counted from the start."""
+    if unknown := [number for number in numbers if type(number) is not int or not -count <= number < count]:
+        raise ValueError(
+            f"keep_softmax must have whole numbers from {-count} to {count - 1}, since {count} attentions can be "
+            f"replaced, got {unknown[0]!r}"
+        )
+    kept = sorted({number % count for number in numbers})
+    if len(kept) == count:
+        raise ValueError(f"keep_softmax names all {count} attentions, so none would be replaced; leave some out")
+    return kept
+
+
+def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], options: Mapping[str, Any]) -> None:
+    """Note on the model what was done, so that files of its weights can say it."""
+    name = attention.__name__.removesuffix("Attention").lower()
+    record = {"attention": name, "keep_softmax": kept, "options": dict(options)}
+    if (before := getattr(model, RECORD, None)) is not None:  # of the attentions that were kept, some are kept again
+        record["keep_softmax"] = [before["keep_softmax"][number] for number in kept]
+        if (before["attention"], before["options"]) != (name, record["options"]):
+            record["attention"] = f"{before['attention']} and {name}"  # not one conversion: no file can describe it
+    setattr(model, RECORD, record)
 
 
 def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
@@ -205,21 +239,35 @@ def _check_keeps_all_patches(model: nn.Module) -> None:
         )
 
 
+def _check_is_softmax_attention(attention: nn.Module, tried: dict[tuple[Any, ...], ValueError | None]) -> None:
+    """Check on random tokens `[B, N, C]` that a module gives the output of softmax attention with its projections.
+
+    Modules of equal structure and settings are tried once: `tried` has the outcomes.
+    """
+    plain = {name: value for name, value in vars(attention).items() if isinstance(value, (bool, int, float, str))}
+    key = (type(attention), repr(attention), tuple(plain.items()))
+    if key not in tried:
+        tried[key] = _try_as_softmax_attention(attention)
+    if (error := tried[key]) is not None:
+        raise error
+
+
 @torch.no_grad()
-def _check_is_softmax_attention(attention: nn.Module) -> None:
-    """Check on random tokens `[B, N, C]` that a module gives the output of softmax attention with its projections."""
+def _try_as_softmax_attention(attention: nn.Module) -> ValueError | None:
+    """Return why a module is not softmax attention, as an error; None if it is."""
     name = type(attention).__name__
     try:
         with torch.device("cpu"):  # the caller may have set another default
             is_the_same = _is_softmax_attention(attention)
     except Exception as error:  # a module made for something else can fail in any way
-        raise ValueError(
+        return ValueError(
             f"cannot convert {name}: it does not take tokens [B, N, C] alone ({type(error).__name__}: {error})"
-        ) from error
+        )
     if not is_the_same:
-        raise ValueError(
+        return ValueError(
             f"cannot convert {name}: on tokens [B, N, C] it does something else than softmax attention over the tokens"
         )
+    return None
 
 
 def _is_softmax_attention(attention: nn.Module) -> bool:

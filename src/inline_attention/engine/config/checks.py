@@ -16,7 +16,7 @@ from inline_attention.data.on_device import unsupported_policy
 from inline_attention.engine.config.reading import from_mapping, to_mapping
 from inline_attention.engine.config.resolving import ResolvedValues, optimizer_arguments, resolve
 from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, TrainConfig
-from inline_attention.models.described import create_described_model
+from inline_attention.models.described import ModelDescriptionError, create_described_model
 from inline_attention.models.registry import create_model
 from inline_attention.support.settings import ConfigError, Problem, shown
 from inline_attention.support.text import did_you_mean, install_command
@@ -190,6 +190,14 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("model.arguments", f"{settings.name} cannot be built with these: {error}")
         else:
             yield Problem("model.name", str(error))
+        return
+    try:
+        if settings.conversion is not None:
+            settings.conversion.apply(model)
+    except ModelDescriptionError:
+        return  # reported elsewhere
+    except ValueError as error:
+        yield Problem("model.attention", str(error))
         return
     channels, height, width = settings.input_size(model)
     try:
