@@ -361,7 +361,11 @@ def run_teacher(teacher: nn.Module, images: Tensor, size: Size | None) -> tuple[
 def run_with_tokens(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return a model's output `[B, K]` and final tokens `[B, N, C]`."""
     found: list[Tensor] = []
-    handle = token_layer(model).register_forward_hook(lambda _layer, _arguments, output: found.append(output))
+
+    def record(_layer: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
+        found.append(output)
+
+    handle = token_layer(model).register_forward_hook(record)
     try:
         output = model(images)
     finally:
