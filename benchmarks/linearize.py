@@ -90,7 +90,7 @@ EXPERIMENTS = {
             "training.total_batch_size=64", "optimizer.lr=1e-3", "training.validation_interval=60",
             "checkpoints.keep_last=1", "checkpoints.interval_epochs=60",
         ),
-        shares=(2, 5, 10),
+        shares=(2, 10),
     ),
     "cifar10": Experiment(
         "cifar10", 160, ("model.arguments={patch_size: 2}", "model.img_size=32", *LONG), shares=(1, 5, 10, 25)

@@ -165,7 +165,7 @@ def test_settings_that_do_not_fit_are_named(tmp_path, teacher, overrides, path, 
 
 
 def test_missing_weights_are_refused_before_training(tmp_path, teacher):
-    with pytest.raises(CheckpointError, match="does not exist|cannot be"):
+    with pytest.raises(CheckpointError, match=r"gone.safetensors"):
         linearize(student(tmp_path, teacher, f"model.initial_checkpoint={tmp_path / 'gone.safetensors'}"))
 
 
@@ -183,7 +183,7 @@ def test_pretrained_weights_are_kept_in_a_file(tmp_path, monkeypatch):
     assert loaded == [(NAME, True)]
     assert json.loads(open_checkpoint(path).metadata["model_arguments"]) == {"num_classes": 5}
     monkeypatch.setattr(linearizing, "create_model", lambda *_, **__: timm.create_model("no such model"))
-    with pytest.raises(ValueError, match="cannot be loaded .* --initial-checkpoint FILE"):
+    with pytest.raises(ValueError, match=r"cannot be loaded .* --initial-checkpoint FILE"):
         fetch_teacher(NAME, tmp_path / "other.safetensors")
 
 

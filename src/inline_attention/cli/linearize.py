@@ -51,9 +51,7 @@ def linearize(
     keep_softmax: Annotated[
         str | None, typer.Option(help="Blocks that keep softmax, from 0, such as 4,8.", show_default="none")
     ] = None,
-    keep_softmax_most: Annotated[
-        int, typer.Option(min=0, help="Number of blocks that lose most and keep softmax.")
-    ] = 0,
+    keep_worst: Annotated[int, typer.Option(min=0, help="Number of blocks that lose most and keep softmax.")] = 0,
     attention_epochs: Annotated[
         int, typer.Option(min=0, help="Epochs of a first phase on each attention's output.")
     ] = 0,
@@ -69,8 +67,8 @@ def linearize(
     --experiment, --resume and others.
     """
     pixels, blocks = None if size is None else parse_size(size), parse_blocks(keep_softmax)
-    if blocks and keep_softmax_most:
-        fail("--keep-softmax names blocks and --keep-softmax-most counts them; give one of the two")
+    if blocks and keep_worst:
+        fail("--keep-softmax names blocks and --keep-worst counts them; give one of the two")
     from inline_attention.cli.flags import overrides_of
     from inline_attention.engine.interruption import InterruptedBySignalError
     from inline_attention.engine.linearize import linearize as run
@@ -81,8 +79,8 @@ def linearize(
     given += [] if blocks is None else [f"model.keep_softmax={blocks}"]
     config = read_linearize_settings(model, given, features=features)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    if keep_softmax_most:
-        config = _keep_blocks_that_lose_most(config, keep_softmax_most, is_main=is_main)
+    if keep_worst:
+        config = _keep_blocks_that_lose_most(config, keep_worst, is_main=is_main)
     try:
         result = run(config, attention_epochs=attention_epochs, on_note=say)
     except InterruptedBySignalError as error:
