@@ -32,6 +32,7 @@ _KNOWN = ("qkv.", *(f"{name}." for name in (*_SEPARATE, *_OUTPUTS, "q_norm", "k_
 # Parts of parameter names, and arguments, that add a term to the scores of every pair of tokens.
 _POSITION_BIASES = ("relative_position_bias_table", "rel_pos")
 _BIAS_ARGUMENTS = {"shared_rel_pos_bias", "shared_rel_pos"}
+_BIAS_SETTINGS = ("use_relative_position_bias", "use_shared_relative_position_bias")  # of transformers' BEiT
 _ARGUMENTS = {
     "timm": {"x", "attn_mask", "is_causal", "rope"} | _BIAS_ARGUMENTS,
     "transformers": {"hidden_states", "attention_mask", "position_embeddings", "kwargs", "output_attentions"},
@@ -110,6 +111,11 @@ def take_apart(attention: nn.Module) -> Parts:
     config = getattr(attention, "config", None)
     if style == "transformers" and config is not None and not hasattr(config, "patch_size"):
         raise ValueError(f"cannot convert {name}: its tokens are not patches of an image, but text or sound")
+    if any(getattr(config, flag, False) for flag in _BIAS_SETTINGS):
+        raise ValueError(
+            f"cannot convert {name}: the model adds relative positions to its scores, and linear-time attention has no "
+            "scores per pair of tokens; timm's BEiT can be converted without them (drop_position_bias=True)"
+        )
     position_biases += sorted(arguments & _BIAS_ARGUMENTS)
     return Parts(
         name=name,

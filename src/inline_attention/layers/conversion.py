@@ -106,6 +106,11 @@ def convert_attention(
             elif prefix is None:
                 prefix = _find_prefix_tokens(model, name, parts.style)
             new = _build(attention, module, parts, prefix or 0, options, takes_maps)
+            if parts.style == "transformers" and new.has_local_term and _find_patch_embed(model, name)[1] is None:
+                raise ValueError(
+                    f"cannot convert {parts.name}: {type(model).__name__} does not tell the grid of its tokens, which "
+                    "the local residual needs; pass local_residual=False"
+                )
             new_modules[module] = new
             is_prefix_known &= prefix is not None or not new.has_local_term
         except ValueError as error:
@@ -291,10 +296,13 @@ def _check_has_no_prefix_tokens(model: nn.Module) -> None:
 
 def _check_keeps_all_patches(model: nn.Module) -> None:
     rate = max(getattr(getattr(module, "patch_drop", None), "prob", 0.0) for module in model.modules())
+    rate, remedy = max(
+        (rate, "patch_drop_rate=0"), (getattr(getattr(model, "config", None), "mask_ratio", 0.0), "mask_ratio=0")
+    )
     if rate > 0:
         raise ValueError(
             f"{type(model).__name__} drops {rate:.0%} of its patches in training, and those that are left have no grid "
-            "for the local residual; create it with patch_drop_rate=0, or pass local_residual=False"
+            f"for the local residual; create it with {remedy}, or pass local_residual=False"
         )
 
 
