@@ -181,7 +181,7 @@ CONVERTED_ATTENTIONS: dict[str, type[TokenAttention]] = {"inline": InLineAttenti
 _CONVERSION: dict[str, _Rule] = {
     "attention": _word(*CONVERTED_ATTENTIONS),
     "keep_softmax": _list_of(_integer(-512, 511), *range(513)),
-    "options": _options({**_LAYER, "num_prefix_tokens": _COUNT}),
+    "options": _options({**_LAYER, "num_prefix_tokens": _COUNT, "drop_position_bias": _FLAG}),
 }
 _OURS: dict[str, _Rule] = {**_EVERY_MODEL, "attention_options": _optional(_ATTENTION)}
 _PYRAMID: dict[str, _Rule] = {
