@@ -103,11 +103,13 @@ def read_linearize_settings(model: str, given: Sequence[str], *, features: bool)
 
     Pretrained weights of timm are written to the run's folder first, unless they are there.
     """
+    import timm
+
     from inline_attention.cli.flags import read_settings
     from inline_attention.engine.config import with_overrides
     from inline_attention.engine.linearize import TEACHER_FILE, describe_teacher, fetch_teacher
-    from inline_attention.models import create_model
     from inline_attention.recipes import get_recipe
+    from inline_attention.support.text import did_you_mean
 
     recipe, path = "linearize_features" if features else "linearize_classifier", Path(model)
     plain = with_overrides(get_recipe(recipe).config, given)
@@ -118,8 +120,10 @@ def read_linearize_settings(model: str, given: Sequence[str], *, features: bool)
     if path.exists():
         source, name = path, None if name is None else json.loads(name)
     else:
-        if name is not None or not _is_model(model):
-            create_model(model)  # raises with the nearest names
+        if not timm.is_model(model):
+            hint = did_you_mean(model, timm.list_models(pretrained=True)) or "; `inline models --all` lists models"
+            fail(f"expected a model of timm, a run or a file of weights, got {model}{hint}")
+        if name is not None:
             fail(f"--model names the model of a weights file, got {model}, which is a model itself; leave --model out")
         name = model
         if plain.model.initial_checkpoint is None:
@@ -129,14 +133,6 @@ def read_linearize_settings(model: str, given: Sequence[str], *, features: bool)
             source = Path(plain.model.initial_checkpoint)
     described = describe_teacher(source, name)
     return read_settings(recipe, [*place, *described, *given, *place])
-
-
-def _is_model(name: str) -> bool:
-    import timm
-
-    import inline_attention  # noqa: F401 - registers its models
-
-    return timm.is_model(name)
 
 
 def _keep_blocks_that_lose_most(config: TrainConfig, count: int, *, is_main: bool) -> TrainConfig:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from inline_attention.engine.checkpoint_format import find_weights
@@ -17,7 +18,7 @@ from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.train import build_task, checkpoint_to_resume, run_folder, train
 from inline_attention.models.checkpoints import save_weights
-from inline_attention.models.described import conversion_of, read_description
+from inline_attention.models.described import conversion_of, create_described_model, read_description
 from inline_attention.models.reading import open_checkpoint
 from inline_attention.models.registry import create_model
 from inline_attention.support.files import read_bounded, write_atomically
@@ -58,6 +59,11 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
     settings = {"model.arguments": json.dumps(further)}
     if described.image_size is not None:
         settings["model.img_size"] = settings["distillation.teacher_size"] = json.dumps(described.image_size)
+    else:
+        with torch.device("meta"):
+            model: Any = create_described_model(described.name, described.arguments)
+        if hasattr(model, "set_input_size"):  # others have no image size
+            settings["distillation.teacher_size"] = json.dumps(model.pretrained_cfg["input_size"][1:])
     if described.crop_pct is not None:
         settings["data.crop_pct"] = json.dumps(described.crop_pct)
     texts = {"model.name": described.name, "model.initial_checkpoint": str(file.path)}

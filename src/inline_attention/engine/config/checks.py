@@ -168,7 +168,7 @@ def _check_distillation(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("augmentation.mixup", f"{message}; add --mixup 0 --cutmix 0")
     if settings.match == "attention":
         sizes = (settings.teacher_size, config.model.img_size)
-        if settings.teacher_size is not None and to_2tuple(sizes[0]) != to_2tuple(sizes[1]):
+        if None not in sizes and to_2tuple(sizes[0]) != to_2tuple(sizes[1]):
             message = f"expected the student's size, since single layers are compared, got {sizes[0]} and {sizes[1]}"
             yield Problem("distillation.teacher_size", f"{message}; leave it out")
         if config.distributed.strategy == "fsdp2":
