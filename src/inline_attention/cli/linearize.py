@@ -121,7 +121,7 @@ def read_linearize_settings(model: str, given: Sequence[str], *, features: bool)
         source, name = path, None if name is None else json.loads(name)
     else:
         if not timm.is_model(model):
-            hint = did_you_mean(model, timm.list_models(pretrained=True)) or "; `inline models --all` lists models"
+            hint = did_you_mean(model, timm.list_models()) or "; `inline models --all` lists models"
             fail(f"expected a model of timm, a run or a file of weights, got {model}{hint}")
         if name is not None:
             fail(f"--model names the model of a weights file, got {model}, which is a model itself; leave --model out")
