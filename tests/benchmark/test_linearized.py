@@ -56,11 +56,14 @@ def test_another_error_is_named(models, monkeypatch):
     assert cell.note == "not possible: RuntimeError: odd size"
 
 
-def test_what_would_take_too_long_or_too_much_is_left_out(monkeypatch):
-    slow = SpeedCell("teacher", 1024, 1, images_per_second=0.1, peak_bytes=2**30)
-    assert linearized._too_costly(slow, 2048, 1, CPU) == "left out: may take 160 s"
-    quick = SpeedCell("teacher", 1024, 1, images_per_second=10.0, peak_bytes=2**30)
+def test_what_would_take_too_long_or_too_much_is_left_out(models, monkeypatch):
+    softmax, linear = models["teacher"], models["student"]
+    slow = SpeedCell("", 1024, 1, images_per_second=0.1, peak_bytes=2**30)
+    assert linearized._too_costly(linear, slow, 2048, 1, CPU) == "left out: may take 40 s"  # in step with the pixels
+    # Nearly with their square: 5,350 tokens then 21,399, 6 · 16 channels.
+    assert linearized._too_costly(softmax, slow, 2048, 1, CPU) == "left out: may take 158 s"
+    quick = SpeedCell("", 1024, 1, images_per_second=10.0, peak_bytes=2**30)
     monkeypatch.setattr(linearized, "_free_memory", lambda: 2**31)
-    assert linearized._too_costly(quick, 2048, 1, CPU) == "does not fit: needs about 4.0 GiB"
+    assert linearized._too_costly(softmax, quick, 2048, 1, CPU) == "does not fit: needs about 4.0 GiB"
     monkeypatch.setattr(linearized, "_free_memory", lambda: 2**34)
-    assert linearized._too_costly(quick, 2048, 1, CPU) is None
+    assert linearized._too_costly(softmax, quick, 2048, 1, CPU) is None

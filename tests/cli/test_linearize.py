@@ -113,7 +113,7 @@ def test_broken_pictures_are_named(invoke, teacher, pictures):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["vit_tiny_patch16_22", "--data-dir", "x"], "did you mean vit_tiny_patch16_"),
+        (["vit_tiny_patch16_22", "--data-dir", "x"], "did you mean vit_tiny_patch16_224"),
         (["TEACHER", "--keep-softmax", "two"], "expected numbers of blocks"),
         (["TEACHER", "--keep-softmax", "0", "--keep-worst", "1", *DIGITS], "give one of the two"),
         (["TEACHER", "--keep-worst", "2", *DIGITS], "must be below 2"),

@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from data.conftest import add_to_tar, jpeg, noise, write_pictures
 from inline_attention.data.broken import BrokenImages

@@ -26,6 +26,7 @@ from inline_attention.benchmark.timing import (
     release_memory,
     reset_peak,
 )
+from inline_attention.layers.attention import KernelAttention
 
 SIZES = (224, 512, 1024, 2048)
 LONGEST_CALL = 30.0  # seconds that one batch may be expected to take
@@ -77,7 +78,7 @@ def _measure(
     name: str, model: nn.Module, size: int, device: torch.device, seconds: float, last: SpeedCell | None
 ) -> SpeedCell:
     batch = constant_pixel_batch(size, device)
-    if last is not None and (reason := _too_costly(last, size, batch, device)) is not None:
+    if last is not None and (reason := _too_costly(model, last, size, batch, device)) is not None:
         return SpeedCell(name, size, batch, note=reason)
     for images in dict.fromkeys((batch, 1)):  # a smaller GPU still takes one image
         try:
@@ -124,11 +125,11 @@ def _peak_since(before: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-def _too_costly(last: SpeedCell, size: int, batch: int, device: torch.device) -> str | None:
+def _too_costly(model: nn.Module, last: SpeedCell, size: int, batch: int, device: torch.device) -> str | None:
     """Return why a larger size is left out, from the last one that was measured; None if it can be tried."""
     assert last.images_per_second is not None
     ratio = (size / last.size) ** 2
-    seconds = batch / last.images_per_second * ratio**2  # softmax over the image: the square of the tokens
+    seconds = batch / last.images_per_second * _cost(model, size) / _cost(model, last.size)
     if seconds > LONGEST_CALL:
         return f"left out: may take {seconds:,.0f} s"
     if device.type != "cuda" and last.peak_bytes:
@@ -136,6 +137,14 @@ def _too_costly(last: SpeedCell, size: int, batch: int, device: torch.device) ->
         if free is not None and needed > SHARE_OF_MEMORY * free:
             return f"{NO_ROOM}: needs about {needed / 2**30:.1f} GiB"
     return None
+
+
+def _cost(model: nn.Module, size: int) -> float:
+    """Return multiply-adds by image size up to a factor: 12 N C² of a block's projections, 2 N² C of its softmax."""
+    attentions = [module for module in model.modules() if hasattr(module, "proj") and hasattr(module, "num_heads")]
+    softmax = [module for module in attentions if not isinstance(module, KernelAttention)]
+    tokens, channels = (size / _patch_side(model)) ** 2, getattr(model, "num_features", 1)
+    return tokens * (1 + len(softmax) / max(1, len(attentions)) * tokens / (6 * channels))
 
 
 def _free_memory() -> int | None:
@@ -147,6 +156,10 @@ def _free_memory() -> int | None:
 
 def _whole_patches(model: nn.Module, size: int) -> int:
     """Return the nearest side that whole patches cover."""
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", 1)
-    side = patch if isinstance(patch, int) else patch[0]
+    side = _patch_side(model)
     return max(1, round(size / side)) * side
+
+
+def _patch_side(model: nn.Module) -> int:
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", 1)
+    return patch if isinstance(patch, int) else patch[0]
