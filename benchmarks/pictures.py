@@ -21,6 +21,7 @@ import typer
 import cpu_attention
 from inline_attention.ablation.tables import AblationFile, draw_ablation
 from inline_attention.analysis.collision_cases import draw_collision_cases, measure_injectivity
+from inline_attention.analysis.softmax_series import draw_series, measure_series
 from inline_attention.analysis.training_curves import (
     EpochFigures,
     TrainingCurves,
@@ -58,6 +59,7 @@ def main(demo: Annotated[Path | None, typer.Option(help="Take new results from t
     small_print = "inline_deit_tiny with 2×2 patches on CIFAR-10, 6 epochs; top-1 of the test images."
     draw_ablation(ablation.results, RESULTS, "cifar10_ablation", title=ablation.title, small_print=small_print)
     draw_collision_cases(measure_injectivity(), IMAGES / "injectivity.png")
+    draw_series(measure_series(), IMAGES / "softmax_series.png")
     draw_training_curves(read_curves(), IMAGES, name="digits_curves", formats=("png",))
     take_screenshot()
 

@@ -1,13 +1,14 @@
 """Injective linear attention (InLine) for vision.
 
 Public names are imported on first use, so that `import inline_attention` takes no time and the op needs only PyTorch.
-The models are registered with timm as soon as both packages are imported, in either order.
+The models are registered with timm, and the attention with transformers, as soon as both packages are imported, in
+either order.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from inline_attention import timm_registration
+from inline_attention import registration
 
 if TYPE_CHECKING:
     from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
@@ -78,4 +79,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PUBLIC})
 
 
-timm_registration.install()
+registration.install()

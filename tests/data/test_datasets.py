@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from data.conftest import add_to_tar, jpeg, noise, write_pictures
 from inline_attention.data.broken import BrokenImages
@@ -390,3 +391,24 @@ def test_names_of_files_and_classes_are_shown_as_text(tmp_path):
         open_dataset("folder", tmp_path / name.strip())
     assert str(caught.value).isprintable()
     assert str(caught.value).encode()
+
+
+def test_pictures_without_classes_are_split_or_held_out(tmp_path):
+    for number in range(20):
+        path = tmp_path / "some" / f"{number:02}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4)).save(path)
+    parts = {split: open_dataset("pictures", tmp_path, split) for split in ("train", "validation")}
+    names = {split: {source.name(index) for index in range(len(source))} for split, source in parts.items()}
+    assert {split: len(found) for split, found in names.items()} == {"train": 18, "validation": 2}
+    assert not names["train"] & names["validation"]
+    assert parts["train"].load(0).size == (4, 4)
+    (tmp_path / "some").rename(tmp_path / "train")
+    assert len(open_dataset("pictures", tmp_path, "train")) == 20
+    with pytest.raises(DataError, match="none for the split 'validation'"):
+        open_dataset("pictures", tmp_path, "validation")
+    with pytest.raises(DataError, match="does not exist"):
+        open_dataset("pictures", tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no picture"):
+        open_dataset("pictures", tmp_path / "empty")

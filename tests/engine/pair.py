@@ -13,6 +13,7 @@ import torch
 from engine import forks
 from engine.dense import dense_config
 from inline_attention.engine import evaluate, trainer
+from inline_attention.engine import linearize as linearizing
 from inline_attention.engine import train as training
 from inline_attention.engine.config import with_overrides
 from inline_attention.recipes import get_recipe
@@ -71,6 +72,13 @@ def train(overrides, rank):
     """The last evaluation of a run."""
     del rank
     return training.train(with_overrides(get_recipe("digits").config, overrides))[1]
+
+
+def linearize(overrides, attention_epochs, rank):
+    """The figures of each stage."""
+    del rank
+    config = with_overrides(get_recipe("digits").config, overrides)
+    return linearizing.linearize(config, attention_epochs=attention_epochs).figures
 
 
 def train_in_folders_of_their_own(overrides, folder, rank):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from inline_attention.layers.adapted_attention import AdaptedAttention
 from inline_attention.layers.attention import SoftmaxAttention, TokenAttention
 from inline_attention.layers.grids import Windows
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention, relative_position_index
@@ -259,13 +260,18 @@ def _add_hooks(
     replacement: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = signature.bind(*args, **kwargs).arguments
+        if isinstance(attention, AdaptedAttention):
+            arguments = attention.translate(*args, **kwargs)
+        else:
+            arguments = signature.bind(*args, **kwargs).arguments
         if arguments.get("key_padding_mask") is not None or arguments.get("attn_mask") is not None:
             raise ValueError("images of unequal size cannot be analyzed in one batch; run them one by one")
         if isinstance(attention, TokenAttention):
             mixed = on_layer(_read_token_attention(attention, name, index, arguments))
         else:
             mixed = on_layer(_read_grid_attention(attention, name, index, arguments))
+        if mixed is not None and isinstance(attention, TokenAttention):
+            mixed = attention.finish(mixed.to(arguments["x"].dtype), arguments["x"])
         replacement[:] = [] if mixed is None else [mixed]
 
     def before_projection(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
@@ -285,7 +291,7 @@ def _read_token_attention(
     local_input = arguments.get("local_input")
     local_weight = attention._local_weight(x if local_input is None else local_input, None)
     grid_size = attention._resolve_grid(x.shape[1], arguments.get("grid_size"), x)
-    q, k, v = attention._project(x, None, local_weight, grid_size)[:3]
+    q, k, v = attention._project(x, None, local_weight, grid_size, arguments.get("rope"))[:3]
     # Kernels may be views of parameters; an analysis needs no gradients.
     kernels = None if local_weight is None else local_weight.detach()
     static = attention.static_local

@@ -10,9 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
-import numpy as np
 import torch
-from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
@@ -21,11 +19,11 @@ from inline_attention.analysis.probes import LayerAttention, attention_layers, c
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
-from inline_attention.data.images import find_images, load_image
+from inline_attention.data.images import find_images
 from inline_attention.data.loading import ImageLoader
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sampling import EvaluationBatches
-from inline_attention.data.sources import DataError, ImageSource
+from inline_attention.data.sources import DataError, ImageSource, PictureSource
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.layers.attention import KernelAttention
@@ -99,21 +97,29 @@ def trained_subject(
     file = open_checkpoint(find_weights(path))
     classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
     described = read_description(file, model_name)
-    subject = _subject(classifier.model, described.name, size or described.image_size, described.crop_pct)
+    subject = describe_subject(classifier.model, described.name, size or described.image_size, described.crop_pct)
     # Only names from the file itself can be matched with those of a dataset.
     names = None if described.class_names is None else tuple(described.class_names)
     return replace(subject, weights=file.path, class_names=names)
 
 
 def untrained_subject(
-    model_name: str, *, size: tuple[int, int] | None = None, seed: int = 0, device: str = "auto", **arguments: Any
+    model_name: str,
+    *,
+    size: tuple[int, int] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+    **arguments: Any,
 ) -> Subject:
-    """Build a model with random weights; `arguments` are those of `create_model`."""
+    """Build a model with random weights, changed by `prepare`; `arguments` are those of `create_model`."""
     torch.manual_seed(seed)
-    model = create_model(model_name, **arguments).eval().to(find_device(device))
+    model = create_model(model_name, **arguments).eval()
+    prepare(model)
+    model = model.to(find_device(device))
     native: Any = to_2tuple(arguments["img_size"]) if "img_size" in arguments else None
     # A trained model of unusual size is evaluated on the whole picture.
-    return _subject(model, model_name, size or native, crop_pct=1.0 if native else None)
+    return describe_subject(model, model_name, size or native, crop_pct=1.0 if native else None)
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
@@ -138,7 +144,10 @@ def weights_note(subjects: Sequence[Subject]) -> str:
     return f"Untrained weights: {', '.join(untrained)}." if untrained else "Trained weights."
 
 
-def _subject(model: nn.Module, model_name: str, size: tuple[int, int] | None, crop_pct: float | None) -> Subject:
+def describe_subject(
+    model: nn.Module, model_name: str, size: tuple[int, int] | None, crop_pct: float | None
+) -> Subject:
+    """Return a subject of a built model at a size (H, W) and crop; None for the model's own."""
     wanted = {"crop_pct": crop_pct} | ({} if size is None else {"input_size": (3, *size)})
     config: dict[str, Any] = resolve_data_config(wanted, model=model)
     height, width = config["input_size"][1:]
@@ -160,22 +169,6 @@ class Chosen(TypedDict, total=False):
     on_progress: OnProgress
 
 
-class UnlabelledPictures(ImageSource):
-    """Picture files without classes."""
-
-    def __init__(self, location: Path, files: Sequence[Path]):
-        super().__init__(str(location), [""], np.zeros(len(files)))
-        self._files = list(files)
-
-    def load(self, index: int) -> Image.Image:
-        """Read a file."""
-        return load_image(self._files[index])
-
-    def name(self, index: int) -> str:
-        """Return a file's path."""
-        return str(self._files[index])
-
-
 def open_pictures(dataset: str, data_dir: Path | None, split: str) -> ImageSource:
     """Open pictures whose classes do not matter: a folder need not be sorted by class, and may be a single picture."""
     if dataset not in ("", "folder") or data_dir is None:
@@ -184,7 +177,7 @@ def open_pictures(dataset: str, data_dir: Path | None, split: str) -> ImageSourc
     if not files or not data_dir.exists():
         what = "holds no picture" if data_dir.exists() else "does not exist"
         raise DataError(f"{data_dir} {what}; give a folder of pictures with --data-dir, or --dataset digits")
-    return UnlabelledPictures(data_dir, files)
+    return PictureSource(str(data_dir), files)
 
 
 class SampledBatches(EvaluationBatches):

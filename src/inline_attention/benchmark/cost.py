@@ -173,9 +173,9 @@ def _measure_and_send(sender: Connection, kind: str, tokens: int, threads: int) 
         run(qkv[:, :WARM_UP_TOKENS].contiguous(), local_weight)
         with suppress(OSError):  # resets the recorded peak on Linux; elsewhere the warm-up leaves it close
             Path("/proc/self/clear_refs").write_text("5")
-        before = _peak_resident_bytes()
+        before = peak_resident_bytes()
         run(qkv, local_weight)
-        after = _peak_resident_bytes()
+        after = peak_resident_bytes()
         work = Work(lambda: run(qkv, local_weight), 1, qkv.device, "clock")
         timing = interleaved_timings({kind: work}, seconds=SECONDS_PER_POINT, at_least=1, at_most=REPEATS)[kind]
     peak = None if before is None or after is None else after - before
@@ -183,7 +183,8 @@ def _measure_and_send(sender: Connection, kind: str, tokens: int, threads: int) 
     sender.send(CostPoint(kind, tokens, timing.milliseconds, timing.runs, peak, note))
 
 
-def _peak_resident_bytes() -> int | None:
+def peak_resident_bytes() -> int | None:
+    """Return the peak memory of this process in bytes; None if the platform cannot tell."""
     try:
         import resource
     except ImportError:  # Windows

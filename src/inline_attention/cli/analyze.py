@@ -224,6 +224,44 @@ def masking(
 
 
 @analysis
+def linearize(
+    options: PictureOptions,
+    images: Images = 64,
+    free: Annotated[
+        float, typer.Option(min=0, max=100, help="Largest loss of the final tokens in percent that is free.")
+    ] = 10.0,
+    batch_size: BatchSize = 8,
+    workers: Workers = 2,
+) -> None:
+    """Measure which blocks of a softmax network can go linear without training, and suggest --keep-softmax.
+
+    For each block: the share of softmax's output beyond the mean value that InLine and linear attention explain, and
+    what the final tokens (and top-1, if the pictures have the model's classes) lose with this block converted alone and
+    together with all that lose less.
+    """
+    from inline_attention.analysis.linearize import draw_linearize, survey_linearize
+    from inline_attention.cli.analyze_runs import Survey, load_softmax_subjects
+    from inline_attention.cli.analyze_tables import linearize_table
+    from inline_attention.cli.printing import say
+
+    survey = Survey(
+        "linearize", options, images=images, batch_size=batch_size, workers=workers, labelled=None,
+        load=load_softmax_subjects,
+    )  # fmt: skip
+    found = survey.measure(survey_linearize)
+    survey.finish(
+        [linearize_table(found)],
+        {"linearize": {label: result.blocks for label, result in found.items()}},
+        {"free": free, "keep_softmax": {label: result.keep_softmax(free) for label, result in found.items()}},
+        lambda: draw_linearize(found, survey.note, options.output),
+    )
+    for label, result in found.items():
+        kept = result.keep_softmax(free)
+        advice = f"--keep-softmax {','.join(map(str, kept))}" if kept else "none: all blocks can go linear"
+        say(f"{label}: keep at most {free:g} % lost without training: {advice}", err=True)
+
+
+@analysis
 def attention_map(
     options: ModelOptions,
     image: Annotated[Path | None, typer.Argument(help="Picture file.", show_default="a digit")] = None,

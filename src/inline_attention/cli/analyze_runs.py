@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
+from inline_attention.analysis.linearize import as_probed_softmax, softmax_subject
 from inline_attention.analysis.scaling import twins_of
 from inline_attention.analysis.subjects import (
     PictureSample,
@@ -25,11 +27,12 @@ from inline_attention.benchmark.results import flat_row, write_results
 from inline_attention.cli.analyze import ModelOptions, PictureOptions
 from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, say, warn, writing_to
 from inline_attention.data.datasets import open_dataset
+from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
 from inline_attention.support.figures import numbered_styles
 
-DEFAULT_MODEL = "inline_deit_tiny"
+DEFAULT_MODEL, SOFTMAX_MODEL = "inline_deit_tiny", "vit_tiny_patch16_224"
 SHOWN_BROKEN = 3
 Result = TypeVar("Result")
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -49,17 +52,19 @@ class Survey:
         images: int,
         batch_size: int = 1,
         workers: int = 0,
-        labelled: bool = False,
+        labelled: bool | None = False,
+        load: Callable[..., list[Subject]] | None = None,
     ):
+        """Open pictures, with classes if `labelled` (None: if they have any), and load models, by `load` if given."""
         self._name, self._options = name, options
         self._console = start(options.output, name)
         in_memory = options.source == "digits"  # nothing to read: processes would only cost time
-        source = (open_dataset if labelled else open_pictures)(options.source, options.data_dir, options.split)
+        source = _open_source(options, labelled)
         self._sample = PictureSample(
             source, images=images, seed=options.seed, batch_size=batch_size, workers=0 if in_memory else workers
         )
         arguments = {"num_classes": len(source.class_names)} if labelled else {}
-        self._subjects = load_subjects(options, for_digits=in_memory, **arguments)
+        self._subjects = (load or load_subjects)(options, for_digits=in_memory, **arguments)
         self._settings = options.described() | {"images": images}
         self.note = weights_note(self._subjects)
         self.styles = numbered_styles({subject.label: subject.kind for subject in self._subjects})
@@ -131,6 +136,33 @@ def finish(
         files += draw_if_possible(draw) or []
     console.print(f"{', '.join(file.name for file in files)} are in", soft_wrap=True)
     say(output)
+
+
+def _open_source(options: PictureOptions, labelled: bool | None) -> ImageSource:
+    if labelled is None:
+        with suppress(DataError):
+            return open_dataset(options.source, options.data_dir, options.split)
+    return (open_dataset if labelled else open_pictures)(options.source, options.data_dir, options.split)
+
+
+def load_softmax_subjects(options: ModelOptions, *, for_digits: bool) -> list[Subject]:
+    """Return the softmax models of the options, or a small untrained one."""
+    common: dict[str, Any] = {"size": options.image_size, "device": options.device}
+    names = options.model or []
+    if options.checkpoint:
+        if len(names) > 1 or (names and len(options.checkpoint) > 1):
+            fail("--model names the model of one --checkpoint; analyze them separately")
+        model = names[0] if names else None
+        return with_distinct_labels([softmax_subject(path, model_name=model, **common) for path in options.checkpoint])
+    if not names and not for_digits:
+        fail("expected a softmax model with trained weights; name a run or a file with --checkpoint")
+    arguments = DIGITS.config.model.model_arguments() if for_digits and not names else {}
+    subjects = [
+        untrained_subject(name, seed=options.seed, prepare=as_probed_softmax, **common, **arguments)
+        for name in names or [SOFTMAX_MODEL]
+    ]
+    warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
+    return subjects
 
 
 def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from inline_attention.analysis.attention_map import AttentionMaps
 from inline_attention.analysis.confusion import ConfusionCount, by_image
 from inline_attention.analysis.injectivity import EQUAL_ROWS, EQUAL_ROWS_OF_CALLABLES, CollisionRate, KeyCondition
+from inline_attention.analysis.linearize import LinearizeSurvey
 from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.masking import MaskingResult
 from inline_attention.analysis.scaling import ScalingPoint
@@ -132,6 +133,26 @@ def masking_table(results: Mapping[str, Sequence[MaskingResult]]) -> Table:
         rows,
         "random: as many tokens as the neighborhood has. 3×3 term hidden: it does not see them either.",
         texts=3,
+    )
+
+
+def linearize_table(surveys: Mapping[str, LinearizeSurvey]) -> Table:
+    """Return a row per model and block."""
+    rows = []
+    for label, survey in surveys.items():
+        for item in survey.blocks:
+            shares = (item.inline_r2, item.linear_r2, item.lost_alone, item.lost_together)
+            inline, linear, alone, together = (f"{share:.1f}" for share in shares)
+            top1 = [NOTHING if value is None else f"{value:.1f}" for value in (item.top1_alone, item.top1_together)]
+            rows.append([label, str(item.block), inline, linear, alone, top1[0], str(item.order), together, top1[1]])
+    accuracy = ", ".join(f"{label} {survey.top1:.1f}" for label, survey in surveys.items() if survey.top1 is not None)
+    return _table(
+        "What each block loses without softmax, untrained",
+        ("model", "block", "InLine R² %", "linear R² %", "lost alone %", "top-1", "order", "lost together %", "top-1"),
+        rows,
+        "R²: share of softmax's output beyond the mean value. Lost: share of the final tokens' variance. Together: "
+        f"with all blocks of lower order.{f' Top-1 with softmax: {accuracy}.' if accuracy else ''}",
+        texts=1,
     )
 
 

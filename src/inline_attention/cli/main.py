@@ -14,6 +14,7 @@ from inline_attention.cli.convert import convert
 from inline_attention.cli.data import data_app
 from inline_attention.cli.errors import Commands
 from inline_attention.cli.evaluate import evaluate
+from inline_attention.cli.linearize import linearize
 from inline_attention.cli.models import models
 from inline_attention.cli.options import Device, Output, parse_numbers
 from inline_attention.cli.predict import predict
@@ -35,6 +36,7 @@ app.command()(models)
 app.command()(convert)
 app.command()(predict)
 app.command(context_settings=TAKES_FLAGS)(train)
+app.command(context_settings=TAKES_FLAGS)(linearize)
 app.command("eval")(evaluate)
 
 

@@ -28,6 +28,7 @@ from inline_attention.data.sources import (
     ImageSource,
     find_split_folder,
     is_training_split,
+    unlabelled_pictures,
 )
 from inline_attention.support.text import install_command, some_of
 
@@ -104,6 +105,7 @@ def open_dataset(
     Args:
         dataset: One of
             - "folder" (or ""): images in `data_dir`/SPLIT/CLASS, or in `data_dir`/CLASS if there is but one split;
+            - "pictures": images anywhere in `data_dir`/SPLIT, without classes; without splits, one of ten is held out;
             - "digits": handwritten digits inside this package;
             - "cifar10": the binary version, packed or not, or a folder of images, in `data_dir`;
             - "hfds/NAME": a dataset of the Hugging Face Hub, kept in `data_dir`;
@@ -125,10 +127,13 @@ def open_dataset(
     if kind == "wds":
         pattern = split if ".tar" in split else rest.replace("{split}", split)
         return ShardSource(find_shards(data_dir or "", pattern), os.path.join(data_dir or "", pattern))
-    if dataset not in ("", "folder", "cifar10"):
-        raise DataError(f"unknown dataset {dataset!r}; expected folder, digits, cifar10, hfds/NAME or wds/PATTERN")
+    if dataset not in ("", "folder", "pictures", "cifar10"):
+        known = "folder, pictures, digits, cifar10, hfds/NAME or wds/PATTERN"
+        raise DataError(f"unknown dataset {dataset!r}; expected {known}")
     if data_dir is None:
         raise DataError(f"the dataset {dataset or 'folder'!r} needs a folder; give one with --data-dir")
+    if dataset == "pictures":
+        return unlabelled_pictures(data_dir, split)
     if dataset == "cifar10" and (arrays := cifar10(data_dir, split)) is not None:
         return arrays
     try:

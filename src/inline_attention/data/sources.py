@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from PIL import Image
 
-from inline_attention.data.images import FORMATS, SUFFIXES, load_image
+from inline_attention.data.images import FORMATS, SUFFIXES, find_images, load_image
 from inline_attention.support.text import natural_key, printable
 
 
@@ -93,6 +93,7 @@ class ArraySource(ImageSource):
         return f"{self.location}[{index}]"
 
 
+HELD_OUT = 10  # of so many pictures without splits, one is for validation
 SPLIT_FOLDERS = {
     "train": ("train", "training"),
     "validation": ("val", "valid", "validation", "eval", "evaluation", "test"),
@@ -138,6 +139,43 @@ class FolderSource(ImageSource):
     def name(self, index: int) -> str:
         """Return the file's path."""
         return os.path.join(self.root, os.fsdecode(self._paths[index]))
+
+
+class PictureSource(ImageSource):
+    """Picture files without classes."""
+
+    def __init__(self, location: str, files: Sequence[Path]):
+        """Take files in the order given."""
+        super().__init__(location, [""], np.zeros(len(files)))
+        self._paths = np.array([os.fsencode(path) for path in files])
+
+    def load(self, index: int) -> Image.Image:
+        """Read the file."""
+        return load_image(self.name(index))
+
+    def name(self, index: int) -> str:
+        """Return the file's path."""
+        return os.fsdecode(self._paths[index])
+
+
+def unlabelled_pictures(root: str | os.PathLike[str], split: str) -> PictureSource:
+    """Return the pictures anywhere below the folder of a split; without one, every tenth picture is for validation.
+
+    Raises:
+        DataError: If there is no such folder, or no picture in it.
+    """
+    root = check_folder(root, "pictures")
+    folder = find_split_folder(root, split)
+    files = find_images([folder])
+    if not files:
+        raise DataError(f"{folder} holds no picture; expected files with a suffix of {', '.join(FORMATS)}")
+    if folder != root:
+        return PictureSource(str(folder), files)
+    held_out = not is_training_split(split, str(root))
+    chosen = [file for number, file in enumerate(files) if (number % HELD_OUT == HELD_OUT - 1) == held_out]
+    if not chosen:
+        raise DataError(f"{root} holds {len(files)} pictures, expected at least {HELD_OUT}; add some")
+    return PictureSource(f"{root} ({split}: {'one' if held_out else HELD_OUT - 1} of {HELD_OUT} pictures)", chosen)
 
 
 def check_folder(root: str | os.PathLike[str], content: str) -> Path:

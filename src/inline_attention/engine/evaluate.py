@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config.checks import DENSE_TASKS
 from inline_attention.engine.interruption import Interruption
-from inline_attention.engine.processes import BrokenReport, Precision, RankSync, joined_processes
+from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync, joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
@@ -103,19 +103,35 @@ def evaluate_checkpoint(
             if on_note is not None and processes.is_main:
                 for note in notes:
                     on_note(note)
-        model = task.build_model(class_names)
-        load_checkpoint(model, file)
-        model, precision = model.to(processes.device), Precision(amp, processes.device)
-        # float16 has too small a range for the sums of blocks.
-        if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
-            model.backbone.to(torch.bfloat16)
-        broken = BrokenImages(len(source), BrokenImageLimit())
-        reading = processes.reading(data, batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH))
-        with closing(task.validation_loader(source, model, reading, broken)) as loader:
-            sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
-            evaluator = task.evaluator(source, processes.device)
-            metrics = evaluate(model, loader, evaluator, precision, sync)
+        batch_size = batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH)
+        metrics = evaluate_task(task, source, class_names, processes, data, batch_size, amp, file=file)
         return metrics if processes.is_main else None
+
+
+def evaluate_task(
+    task: Task,
+    source: Any,
+    class_names: Sequence[str],
+    processes: Processes,
+    data: DataSection,
+    batch_size: int,
+    amp: str,
+    *,
+    file: Checkpoint | None = None,
+) -> Metrics:
+    """Build a task's model, with the weights of a file if one is given, and evaluate it. All ranks must call it."""
+    model = task.build_model(class_names)
+    if file is not None:
+        load_checkpoint(model, file)
+    model, precision = model.to(processes.device), Precision(amp, processes.device)
+    # float16 has too small a range for the sums of blocks.
+    if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
+        model.backbone.to(torch.bfloat16)
+    broken = BrokenImages(len(source), BrokenImageLimit())
+    reading = processes.reading(data, batch_size)
+    with closing(task.validation_loader(source, model, reading, broken)) as loader:
+        sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))
+        return evaluate(model, loader, task.evaluator(source, processes.device), precision, sync)
 
 
 def _classification(
@@ -127,7 +143,8 @@ def _classification(
     if described.class_names is not None:
         source = source.with_classes(described.class_names)
     arguments = described.arguments if size is None else described.arguments | {"img_size": size}
-    task = ClassificationTask(replace(data, crop_pct=described.crop_pct), ModelSection(described.name, arguments))
+    model = ModelSection.of(described.name, arguments, described.conversion)
+    task = ClassificationTask(replace(data, crop_pct=described.crop_pct), model)
     return task, source, list(source.class_names)
 
 

@@ -93,6 +93,9 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
+    if dist.is_initialized():  # part of a longer work of the same ranks, which leaves them itself
+        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+        return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     # torchrun restarts all ranks when one dies, but keeps the store: entries of the old ranks must not be read.

@@ -25,6 +25,7 @@ from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed
 from inline_attention.engine.trainer import Trainer
+from inline_attention.tasks.classification.distillation import DistillationTask
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.segmentation.task import SegmentationTask
@@ -45,8 +46,13 @@ def build_task(config: TrainConfig) -> Task:
         return DetectionTask(config.data, model, config.detection, flip=flip)
     if config.task.name == "segmentation":
         return SegmentationTask(config.data, model, config.segmentation, flip=flip)
-    smoothing, seed = config.loss.smoothing, config.training.seed
-    return ClassificationTask(config.data, model, config.augmentation, smoothing=smoothing, seed=seed)
+    options = {"smoothing": config.loss.smoothing, "seed": config.training.seed}
+    distillation = config.distillation
+    if distillation.match == "off":
+        return ClassificationTask(config.data, model, config.augmentation, **options)
+    if distillation.teacher is not None:
+        distillation = replace(distillation, teacher=str(find_weights(Path(distillation.teacher))))
+    return DistillationTask(config.data, model, config.augmentation, distillation, **options)
 
 
 def train(
@@ -73,10 +79,10 @@ def train(
         if resolved.total_batch_size > len(data.train):
             message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
             _refuse([Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")])
-        folder = _run_folder(config, processes)
+        folder = run_folder(config, processes)
         _refuse(check_output(folder))
         with claimed(folder, processes):
-            checkpoint = _checkpoint_to_resume(config, folder)
+            checkpoint = checkpoint_to_resume(config, folder)
             trainer = Trainer(resolved, task, data, folder, processes)
             _refuse(check_output(folder, trainer.bytes_still_to_write()))
             _check_alike(processes, trainer, checkpoint)
@@ -146,7 +152,8 @@ def _resume(trainer: Trainer, checkpoint: TrainingCheckpoint | None) -> list[str
     return [f"resumed from {checkpoint.path}: {f'all {done} {unit} are done' if is_done else place}", *notes]
 
 
-def _run_folder(config: TrainConfig, processes: Processes) -> Path:
+def run_folder(config: TrainConfig, processes: Processes) -> Path:
+    """Return the folder of a run, the same on all ranks."""
     settings = config.run
     resumed, name = settings.resume, settings.experiment
     if resumed not in (None, "auto"):
@@ -165,7 +172,7 @@ def _folder_of(path: Path) -> Path:
     raise ConfigError([Problem("run.resume", message)])
 
 
-def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoint | None:
+def checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoint | None:
     """Return the checkpoint that the run continues; None to start from zero, unless that would overwrite something."""
     resumed, path = config.run.resume, Path(config.run.resume or "")
     is_named = resumed not in (None, "auto")

@@ -7,7 +7,7 @@ tokens followed by an h×w grid in row-major order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,16 @@ from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
 from inline_attention.ops.tracing import as_autocast, is_exporting, plain_sizes, unrecorded
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of a call."""
+
+    q: Tensor  # [B, N, H, D]
+    k: Tensor  # [B, N, H, D]
+    v: Tensor  # [B, N, H, D]
+    qkv: Tensor | None = None  # [B, N, 3, H, D], of which they are parts
+    owns_queries: bool = False  # nothing else uses the memory of q
 
 
 class ProjectedAttention(nn.Module, ABC):
@@ -107,6 +117,9 @@ class TokenAttention(ProjectedAttention):
         self.kv = None if fused_qkv else linear(2 * dim, qkv_bias)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
+        self.norm: nn.Module | None = None  # of the mixed values, as in EVA-02
+        self.gate: nn.Linear | None = None  # its sigmoid multiplies the mixed values
+        self.rotate_half = False  # layout of rotary positions: halves of a head, or neighboring channels
         self.residual = LocalWeightPredictor(dim, num_heads, device=device, dtype=dtype) if local_residual else None
         # Never called as a convolution: its weights join the predicted ones, and both cost one pass.
         self.static_local = (
@@ -150,6 +163,7 @@ class TokenAttention(ProjectedAttention):
         key_padding_mask: Tensor | None = None,
         *,
         local_input: Tensor | None = None,
+        rope: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
@@ -161,6 +175,8 @@ class TokenAttention(ProjectedAttention):
             key_padding_mask: `[B, N]` bool, True for a real token.
             local_input: `[B, N, C]` tokens whose mean predicts the local weights; x by default. CSWin's blocks pass
                 their un-normalized input.
+            rope: Rotary positions of the last M tokens: sines and cosines, `[M, 2 D]`, `[H, M, 2 D]` or
+                `[B, 1 or H, M, 2 D]`. Queries and keys are rotated before phi, as softmax attention does it.
             attn_mask: Argument of timm's blocks: None, or a key padding mask `[B, 1, 1, N]`. It is bool, or added to
                 scores: 0 for a real token, -inf or the dtype's least number for padding.
             is_causal: Argument of timm's blocks; must be False.
@@ -174,7 +190,8 @@ class TokenAttention(ProjectedAttention):
             if key_padding_mask is not None:
                 raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
             key_padding_mask = self._as_key_padding_mask(attn_mask, x, grid_size)
-        return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, local_input=local_input)))
+        mixed = self.attend(x, grid_size, key_padding_mask, local_input=local_input, rope=rope)
+        return self.proj_drop(self.proj(mixed))
 
     def attend(
         self,
@@ -183,6 +200,7 @@ class TokenAttention(ProjectedAttention):
         key_padding_mask: Tensor | None = None,
         *,
         local_input: Tensor | None = None,
+        rope: Tensor | None = None,
     ) -> Tensor:
         """`forward` without the output projection."""
         grid_size = plain_sizes(grid_size)
@@ -190,12 +208,18 @@ class TokenAttention(ProjectedAttention):
             self._check_inputs(x, grid_size, key_padding_mask, local_input)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
         grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
-        out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size)).flatten(2)
+        out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size, rope)).flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
             out = grid if prefix == 0 else torch.cat([out[:, :prefix], grid], dim=1)
-        return out
+        return self.finish(out, x)
+
+    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """Normalize and gate the mixed values `[B, N, C]` of a call with tokens `x`, if the layer does that."""
+        if self.norm is not None:
+            mixed = self.norm(mixed)
+        return mixed if self.gate is None else mixed * self.gate(x).sigmoid()
 
     @property
     def has_local_term(self) -> bool:
@@ -211,30 +235,41 @@ class TokenAttention(ProjectedAttention):
         return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
 
     def _project(
-        self, x: Tensor, key_padding_mask: Tensor | None, local_weight: Tensor | None, grid_size: tuple[int, int] | None
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        local_weight: Tensor | None,
+        grid_size: tuple[int, int] | None,
+        rope: Tensor | None = None,
     ) -> AttentionCall:
-        """Project tokens to queries, keys and values."""
-        qkv, owns_queries = None, False
-        if self.qkv is not None:
-            qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
-            q, k, v = qkv.unbind(2)
-        else:
-            assert self.q is not None
-            assert self.kv is not None
-            x = as_autocast(x)  # once, not for each of the two
-            # A linear layer's output is fresh. Asked before the call, since a hook may remove itself.
-            owns_queries = self.q_norm is None and type(self.q) is nn.Linear and has_private_output(self.q)
-            q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
-            k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
+        """Project tokens to queries, keys and values; normalize and rotate queries and keys."""
+        q, k, v, qkv, owns_queries = self._queries_keys_values(x)
         if self.q_norm is not None:
-            q, qkv = self.q_norm(q).to(v.dtype), None
+            q, qkv, owns_queries = self.q_norm(q).to(v.dtype), None, False
         if self.k_norm is not None:
             k, qkv = self.k_norm(k).to(v.dtype), None
+        if rope is not None:
+            q, k, qkv = rotate(q, rope, self.rotate_half), rotate(k, rope, self.rotate_half), None
         prefix = 0 if local_weight is None else self.num_prefix_tokens
         return AttentionCall(
             q, k, v, qkv, self.scale, self.feature_map, self.normalization,
             key_padding_mask, local_weight, grid_size, prefix, owns_queries,
         )  # fmt: skip
+
+    def _queries_keys_values(self, x: Tensor) -> Projected:
+        """Project tokens."""
+        if self.qkv is not None:
+            qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
+            q, k, v = qkv.unbind(2)
+            return Projected(q, k, v, qkv)
+        assert self.q is not None
+        assert self.kv is not None
+        x = as_autocast(x)  # once, not for each of the two
+        # A linear layer's output is fresh. Asked before the call, since a hook may remove itself.
+        owns_queries = type(self.q) is nn.Linear and has_private_output(self.q)
+        q = torch.unflatten(self.q(x), -1, (self.num_heads, self.head_dim))
+        k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
+        return Projected(q, k, v, None, owns_queries)
 
     def _check_inputs(self, x: Any, grid_size: Any, key_padding_mask: Any, local_input: Any) -> None:
         validation.check_tokens("x", x, self.dim)
@@ -367,6 +402,27 @@ class SoftmaxAttention(TokenAttention):
         return out + local_residual(
             call.v, call.local_weight, grid_size=call.grid_size, num_prefix_tokens=prefix, key_padding_mask=mask
         )
+
+
+def rotate(x: Tensor, rope: Tensor, half: bool) -> Tensor:
+    """Rotate queries or keys `[B, N, H, D]` by their positions; the first tokens, which have none, stay.
+
+    Args:
+        x: Queries or keys.
+        rope: Sines and cosines `[M, 2 D]`, `[H, M, 2 D]` or `[B, 1 or H, M, 2 D]` of the last M tokens.
+        half: True if channel c turns with c + D / 2; False if it turns with its neighbor.
+    """
+    # [M, D] → [M, 1, D], [H, M, D] → [M, H, D]
+    sine, cosine = (part.unsqueeze(-2) if part.dim() == 2 else part.transpose(-2, -3) for part in rope.chunk(2, -1))
+    prefix = x.shape[1] - rope.shape[-2]
+    grid = x[:, prefix:]
+    if half:
+        first, second = grid.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+    else:
+        turned = torch.stack([-grid[..., 1::2], grid[..., ::2]], -1).flatten(-2)
+    rotated = (grid * cosine + turned * sine).to(x.dtype)
+    return rotated if prefix == 0 else torch.cat([x[:, :prefix], rotated], 1)
 
 
 def heads_last(x: Tensor) -> Tensor:

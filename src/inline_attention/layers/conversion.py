@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from inline_attention.layers.adapted_attention import (
+    ADAPTED,
+    AdaptedAttention,
+    Parts,
+    looks_like_attention,
+    take_apart,
+)
 from inline_attention.layers.attention import InLineAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.patch_grids import PatchGrid
 from inline_attention.ops.validation import check_count
@@ -18,43 +24,53 @@ from inline_attention.ops.validation import check_count
 Attention = TypeVar("Attention", bound=TokenAttention)
 
 # Parts of parameter names that give away tokens beside the grid.
-_PREFIX_TOKEN_NAMES = ("cls_token", "class_token", "dist_token", "reg_token", "register_token")
-_PROBED_TOKENS = 9
+_PREFIX_TOKEN_NAMES = (
+    *("cls_token", "class_token", "dist_token", "reg_token", "register_token"),
+    *("class_embedding", "distillation_token"),
+)
+# Attribute of a converted model: what `convert_attention` did, as plain data. Files of weights note it.
+RECORD = "attention_conversion"
 
 
 def convert_attention(
     model: nn.Module,
     *,
     attention: type[TokenAttention] = InLineAttention,
+    keep_softmax: Collection[int] = (),
     num_prefix_tokens: int | None = None,
+    drop_position_bias: bool = False,
     **options: Any,
 ) -> list[str]:
-    """Replace every softmax attention of `model` (timm's `Attention`, as in its ViTs) in place.
+    """Replace the softmax attention of `model`, one of timm's or transformers' vision models, in place.
 
     Projections are kept, so the model's weights stay where they are and new ones (the local residual) start at zero.
     A module counts as softmax attention if a copy of it gives the outputs of softmax attention with its projections.
-    Modules that take maps instead of tokens `[B, N, C]`, or attend to channels, are left alone, with a warning.
+    Modules that do something else, such as attend to channels, are left alone, with a warning. Rotary positions, norms
+    of queries and keys, and gates are kept. docs/conversion.md has a table of models.
 
     A local residual needs the same prefix tokens in all layers, and the grid of the other tokens. Models with timm's
-    `patch_embed` tell the grid of every call, also with `dynamic_img_size` and after `set_input_size`. Other models
-    (CAFormer, NaFlexViT) are assumed to have square grids, so images must be square. For other images, or if a model
-    adds its class token half-way (ConViT), convert with `local_residual=False`.
+    `patch_embed`, or transformers' `embeddings`, tell the grid of every call, also for images of another size. Other
+    models (CAFormer, NaFlexViT) are assumed to have square grids, so images must be square. For other images, or if a
+    model adds its class token half-way (ConViT), convert with `local_residual=False`.
 
     Args:
         model: Any model; its `num_prefix_tokens` and `patch_embed.grid_size` are used where it has them.
         attention: The layer class to put in.
+        keep_softmax: Numbers of the attentions that stay as they are: 0 for the first that could be replaced, in the
+            model's order, -1 for the last. A module that stands in several places counts once.
         num_prefix_tokens: Class or register tokens, if the model does not say.
+        drop_position_bias: Also replace attention that adds relative positions to its scores (BEiT, SAM), without them.
         **options: Arguments of the layer, such as `local_residual` or `feature_map`.
 
     Returns:
         The names of the replaced modules; a module that stands in several places has several.
 
     Raises:
-        ValueError: No attention could be replaced (the message says why for each candidate), or a local residual would
-            have to guess the number of prefix tokens, or look for neighbors of patches that a model drops in training.
-            The model is unchanged.
+        ValueError: No attention could be replaced (the message says why for each candidate), or `keep_softmax` has a
+            number that no attention has, or keeps all; or a local residual would have to guess the number of prefix
+            tokens, or look for neighbors of patches that a model drops in training. The model is unchanged.
     """
-    if hasattr(model, "qkv") and hasattr(model, "proj"):
+    if looks_like_attention(model):
         raise ValueError(
             f"{type(model).__name__} is an attention itself, which cannot be replaced in place; "
             f"use new = {attention.__name__}.from_softmax(attention), or pass the model around it"
@@ -66,19 +82,35 @@ def convert_attention(
     places = {
         name: module
         for name, module in modules.items()
-        if hasattr(module, "qkv") and hasattr(module, "proj") and not isinstance(module, TokenAttention)
+        if looks_like_attention(module) and not isinstance(module, TokenAttention)
     }
     new_modules: dict[nn.Module, TokenAttention] = {}
+    tried: dict[tuple[Any, ...], bool | ValueError] = {}  # what the trial of equal modules gave
     refused: dict[nn.Module, str] = {}
     for name, module in places.items():
         if module in new_modules or module in refused:
             continue
-        prefix: Any = num_prefix_tokens
-        if prefix is None:
-            prefix = getattr(_nearest_owner(model, name, "num_prefix_tokens"), "num_prefix_tokens", None)
         try:
-            new = attention.from_softmax(module, num_prefix_tokens=0 if prefix is None else prefix, **options)
-            _check_is_softmax_attention(module)
+            parts = take_apart(module)
+            if parts.position_biases and not drop_position_bias:
+                _refuse_position_bias(parts)
+            takes_maps = _check_is_softmax_attention(module, tried)
+            if takes_maps and (window := getattr(model.get_submodule(name.rpartition(".")[0]), "window_size", 0)):
+                raise ValueError(
+                    f"cannot convert {parts.name}: it attends within windows of {window} tokens a side, where softmax "
+                    "is cheap"
+                )
+            prefix = num_prefix_tokens
+            if takes_maps:
+                prefix = 0  # maps have no place for such tokens
+            elif prefix is None:
+                prefix = _find_prefix_tokens(model, name, parts.style)
+            new = _build(attention, module, parts, prefix or 0, options, takes_maps)
+            if parts.style == "transformers" and new.has_local_term and _find_patch_embed(model, name)[1] is None:
+                raise ValueError(
+                    f"cannot convert {parts.name}: {type(model).__name__} does not tell the grid of its tokens, which "
+                    "the local residual needs; pass local_residual=False"
+                )
             new_modules[module] = new
             is_prefix_known &= prefix is not None or not new.has_local_term
         except ValueError as error:
@@ -87,7 +119,10 @@ def convert_attention(
     if not new_modules:
         has_own = any(isinstance(module, TokenAttention) for module in modules.values())
         own = "its attention is one of this library's already" if has_own else "no module has both `qkv` and `proj`"
+        own += "" if has_own else ", or q_proj, k_proj, v_proj and an output projection"
         raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
+    kept = _resolve_numbers(keep_softmax, len(new_modules))
+    new_modules = {module: new for number, (module, new) in enumerate(new_modules.items()) if number not in kept}
     if not is_prefix_known:
         _check_has_no_prefix_tokens(model)
     if any(new.has_local_term for new in new_modules.values()):
@@ -101,26 +136,75 @@ def convert_attention(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new_modules[places[name]])
     _connect_grids(model, converted)
+    given = options if num_prefix_tokens is None else {**options, "num_prefix_tokens": num_prefix_tokens}
+    given = {**given, "drop_position_bias": True} if drop_position_bias else given
+    _record(model, attention, kept, given)
     return converted
 
 
+def _resolve_numbers(numbers: Collection[int], count: int) -> list[int]:
+    """Return numbers of attentions without repetition, sorted and counted from the start."""
+    if unknown := [number for number in numbers if type(number) is not int or not -count <= number < count]:
+        raise ValueError(
+            f"keep_softmax must have whole numbers from {-count} to {count - 1}, since {count} attentions can be "
+            f"replaced, got {unknown[0]!r}"
+        )
+    kept = sorted({number % count for number in numbers})
+    if len(kept) == count:
+        raise ValueError(f"keep_softmax names all {count} attentions, so none would be replaced; leave some out")
+    return kept
+
+
+def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], options: Mapping[str, Any]) -> None:
+    """Note on the model what was done, so that files of its weights can say it."""
+    name = attention.__name__.removesuffix("Attention").lower()
+    record = {"attention": name, "keep_softmax": kept, "options": dict(options)}
+    if (before := getattr(model, RECORD, None)) is not None:  # of the attentions that were kept, some are kept again
+        record["keep_softmax"] = [before["keep_softmax"][number] for number in kept]
+        if (before["attention"], before["options"]) != (name, record["options"]):
+            record["attention"] = f"{before['attention']} and {name}"  # not one conversion: no file can describe it
+    setattr(model, RECORD, record)
+
+
 def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
-    """Connect attentions that need a grid to the nearest `patch_embed` with a `grid_size`."""
+    """Connect attentions that need a grid to the module that makes their patches."""
     grids: dict[nn.Module, PatchGrid] = {}
     between: dict[nn.Module, dict[nn.Module, None]] = {}  # by owner: the modules that lead to its attentions
     for name in names:
         attention = cast(TokenAttention, model.get_submodule(name))
-        owner = _nearest_owner(model, name, "patch_embed")
-        patch_embed = getattr(owner, "patch_embed", None)
-        if owner is None or not isinstance(patch_embed, nn.Module) or not hasattr(patch_embed, "grid_size"):
-            continue
-        if not attention.has_local_term:
+        owner, patch_embed = _find_patch_embed(model, name)
+        if owner is None or patch_embed is None or not attention.has_local_term:
             continue
         attention.patch_grid = grids.setdefault(owner, PatchGrid(patch_embed))
         path = [model, *(model.get_submodule(outer) for outer in _outer_names(name)), attention]
         between.setdefault(owner, {}).update(dict.fromkeys(path[path.index(owner) + 1 :]))
     for owner, grid in grids.items():
         grid.install(owner, between[owner])
+
+
+def _find_patch_embed(model: nn.Module, name: str) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the model around an attention, and the module in it that makes patches: timm's, or a convolution."""
+    owner = _nearest_owner(model, name, "patch_embed")
+    patch_embed = getattr(owner, "patch_embed", None)
+    if owner is not None:
+        return owner, patch_embed if isinstance(patch_embed, nn.Module) and hasattr(patch_embed, "grid_size") else None
+    owner = _nearest_owner(model, name, "embeddings")  # of transformers
+    embeddings = getattr(owner, "embeddings", None)
+    modules = embeddings.modules() if isinstance(embeddings, nn.Module) else ()
+    return owner, next((module for module in modules if isinstance(module, nn.Conv2d)), None)
+
+
+def _find_prefix_tokens(model: nn.Module, name: str, style: str) -> int | None:
+    """Return the number of class and register tokens of the model around an attention, if it says so."""
+    owner = _nearest_owner(model, name, "num_prefix_tokens")
+    if owner is not None:
+        return cast("int | None", getattr(owner, "num_prefix_tokens", None))
+    embeddings = getattr(_nearest_owner(model, name, "embeddings"), "embeddings", None)
+    if style != "transformers" or not isinstance(embeddings, nn.Module):
+        return None
+    parameters = embeddings.named_parameters(recurse=False)  # [1, tokens, C] or [C]
+    shapes = [value.shape for name, value in parameters if any(part in name for part in _PREFIX_TOKEN_NAMES)]
+    return sum(shape[-2] if len(shape) > 1 else 1 for shape in shapes)
 
 
 def _nearest_owner(model: nn.Module, name: str, attribute: str) -> nn.Module | None:
@@ -146,44 +230,58 @@ def from_softmax(
     options: dict[str, Any],
 ) -> Attention:
     """See `TokenAttention.from_softmax`."""
-    qkv, proj = getattr(attention, "qkv", None), getattr(attention, "proj", None)
-    num_heads = getattr(attention, "num_heads", None)
-    name = type(attention).__name__
-    if not isinstance(qkv, nn.Linear) or not isinstance(proj, nn.Linear) or not isinstance(num_heads, int):
-        raise ValueError(
-            f"cannot convert {name}: expected a module with `qkv` and `proj` linear layers and `num_heads`, "
-            "as timm's Attention; build InLineAttention(dim, num_heads) and copy the weights yourself"
-        )
-    dim = qkv.in_features
-    if qkv.out_features != 3 * dim or proj.in_features != dim or proj.out_features != dim:
-        raise ValueError(
-            f"cannot convert {name}: expected qkv {dim}→{3 * dim} and proj {dim}→{dim}, got qkv {dim}→"
-            f"{qkv.out_features} and proj {proj.in_features}→{proj.out_features}; heads of another width than "
-            "dim / num_heads are not supported"
-        )
-    known = ("qkv.", "proj.", "q_norm.", "k_norm.")
-    learned = [key for key in attention.state_dict() if not key.startswith(known)]
-    asked = set(inspect.signature(attention.forward).parameters) - {"x", "attn_mask", "is_causal"}
-    for what, foreign in (("it also learns", learned), ("its forward also takes", sorted(asked))):
-        if foreign:
-            raise ValueError(
-                f"cannot convert {name}: {what} {', '.join(foreign)}, which InLine attention has no place for"
-            )
+    parts, options = take_apart(attention), dict(options)
+    if not options.pop("drop_position_bias", False) and parts.position_biases:
+        _refuse_position_bias(parts)
+    new = _build(kind, attention, parts, num_prefix_tokens, options)
+    new.default_grid_size = grid_size
+    return new
+
+
+def _build(
+    kind: type[Attention],
+    attention: nn.Module,
+    parts: Parts,
+    num_prefix_tokens: int,
+    options: Mapping[str, Any],
+    takes_maps: bool = False,
+) -> Attention:
+    """Return a layer with the parts of an attention that can be converted."""
+    is_adapted = takes_maps or not parts.is_ours
+    if is_adapted and kind not in ADAPTED:
+        names = ", ".join(known.__name__ for known in ADAPTED)
+        raise ValueError(f"cannot convert {parts.name} to {kind.__name__}: it can become one of {names}")
+    weight = getattr(attention, parts.output).weight
     drops = {drop: getattr(attention, drop, None) for drop in ("attn_drop", "proj_drop")}
     inherited: dict[str, Any] = {
         **{name: drop.p if isinstance(drop, nn.Dropout) else 0.0 for name, drop in drops.items()},
-        "scale": getattr(attention, "scale", None),
-        "device": qkv.weight.device,
-        "dtype": qkv.weight.dtype,
+        "scale": getattr(attention, "scale", getattr(attention, "scaling", None)),
+        "device": weight.device,
+        "dtype": weight.dtype,
     }
-    new = kind(dim, num_heads, num_prefix_tokens=num_prefix_tokens, **(inherited | options))
-    new.qkv, new.proj = qkv, proj
-    norms = [getattr(attention, norm, None) for norm in ("q_norm", "k_norm")]
-    new.q_norm, new.k_norm = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
-    new.default_grid_size = grid_size
+    if parts.style == "transformers":  # its modules have rates, not dropout layers
+        inherited["attn_drop"] = getattr(attention, "attention_dropout", getattr(attention, "dropout", 0.0))
+    build: Any = ADAPTED[kind] if is_adapted else kind
+    new = build(parts.dim, parts.num_heads, num_prefix_tokens=num_prefix_tokens, **(inherited | dict(options)))
+    if isinstance(new, AdaptedAttention):
+        new.take_over(attention, parts)
+    else:
+        new.qkv, new.proj = attention.qkv, attention.proj
+    for name in ("q_norm", "k_norm", "norm", "gate"):
+        part = getattr(attention, name, None)
+        setattr(new, name, None if isinstance(part, nn.Identity) else part)
+    new.rotate_half = parts.style == "transformers" or bool(getattr(attention, "rotate_half", False))
     if new.residual is not None:
         new.residual.zero_last_layer()
-    return new.train(attention.training)
+    return cast(Attention, new.train(attention.training))
+
+
+def _refuse_position_bias(parts: Parts) -> None:
+    raise ValueError(
+        f"cannot convert {parts.name}: it adds relative positions ({', '.join(parts.position_biases)}) to the scores "
+        "of every pair of tokens, and linear-time attention has no scores per pair; drop_position_bias=True leaves "
+        "them out, and training must make up for what the model knew about distances"
+    )
 
 
 def _check_has_no_prefix_tokens(model: nn.Module) -> None:
@@ -198,43 +296,93 @@ def _check_has_no_prefix_tokens(model: nn.Module) -> None:
 
 def _check_keeps_all_patches(model: nn.Module) -> None:
     rate = max(getattr(getattr(module, "patch_drop", None), "prob", 0.0) for module in model.modules())
+    rate, remedy = max(
+        (rate, "patch_drop_rate=0"), (getattr(getattr(model, "config", None), "mask_ratio", 0.0), "mask_ratio=0")
+    )
     if rate > 0:
         raise ValueError(
             f"{type(model).__name__} drops {rate:.0%} of its patches in training, and those that are left have no grid "
-            "for the local residual; create it with patch_drop_rate=0, or pass local_residual=False"
+            f"for the local residual; create it with {remedy}, or pass local_residual=False"
         )
 
 
-@torch.no_grad()
-def _check_is_softmax_attention(attention: nn.Module) -> None:
-    """Check on random tokens `[B, N, C]` that a module gives the output of softmax attention with its projections."""
+def _check_is_softmax_attention(attention: nn.Module, tried: dict[tuple[Any, ...], bool | ValueError]) -> bool:
+    """Check that a module gives the output of softmax attention with its parts; return True if it takes maps.
+
+    A position bias is left out of the comparison. Modules of equal structure and settings are tried once: `tried` has
+    the outcomes.
+    """
+    plain = {name: value for name, value in vars(attention).items() if isinstance(value, (bool, int, float, str))}
+    key = (type(attention), repr(attention), tuple(plain.items()))
+    if key not in tried:
+        with torch.no_grad(), torch.device("cpu"):  # the caller may have set another default
+            tried[key] = _try_as_softmax_attention(attention)
+    outcome = tried[key]
+    if isinstance(outcome, ValueError):
+        raise outcome
+    return outcome
+
+
+def _try_as_softmax_attention(attention: nn.Module) -> bool | ValueError:
+    """Compare a module with softmax attention; return whether it takes maps, or an error that says what it does."""
     name = type(attention).__name__
-    try:
-        with torch.device("cpu"):  # the caller may have set another default
-            is_the_same = _is_softmax_attention(attention)
-    except Exception as error:  # a module made for something else can fail in any way
-        raise ValueError(
-            f"cannot convert {name}: it does not take tokens [B, N, C] alone ({type(error).__name__}: {error})"
-        ) from error
-    if not is_the_same:
-        raise ValueError(
-            f"cannot convert {name}: on tokens [B, N, C] it does something else than softmax attention over the tokens"
+    errors: list[str] = []
+    for takes_maps in (False, True):
+        try:
+            is_the_same = _is_softmax_attention(attention, takes_maps)
+        except Exception as error:  # a module made for something else can fail in any way
+            errors.append(f"{type(error).__name__}: {error}")
+            continue
+        if is_the_same:
+            return takes_maps
+        what = "maps [B, h, w, C]" if takes_maps else "tokens [B, N, C]"
+        return ValueError(
+            f"cannot convert {name}: on {what} it does something else than softmax attention over the tokens"
         )
+    return ValueError(f"cannot convert {name}: it does not take tokens [B, N, C] alone ({errors[0]})")
 
 
-def _is_softmax_attention(attention: nn.Module) -> bool:
+def _is_softmax_attention(attention: nn.Module, takes_maps: bool) -> bool:
+    """True if random tokens, or maps, give the same outputs as softmax attention with the module's parts."""
     # A copy on a CPU, with random weights: the module may be on the meta device, have hooks, or be all zeros.
-    trial = copy.deepcopy(attention)
+    trial: Any = copy.deepcopy(attention)
     if any(parameter.is_meta for parameter in trial.parameters()):
         trial = trial.to_empty(device="cpu")
+        for module in trial.modules():
+            if hasattr(module, "init_non_persistent_buffers"):  # timm's name
+                module.init_non_persistent_buffers()
     trial = trial.to("cpu", torch.float64).eval()
     for module in trial.modules():  # hooks must not see the trial; torch has no public name for them
-        module._forward_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-        module._forward_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     generator = torch.Generator().manual_seed(0)
     for parameter in trial.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-    expected = SoftmaxAttention.from_softmax(trial)
-    tokens = torch.randn(2, _PROBED_TOKENS, expected.dim, generator=generator, dtype=torch.float64)
-    got = type(trial).forward(trial, tokens)
-    return torch.allclose(got, expected(tokens), rtol=1e-6, atol=1e-8)
+    for part in {name.partition(".")[0] for name in take_apart(trial).position_biases}:
+        if hasattr(trial, part):  # others are arguments
+            setattr(trial, part, None)
+    if hasattr(trial, "use_rel_pos"):
+        trial.use_rel_pos = False
+    if hasattr(getattr(trial, "config", None), "_attn_implementation"):  # in full precision
+        trial.config._attn_implementation = "sdpa"
+    parts = take_apart(trial)
+    expected = _build(SoftmaxAttention, trial, parts, 0, {}, takes_maps)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    side, prefix = 3, getattr(trial, "num_prefix_tokens", 0)
+    tokens = random(2, side, side, parts.dim) if takes_maps else random(2, prefix + side**2, parts.dim)
+    angles = random(side**2, expected.head_dim), random(side**2, expected.head_dim)
+    calls: list[dict[str, Any]] = [{}]
+    if "rope" in parts.arguments:
+        calls.append({"rope": torch.cat(angles, -1)})
+    if "position_embeddings" in parts.arguments:
+        calls = [{"position_embeddings": angles}]
+    for call in calls:
+        got, wanted = cast(Any, type(attention)).forward(trial, tokens, **call), expected(tokens, **call)
+        if parts.style == "transformers":
+            got, wanted = got[0], wanted[0]
+        if not torch.allclose(got, wanted, rtol=1e-6, atol=1e-8):
+            return False
+    return True

@@ -116,7 +116,7 @@ class PatchGrid:
             may_be_recomputed = backward_pass != _NO_BACKWARD
         if entry is not None and entry.grid_size is not None:
             return entry.grid_size
-        if may_be_recomputed:
+        if may_be_recomputed or isinstance(self.patch_embed, nn.Conv2d):  # a convolution takes images of any size
             raise ValueError(
                 "the token grid of this call is not known: its patch_embed did not run before, or gradient "
                 "checkpointing runs a part of the model again that is no module; checkpoint and compile whole modules "
@@ -132,8 +132,9 @@ class PatchGrid:
 
     def _announce(self, _module: nn.Module, _args: Any, patches: Tensor) -> None:
         """Note the grid of the call (forward hook of `patch_embed`)."""
-        # [B, h, w, C] of images of any size, [B, N, C] of images of the size that is set.
-        size = (patches.shape[1], patches.shape[2]) if patches.dim() == 4 else self.native
+        # [B, h, w, C] of images of any size, [B, N, C] of images of the size that is set; a convolution's [B, C, h, w].
+        first = 2 if isinstance(self.patch_embed, nn.Conv2d) else 1
+        size = (patches.shape[first], patches.shape[first + 1]) if patches.dim() == 4 else self.native
         entry = _running.entries.get(self.number)
         place = _MODEL if entry is not None and entry.place == _MODEL else _NOT_ENTERED
         backward_pass = _NO_BACKWARD if torch.compiler.is_compiling() else _eager_backward_pass()
@@ -147,7 +148,7 @@ class PatchGrid:
         entry = outer = _running.entries.get(self.number)
         if entry is not None and entry.backward_pass != backward_pass:
             entry = None
-        tokens = args[0] if args else kwargs.get("x")
+        tokens = args[0] if args else kwargs.get("x", kwargs.get("hidden_states"))
         size = _marked(tokens, self.number) or (None if entry is None else entry.grid_size)
         if size is None:
             return

@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from inline_attention.layers.attention import TokenAttention
+from inline_attention.layers.conversion import RECORD
 from inline_attention.models.reading import Checkpoint, CheckpointError, clean_weights, digest, open_checkpoint
 from inline_attention.support.files import replace_atomically
 from inline_attention.support.text import printable, some_of
@@ -22,6 +24,8 @@ from inline_attention.support.untrusted import parse_json
 
 # Metadata key of the grids of position embeddings, as JSON.
 POSITION_GRIDS = "position_grids"
+# Metadata key of what `convert_attention` did, as JSON. `described` checks it.
+CONVERSION = "conversion"
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -110,6 +114,12 @@ def load_checkpoint(
     cast = tuple(name for name, value in weights.items() if value.dtype != own[name].dtype)
     weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
     nonfinite = _warn_of_nonfinite(file.path, weights)
+    if CONVERSION in file.metadata and not any(isinstance(module, TokenAttention) for module in model.modules()):
+        warnings.warn(
+            f"{printable(file.path)} is of a model with converted attention, and this one has softmax; "
+            "call convert_attention first",
+            stacklevel=2,
+        )
     model.load_state_dict(weights, strict=False)
     return LoadReport(file.path, file.origin, tuple(weights), cast=cast, nonfinite=nonfinite, **differences)
 
@@ -123,7 +133,8 @@ def save_weights(
     """Write weights to a safetensors file. On any error an existing file is unchanged.
 
     Names lose the prefixes of DDP and `torch.compile`. Tensors that share memory are written separately. The metadata
-    gets a checksum, which `read_checkpoint` checks, and for a model its name and the grids of its position embeddings.
+    gets a checksum, which `read_checkpoint` checks, and for a model its name, the grids of its position embeddings, and
+    what `convert_attention` did to it.
     Equal weights and metadata give equal bytes.
 
     Args:
@@ -198,9 +209,14 @@ def number_of_classes(weights: Mapping[str, Tensor], model: nn.Module) -> int | 
 
 
 def model_metadata(model: object) -> dict[str, str]:
-    """Return the metadata that `save_weights` adds for a model: its name and the grids of its position embeddings."""
-    name, grids = _config(model).get("architecture"), _position_grids(model)
-    return ({"model": name} if name else {}) | ({POSITION_GRIDS: json.dumps(grids)} if grids else {})
+    """Return the metadata that `save_weights` adds for a model: its name, grids of positions, and conversion."""
+    name, grids, conversion = _config(model).get("architecture"), _position_grids(model), getattr(model, RECORD, None)
+    notes = {"model": name} if name else {}
+    if grids:
+        notes[POSITION_GRIDS] = json.dumps(grids)
+    if conversion is not None:  # a callable, such as a feature map, becomes a text that reading refuses
+        notes[CONVERSION] = json.dumps(conversion, default=repr)
+    return notes
 
 
 def read_position_grids(metadata: Mapping[str, str]) -> dict[str, tuple[int, int]]:
@@ -250,6 +266,8 @@ def _fit(
     classes = number_of_classes(weights, model), number_of_classes(own, model)
     if is_about_heads or None not in classes:  # with other names, a head cannot be recognized
         lines += _head_advice(*classes)
+    if CONVERSION in file.metadata:
+        lines.append(f"the file is of a model after convert_attention: {printable(file.metadata[CONVERSION])[:200]}")
     if not is_about_heads:
         lines.append("create the model that the file was made for, with its name, image size and options")
     shapes = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in mismatched]

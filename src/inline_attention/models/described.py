@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import timm
 import torch
 from torch import Tensor, nn
 
+from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention
+from inline_attention.layers.conversion import convert_attention
+from inline_attention.models.checkpoints import CONVERSION
 from inline_attention.models.reading import Checkpoint, CheckpointError
 from inline_attention.models.registry import ATTENTIONS, FAMILIES, create_model, list_models
 from inline_attention.models.running_cost import RunningCostError, check_running_cost
@@ -41,6 +44,34 @@ class ModelDescriptionError(ValueError):
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """Attention that replaces the softmax attention of a model: arguments of `convert_attention`, as plain data.
+
+    Attributes:
+        attention: "inline" or "linear".
+        keep_softmax: Numbers of the attentions that stay softmax.
+        options: Options of the layer, such as `local_residual`.
+    """
+
+    attention: str = "inline"
+    keep_softmax: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if problems := conversion_problems(self.attention, self.keep_softmax, self.options):
+            raise ModelDescriptionError(next(iter(problems.values())))
+        object.__setattr__(self, "keep_softmax", tuple(self.keep_softmax))
+        object.__setattr__(self, "options", dict(self.options))
+
+    def apply(self, model: nn.Module) -> list[str]:
+        """Replace the model's attention in place. Returns and errors: see `convert_attention`."""
+        options: dict[str, Any] = dict(self.options)
+        return convert_attention(
+            model, attention=CONVERTED_ATTENTIONS[self.attention], keep_softmax=self.keep_softmax, **options
+        )
+
+
+@dataclass(frozen=True)
 class Description:
     """What a file of weights says about its classifier, checked."""
 
@@ -48,6 +79,7 @@ class Description:
     arguments: dict[str, Any]
     class_names: list[str] | None = None  # one for each class; None if the file has none
     crop_pct: float | None = None  # share of the resized image's side that evaluation keeps; None for the model's own
+    conversion: Conversion | None = None  # of its attention; None if the model has its own
 
     @property
     def image_size(self) -> tuple[int, int] | None:
@@ -82,7 +114,8 @@ def _list_of(rule: _Rule, *lengths: int) -> _Rule:
     def accepts(value: Any) -> bool:
         return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(rule.accepts, value))  # pyright: ignore[reportUnknownArgumentType]
 
-    return _Rule(accepts, f"a list of {' or '.join(map(str, lengths))} values, each {rule.expected}")
+    count = " or ".join(map(str, lengths)) if len(lengths) < 9 else f"{min(lengths)} to {max(lengths)}"
+    return _Rule(accepts, f"a list of {count} values, each {rule.expected}")
 
 
 def _one_or_more(rule: _Rule, most: int = 8) -> _Rule:
@@ -135,18 +168,21 @@ _EVERY_MODEL: dict[str, _Rule] = {
     "attn_drop_rate": _RATE,
     "drop_path_rate": _RATE,
 }
-_ATTENTION = _options(
-    {
-        "feature_map": _word(*FEATURE_MAPS),
-        "normalization": _word("subtract", "divide", "magnitude"),
-        "local_residual": _FLAG,
-        "static_local": _FLAG,
-        "qkv_bias": _FLAG,
-        "proj_bias": _FLAG,
-        "scale": _optional(_real(1e-6, 1e6)),
-        "backend": _word(*BACKEND_NAMES),
-    }
-)
+_LAYER: dict[str, _Rule] = {
+    "feature_map": _word(*FEATURE_MAPS),
+    "normalization": _word("subtract", "divide", "magnitude"),
+    "local_residual": _FLAG,
+    "static_local": _FLAG,
+    "scale": _optional(_real(1e-6, 1e6)),
+    "backend": _word(*BACKEND_NAMES),
+}
+_ATTENTION = _options({**_LAYER, "qkv_bias": _FLAG, "proj_bias": _FLAG})
+CONVERTED_ATTENTIONS: dict[str, type[TokenAttention]] = {"inline": InLineAttention, "linear": LinearAttention}
+_CONVERSION: dict[str, _Rule] = {
+    "attention": _word(*CONVERTED_ATTENTIONS),
+    "keep_softmax": _list_of(_integer(-512, 511), *range(513)),
+    "options": _options({**_LAYER, "num_prefix_tokens": _COUNT, "drop_position_bias": _FLAG}),
+}
 _OURS: dict[str, _Rule] = {**_EVERY_MODEL, "attention_options": _optional(_ATTENTION)}
 _PYRAMID: dict[str, _Rule] = {
     **_OURS,
@@ -240,7 +276,11 @@ def describable(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_description(
-    name: object, arguments: object, weights: Mapping[str, Tensor] | None = None, **own: Any
+    name: object,
+    arguments: object,
+    weights: Mapping[str, Tensor] | None = None,
+    conversion: Conversion | None = None,
+    **own: Any,
 ) -> tuple[str, dict[str, Any]]:
     """Return a model's name and arguments as a file gives them, if they describe an architecture of bearable size.
 
@@ -250,13 +290,18 @@ def check_description(
         name: Name from the file.
         arguments: Arguments from the file.
         weights: Tensors of the same file. A model far larger than they are is refused.
+        conversion: Conversion of the model's attention.
         **own: Arguments of the caller, which are trusted.
     """
-    return _build_on_meta(name, arguments, weights, own)[:2]
+    return _build_on_meta(name, arguments, weights, conversion, own)[:2]
 
 
 def _build_on_meta(
-    name: object, arguments: object, weights: Mapping[str, Tensor] | None, own: Mapping[str, Any]
+    name: object,
+    arguments: object,
+    weights: Mapping[str, Tensor] | None,
+    conversion: Conversion | None,
+    own: Mapping[str, Any],
 ) -> tuple[str, dict[str, Any], nn.Module]:
     checked = check_model_name(name)
     if problems := argument_problems(checked, arguments):
@@ -264,7 +309,10 @@ def _build_on_meta(
     described = dict(cast("Mapping[str, Any]", arguments))
     with torch.device("meta"):  # pretrained weights, which only a caller can ask for, are not needed to count
         model = _create(checked, described, {k: v for k, v in own.items() if not k.startswith("pretrained")})
-    check_model_size(checked, model, weights)
+        check_model_size(checked, model, weights)  # before the conversion, which tries single layers on the CPU
+        if conversion is not None:
+            _convert(checked, model, conversion)
+            check_model_size(checked, model, weights)
     tokens, most = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0, _most_tokens(checked)
     if tokens > most:  # timm's models have patches of other sizes than those that were assumed
         raise ModelDescriptionError(f"this {checked} would attend to {tokens:,} tokens; a file may ask for {most:,}")
@@ -292,6 +340,42 @@ def parse_class_names(file: Checkpoint) -> list[str] | None:
     return None if names is None else [str(name) for name in names]
 
 
+def conversion_problems(attention: object, keep_softmax: object, options: object) -> dict[str, str]:
+    """Return the problems of the arguments of a conversion: a sentence by argument name."""
+    given = {"attention": attention, "keep_softmax": keep_softmax, "options": options}
+    return {
+        name: f"expected {rule.expected} as {name} of a conversion, got {_shown(given[name])}"
+        for name, rule in _CONVERSION.items()
+        if not rule.accepts(given[name])
+    }
+
+
+def parse_conversion(content: object) -> Conversion:
+    """Return the conversion of a model's attention that a file describes.
+
+    Raises:
+        ModelDescriptionError: If it is not a mapping of `attention`, `keep_softmax` and `options`, or one is refused.
+    """
+    if not isinstance(content, Mapping) or not content.keys() <= _CONVERSION.keys():
+        raise ModelDescriptionError(
+            f"expected a mapping of {', '.join(_CONVERSION)} as conversion, got {_shown(content)}"
+        )
+    return Conversion(**cast("dict[str, Any]", dict(content)))
+
+
+def conversion_of(file: Checkpoint) -> Conversion | None:
+    """Return the conversion that a file of weights notes; None if its model has its own attention.
+
+    Raises:
+        CheckpointError: If the note is damaged or refused.
+    """
+    try:
+        content = parse_note(file, CONVERSION)
+        return None if content is None else parse_conversion(content)
+    except ModelDescriptionError as error:
+        raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
+
+
 def read_description(file: Checkpoint, model_name: str | None = None) -> Description:
     """Return what a file says about its classifier.
 
@@ -306,7 +390,7 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
     noted = file.metadata.get("model")
     if not (model_name or noted):
         raise CheckpointError(f"{file.path} does not say which model it is of; give its name with --model")
-    class_names = parse_class_names(file)
+    class_names, conversion = parse_class_names(file), conversion_of(file)
     if model_name is not None and model_name != noted:
         check_model_name(model_name)
         if noted and _family(model_name) != _family(noted):
@@ -314,11 +398,11 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
                 f"{file.path} is of {printable(noted)[:60]}, not of {model_name}; leave --model out, or name one of "
                 "the same family"
             )
-        return Description(model_name, {}, class_names)
+        return Description(model_name, {}, class_names, conversion=conversion)
     crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
     try:
         name, arguments, model = _build_on_meta(
-            noted, parse_note(file, "model_arguments", dict) or {}, file.weights, {}
+            noted, parse_note(file, "model_arguments", dict) or {}, file.weights, conversion, {}
         )
         if crop_pct is not None and not _CROP.accepts(crop_pct):
             raise ModelDescriptionError(f"expected {_CROP.expected} as crop_pct, got {_shown(crop_pct)}")
@@ -327,7 +411,7 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
         check_image_cost(model, Description(name, arguments, crop_pct=crop_pct), file.weights)
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
-    return Description(name, arguments, class_names, crop_pct)
+    return Description(name, arguments, class_names, crop_pct, conversion)
 
 
 def check_image_cost(model: nn.Module, described: Description, weights: Mapping[str, Tensor]) -> None:
@@ -346,9 +430,21 @@ def check_image_cost(model: nn.Module, described: Description, weights: Mapping[
         pass
 
 
-def create_described_model(name: object, arguments: object, **own: Any) -> nn.Module:
+def create_described_model(
+    name: object, arguments: object, conversion: Conversion | None = None, **own: Any
+) -> nn.Module:
     """Build the model that a file describes. Arguments and errors: see `check_description`."""
-    return _create(*check_description(name, arguments, **own), own)
+    model = _create(*check_description(name, arguments, conversion=conversion, **own), own)
+    if conversion is not None:
+        _convert(str(name), model, conversion)
+    return model
+
+
+def _convert(name: str, model: nn.Module, conversion: Conversion) -> None:
+    try:
+        conversion.apply(model)
+    except _CANNOT_RUN as error:
+        raise ModelDescriptionError(f"the attention of {name} cannot be converted: {printable(error)[:600]}") from error
 
 
 def _create(name: str, described: Mapping[str, Any], own: Mapping[str, Any]) -> nn.Module:

@@ -6,7 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
+from inline_attention.models.described import Conversion, conversion_problems
 from inline_attention.support.settings import setting
 from inline_attention.support.text import install_command
 
@@ -56,7 +57,7 @@ class DataSection:
     """The images and how they are read."""
 
     dataset: str = setting(
-        "folder", "folder, digits, cifar10, hfds/NAME or wds/PATTERN; detection: coco; segmentation: pairs."
+        "folder", "folder, pictures (no classes), digits, cifar10, hfds/NAME, wds/PATTERN; coco; pairs."
     )
     dir: str | None = setting(None, "Data folder; not needed for digits and hfds.")
     train_split: str = setting("train", "Training split or subfolder.")
@@ -83,7 +84,7 @@ class DataSection:
     @property
     def needs_folder(self) -> bool:
         """True if the dataset is read from `dir`."""
-        return self.dataset in ("folder", "cifar10", "coco", "pairs")
+        return self.dataset in ("folder", "pictures", "cifar10", "coco", "pairs")
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield a missing folder."""
@@ -104,6 +105,15 @@ class ModelSection:
     in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
     drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
     initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
+    attention: Literal["inline", "linear"] | None = setting(
+        None, "Replace the softmax attention of timm's model; null: keep it.", tasks=CLASSIFICATION
+    )
+    keep_softmax: tuple[int, ...] = setting(
+        (), "Numbers of the attentions to keep softmax; -1: the last.", tasks=CLASSIFICATION
+    )
+    conversion_options: Mapping[str, Any] = setting(
+        {}, "Options of the new attention, such as {local_residual: false}.", tasks=CLASSIFICATION
+    )
     require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
 
     def __post_init__(self) -> None:
@@ -115,10 +125,37 @@ class ModelSection:
         if self.require_checkpoint and self.initial_checkpoint is None:
             message = "expected a file of trained weights, from which this recipe starts, got null"
             yield "initial_checkpoint", f"{message}; add --initial-checkpoint FILE"
+        if self.attention is None and (self.keep_softmax or self.conversion_options):
+            message = "expected inline or linear, as keep_softmax or conversion_options are set, got null"
+            yield "attention", f"{message}; add --set model.attention=inline"
+        found = conversion_problems(self.attention or "inline", self.keep_softmax, self.conversion_options)
+        for name, message in found.items():
+            yield name.replace("options", "conversion_options"), message
         for name, field in ARGUMENT_SETTINGS.items():
             if name in self.arguments:
                 message = f"expected it as model.{field}; set model.{field}={self.arguments[name]}"
                 yield f"arguments.{name}", message
+
+    @classmethod
+    def of(cls, name: str, arguments: Mapping[str, Any], conversion: Conversion | None) -> Self:
+        """Return the settings of a model that a file describes."""
+        if conversion is None:
+            return cls(name, arguments)
+        attention: Any = conversion.attention
+        return cls(
+            name,
+            arguments,
+            attention=attention,
+            keep_softmax=conversion.keep_softmax,
+            conversion_options=conversion.options,
+        )
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """How the model's attention is replaced; None if it is not."""
+        if self.attention is None:
+            return None
+        return Conversion(self.attention, self.keep_softmax, self.conversion_options)
 
     def model_arguments(self, num_classes: int | None = None) -> dict[str, Any]:
         """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""

@@ -9,16 +9,18 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers.helpers import to_2tuple
 from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
 from inline_attention.data.on_device import unsupported_policy
 from inline_attention.engine.config.reading import from_mapping, to_mapping
 from inline_attention.engine.config.resolving import ResolvedValues, optimizer_arguments, resolve
 from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, TrainConfig
-from inline_attention.models.described import create_described_model
+from inline_attention.models.described import ModelDescriptionError, create_described_model
 from inline_attention.models.registry import create_model
 from inline_attention.support.settings import ConfigError, Problem, shown
 from inline_attention.support.text import did_you_mean, install_command
+from inline_attention.tasks.classification.distillation import DistillationSection, FeatureMetrics
 from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask, is_known_policy
 from inline_attention.tasks.dense import DenseTask
 from inline_attention.tasks.detection.task import DetectionTask
@@ -27,7 +29,7 @@ from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import ARGUMENT_SETTINGS
 
 DENSE_TASKS: dict[str, type[DenseTask[Any]]] = {task.name: task for task in (DetectionTask, SegmentationTask)}
-KNOWN_DATASETS = ("folder", "digits", "cifar10", "hfds/NAME", "wds/PATTERN")
+KNOWN_DATASETS = ("folder", "digits", "cifar10", "pictures", "hfds/NAME", "wds/PATTERN")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -53,7 +55,8 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
     except ConfigError as error:
         problems += error.problems
     if task == "classification":
-        return [*problems, *_check_classification_data(config), *_check_classifier(config)]
+        problems += [*_check_classification_data(config), *_check_distillation(config)]
+        return [*problems, *_check_classifier(config)]
     return [*problems, *_check_dense(config)]
 
 
@@ -75,6 +78,8 @@ def _check_each(config: TrainConfig) -> Iterator[Problem]:
 
 def _check_metric(config: TrainConfig) -> Iterator[Problem]:
     metric, known = config.checkpoints.metric, DENSE_TASKS.get(config.task.name, ClassificationTask).metrics
+    if config.task.name == "classification" and not config.distillation.uses_labels:
+        known = FeatureMetrics.NAMES
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or f"; {', '.join(known)} are there"
         yield Problem("checkpoints.metric", f"expected a figure of {config.task.name}, got {metric!r}{hint}")
@@ -116,7 +121,7 @@ def _check_batches(resolved: ResolvedValues) -> Iterator[Problem]:
 
 def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
     dataset, settings, policy = config.data.dataset, config.augmentation, config.augmentation.auto_augment
-    if dataset not in KNOWN_DATASETS[:3] and not dataset.startswith(("hfds/", "wds/")):
+    if dataset not in KNOWN_DATASETS[:4] and not dataset.startswith(("hfds/", "wds/")):
         hint = did_you_mean(dataset, KNOWN_DATASETS) or "; for a folder of your own use --dataset folder --data-dir DIR"
         yield Problem("data.dataset", f"expected {', '.join(KNOWN_DATASETS)}, got {dataset!r}{hint}")
     if not config.data.in_memory:
@@ -138,6 +143,38 @@ def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("augmentation.auto_augment", message)
 
 
+def _check_distillation(config: TrainConfig) -> Iterator[Problem]:
+    settings = config.distillation
+    if settings.match == "off":
+        if (given := to_mapping(config)["distillation"]) != to_mapping(TrainConfig())["distillation"]:
+            changed = next(name for name, value in given.items() if value != getattr(DistillationSection(), name))
+            yield Problem(
+                f"distillation.{changed}", "has no effect without distillation.match; set it, or leave it out"
+            )
+        if config.data.dataset == "pictures":
+            message = "has no classes to learn; use folder, with one folder per class"
+            yield Problem("data.dataset", f"{message}, or set distillation.match=features")
+        return
+    if config.model.attention is None:
+        message = "expected inline or linear, the student's attention, got null"
+        yield Problem("model.attention", f"{message}; add --set model.attention=inline")
+    if settings.teacher is None and config.model.initial_checkpoint is None and not config.model.require_checkpoint:
+        message = "expected the teacher's weights, got null"
+        yield Problem("distillation.teacher", f"{message}; add --initial-checkpoint FILE")
+    if settings.match == "logits" and config.data.dataset == "pictures":
+        yield Problem("data.dataset", "has no classes; use folder, or set distillation.match=features")
+    if not settings.uses_labels and (config.augmentation.mixup or config.augmentation.cutmix):
+        message = "expected mixup and cutmix to be 0, since there are no labels to mix"
+        yield Problem("augmentation.mixup", f"{message}; add --mixup 0 --cutmix 0")
+    if settings.match == "attention":
+        sizes = (settings.teacher_size, config.model.img_size)
+        if None not in sizes and to_2tuple(sizes[0]) != to_2tuple(sizes[1]):
+            message = f"expected the student's size, since single layers are compared, got {sizes[0]} and {sizes[1]}"
+            yield Problem("distillation.teacher_size", f"{message}; leave it out")
+        if config.distributed.strategy == "fsdp2":
+            yield Problem("distributed.strategy", "expected ddp with distillation.match=attention, got fsdp2")
+
+
 def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
     settings = config.model
     if settings.in_chans != 3:
@@ -153,6 +190,14 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("model.arguments", f"{settings.name} cannot be built with these: {error}")
         else:
             yield Problem("model.name", str(error))
+        return
+    try:
+        if settings.conversion is not None:
+            settings.conversion.apply(model)
+    except ModelDescriptionError:
+        return  # reported elsewhere
+    except ValueError as error:
+        yield Problem("model.attention", str(error))
         return
     channels, height, width = settings.input_size(model)
     try:

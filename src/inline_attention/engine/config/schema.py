@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
 from inline_attention.support.settings import Setting, setting, settings_of, shown
+from inline_attention.tasks.classification.distillation import DistillationSection
 from inline_attention.tasks.classification.task import AugmentationSection, LossSection
 from inline_attention.tasks.detection.models import DetectionOptions
 from inline_attention.tasks.segmentation.models import SegmentationOptions
@@ -174,6 +175,7 @@ class TrainConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     loss: LossSection = field(default_factory=LossSection)
+    distillation: DistillationSection = field(default_factory=DistillationSection)
     ema: EmaSection = field(default_factory=EmaSection)
     training: TrainingSection = field(default_factory=TrainingSection)
     checkpoints: CheckpointsSection = field(default_factory=CheckpointsSection)
@@ -187,6 +189,7 @@ SECTIONS: dict[str, type[Any]] = get_type_hints(TrainConfig)
 SECTION_TASKS = {
     "augmentation": CLASSIFICATION,
     "detection": ("detection",),
+    "distillation": CLASSIFICATION,
     "loss": CLASSIFICATION,
     "segmentation": ("segmentation",),
 }

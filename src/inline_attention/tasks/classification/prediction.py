@@ -112,13 +112,13 @@ class ImageClassifier:
         file = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         described = read_description(file, model_name)
         with torch.device("meta"):
-            without_values = create_described_model(described.name, described.arguments)
+            without_values = create_described_model(described.name, described.arguments, described.conversion)
         classes = number_of_classes(file.weights, without_values)
         if classes is None:
             raise CheckpointError(f"{file.path} has no head to classify with; train or load one")
         class_names = _class_names(file.path, described.class_names, classes)
         arguments = {**described.arguments, "num_classes": classes}
-        model = create_described_model(described.name, arguments)
+        model = create_described_model(described.name, arguments, described.conversion)
         load_checkpoint(model, file)
         native_size, crop_pct = described.image_size, described.crop_pct
         return cls(model, class_names, size=size, device=device, native_size=native_size, crop_pct=crop_pct)

@@ -29,7 +29,7 @@ from inline_attention.data.on_device import (
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
-from inline_attention.models.described import create_described_model, describable
+from inline_attention.models.described import conversion_of, create_described_model, describable
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
 from inline_attention.tasks.task import DENSE, Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
@@ -107,10 +107,14 @@ class Objective:
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch."""
-        images, targets = batch.images, batch.targets
-        if self._mixup is not None and not (self._off_epoch and batch.epoch >= self._off_epoch):
-            images, targets = self._mixup(batch)
+        images, targets = self.mixed(batch)
         return self.loss(runnable(images), targets)
+
+    def mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return images `[B, C, H, W]` and class indices `[B]`, or shares `[B, K]` if the images are mixed."""
+        if self._mixup is None or (self._off_epoch and batch.epoch >= self._off_epoch):
+            return batch.images, batch.targets
+        return self._mixup(batch)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of class indices `[B]`, or of class shares `[B, K]`, which are smoothed."""
@@ -208,12 +212,20 @@ class ClassificationTask(Task):
         arguments, described = self._model.model_arguments(len(class_names)), self._described(class_names)
         # Arguments that a file may not hold are the user's own.
         own = {name: value for name, value in arguments.items() if name not in described}
-        model = create_described_model(self._model.name, described, **own)
-        if self._model.initial_checkpoint is not None:
-            file = open_checkpoint(self._model.initial_checkpoint)
+        path, conversion = self._model.initial_checkpoint, self._model.conversion
+        file = None if path is None else open_checkpoint(path)
+        converted = None if file is None else conversion_of(file)
+        # Weights of softmax attention are loaded before the conversion, those of converted attention after it.
+        is_converted_later = file is not None and converted is None
+        conversion = conversion or converted
+        built = None if is_converted_later else conversion
+        model = create_described_model(self._model.name, described, built, **own)
+        if file is not None:
             other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
             load_checkpoint(model, file, reinitialize_head=other_classes)
             self.start = f"all of {file.path}" + (" but the head, which is of other classes" if other_classes else "")
+        if is_converted_later and conversion is not None:
+            conversion.apply(model)
         return model
 
     def training_loader(

@@ -1,0 +1,257 @@
+"""Which blocks of a softmax network can go linear for free.
+
+For each block: the share of softmax's output beyond the mean value that InLine and linear attention explain on the same
+queries, keys and values; and what the final tokens lose if this block alone is converted, and if it is converted
+together with all that lose less. Nothing is trained.
+
+Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim, `C` channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.analysis.probes import LayerAttention, attention_layers, observed
+from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject, describe_subject, open_pictures
+from inline_attention.engine.checkpoint_format import find_weights
+from inline_attention.engine.config import TrainConfig
+from inline_attention.layers.attention import SoftmaxAttention
+from inline_attention.layers.conversion import convert_attention
+from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
+from inline_attention.models.described import create_described_model, read_description
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.ops.api import inline_attention
+from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
+from inline_attention.tasks.classification.distillation import Variance, run_with_tokens
+from inline_attention.tasks.task import find_device
+
+FREE = 10.0  # percent of the final tokens' variance that may be lost
+RULES: dict[str, dict[str, Any]] = {"inline": {}, "linear": {"normalization": "divide", "feature_map": "relu"}}
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """What converting one block costs. Shares are of variances, in percent; top-1 is None without labels."""
+
+    block: int  # number for --keep-softmax
+    name: str  # of the attention in the model
+    inline_r2: float  # of softmax's output beyond the mean value, explained by InLine
+    linear_r2: float  # the same by linear attention
+    lost_alone: float  # of the final tokens, if only this block is converted to InLine
+    top1_alone: float | None
+    order: int  # place in the order of loss, from 1
+    lost_together: float  # of the final tokens, if it and all blocks before it in that order are converted
+    top1_together: float | None
+
+
+@dataclass(frozen=True)
+class LinearizeSurvey:
+    """The blocks of a model, in its own order."""
+
+    blocks: tuple[BlockResult, ...]
+    top1: float | None  # with softmax in all blocks; None without labels
+    images: int
+
+    def keep_softmax(self, free: float = FREE) -> list[int]:
+        """Return the fewest blocks to keep so that converting the others loses at most `free` percent, untrained."""
+        by_order = sorted(self.blocks, key=lambda block: block.order)
+        fitting = [block.order for block in by_order if block.lost_together <= free]
+        return sorted(block.block for block in by_order[max(fitting, default=0) :])
+
+    def lose_most(self, count: int) -> list[int]:
+        """Return the blocks that lose most when they alone are converted."""
+        worst = sorted(self.blocks, key=lambda block: block.lost_alone, reverse=True)[:count]
+        return sorted(block.block for block in worst)
+
+
+def softmax_subject(
+    path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
+) -> Subject:
+    """Load a softmax model with its weights; its attention becomes this library's softmax, with the same outputs.
+
+    Raises:
+        CheckpointError: If there are no weights, or they do not fit.
+        ValueError: If the model has no softmax attention over tokens.
+    """
+    file = open_checkpoint(find_weights(path))
+    described = read_description(file, model_name)
+    if described.conversion is not None:
+        raise ValueError(f"{file.path} has converted attention already; give the softmax model it was made from")
+    with torch.device("meta"):
+        classes = number_of_classes(file.weights, create_described_model(described.name, described.arguments)) or 0
+    model: Any = create_described_model(described.name, {**described.arguments, "num_classes": classes})
+    load_checkpoint(model, file)
+    if size is not None and hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=size)
+    as_probed_softmax(model)
+    model = model.eval().to(find_device(device))
+    subject = describe_subject(model, described.name, size or described.image_size, described.crop_pct)
+    names = described.class_names
+    return replace(subject, weights=file.path, class_names=None if names is None else tuple(names))
+
+
+def as_probed_softmax(model: nn.Module) -> None:
+    """Replace timm's softmax attention by this library's, in place, so that it can be observed."""
+    if not any(isinstance(module, SoftmaxAttention) for module in model.modules()):
+        convert_attention(model, attention=SoftmaxAttention)
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    for layer in attention_layers(model).values():
+        if not isinstance(layer, SoftmaxAttention):
+            raise ValueError(f"{type(model).__name__} has other attention than softmax already: {type(layer).__name__}")
+        layer.default_grid_size = None if grid is None else (grid[0], grid[1])
+
+
+def survey_linearize(
+    subject: Subject, sample: PictureSample, *, on_progress: OnProgress = lambda _: None
+) -> LinearizeSurvey:
+    """Measure every block alone, then together in the order of loss. Pictures are read for each of these passes."""
+    names = list(attention_layers(subject.model))
+    passes = 2 * len(names) + 1
+    labelled = knows_classes(subject, sample)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
+        for batch in sample.batches(subject, normalized=labelled):
+            yield (batch.images, batch.targets) if labelled else (subject.normalize(batch.images), None)
+            on_progress(len(batch) / len(sample) / passes)
+
+    return measure_blocks(subject.model, batches)
+
+
+def knows_classes(subject: Subject, sample: PictureSample) -> bool:
+    """True if the model classifies, and the pictures have its classes."""
+    names = sample.source.class_names
+    if subject.class_names is not None:
+        return set(names) <= set(subject.class_names)
+    return len(names) > 1 and getattr(subject.model, "num_classes", 0) == len(names)
+
+
+@torch.no_grad()
+def measure_blocks(model: nn.Module, batches: Callable[[], Iterator[tuple[Tensor, Tensor | None]]]) -> LinearizeSurvey:
+    """Measure a model with observable softmax attention on images and labels (or None), read anew for every pass."""
+    names = list(attention_layers(model))
+    shares = {rule: [Variance() for _ in names] for rule in RULES}
+    reference: list[tuple[Tensor, Tensor]] = []  # output and tokens of each batch, on the CPU
+    correct = images = 0
+    labelled = False
+
+    def compare(layer: LayerAttention) -> None:
+        softmax = softmax_output(layer)
+        mean = layer.v.mean(1, keepdim=True)
+        for rule, options in RULES.items():
+            found = inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale, **options)
+            shares[rule][layer.index].add_beyond(found - mean, softmax - mean)
+
+    with observed(model, compare):
+        for pixels, labels in batches():
+            output, tokens = run_with_tokens(model, pixels)
+            reference.append((output.cpu(), tokens.cpu()))
+            images, labelled = images + len(pixels), labels is not None
+            correct += 0 if labels is None else int((output.argmax(1) == labels).sum())
+    if not images:
+        raise ValueError("there is no picture to look at; check --data-dir and --split")
+
+    def loss(blocks: Collection[int]) -> tuple[float, float | None]:
+        lost, right = Variance(), 0
+        with observed(model, converted_output, layers=list(blocks)):
+            for (pixels, labels), (_, expected) in zip(batches(), reference, strict=True):
+                output, tokens = run_with_tokens(model, pixels)
+                lost.add(tokens.cpu(), expected)
+                right += 0 if labels is None else int((output.argmax(1) == labels).sum())
+        return 100 * (1 - lost.explained), 100 * right / images if labelled else None
+
+    alone = [loss([block]) for block in range(len(names))]
+    order = sorted(range(len(names)), key=lambda block: alone[block][0])
+    together = {block: loss(order[: place + 1]) for place, block in enumerate(order)}
+    blocks = tuple(
+        BlockResult(
+            block, name, 100 * shares["inline"][block].explained, 100 * shares["linear"][block].explained,
+            *alone[block], order.index(block) + 1, *together[block],
+        )
+        for block, name in enumerate(names)
+    )  # fmt: skip
+    return LinearizeSurvey(blocks, 100 * correct / images if labelled else None, images)
+
+
+def softmax_output(layer: LayerAttention) -> Tensor:
+    """Return the output `[B, N, H, D]` of softmax attention on a layer's queries, keys and values."""
+    q, k, v = (part.transpose(1, 2) for part in (layer.q, layer.k, layer.v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, scale=layer.rule.scale).transpose(1, 2)
+
+
+def converted_output(layer: LayerAttention) -> Tensor:
+    """Return what InLine attention mixes in a layer, `[B, N, C]`."""
+    return inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale).flatten(2)
+
+
+def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> list[int]:
+    """Return the numbers of the blocks of a run's teacher that lose most when converted, on some of its pictures."""
+    data, settings = config.data, config.distillation
+    source = settings.teacher or config.model.initial_checkpoint
+    assert source is not None
+    size = settings.teacher_size
+    pixels = None if size is None else (size, size) if isinstance(size, int) else size
+    subject = softmax_subject(Path(source), model_name=config.model.name, size=pixels, device=config.run.device)
+    dataset = "folder" if data.dataset == "pictures" else data.dataset
+    pictures = open_pictures(dataset, None if data.dir is None else Path(data.dir), data.train_split)
+    sample = PictureSample(pictures, images=images, seed=config.training.seed, batch_size=8)
+    survey = survey_linearize(subject, sample)
+    if count >= len(survey.blocks):
+        raise ValueError(f"--keep-worst must be below {len(survey.blocks)}, the number of blocks, got {count}")
+    return survey.lose_most(count)
+
+
+def linearize_chart(surveys: Mapping[str, LinearizeSurvey]) -> Chart:
+    """Return three panels by block: the explained share of softmax, and the loss alone and together."""
+    numbers = {label: number for number, label in enumerate(surveys)}
+
+    def explained(axes: Axes) -> None:
+        for label, survey in surveys.items():
+            for rule in RULES:
+                points = [(block.block, max(-100.0, getattr(block, f"{rule}_r2"))) for block in survey.blocks]
+                draw_line(axes, Style(rule, numbers[label]), points)
+        axes.set(ylabel="R², %", ylim=(-105, 105))
+        whole_numbers(axes, "block")
+
+    def alone(axes: Axes) -> None:
+        for label, survey in surveys.items():
+            draw_line(axes, Style("inline", numbers[label]), [(item.block, item.lost_alone) for item in survey.blocks])
+        axes.set(ylabel="% of the final tokens", ylim=(0, 1.07 * max(1.0, axes.dataLim.ymax)))
+        whole_numbers(axes, "block")
+
+    def together(axes: Axes) -> None:
+        for label, survey in surveys.items():
+            points = sorted((item.order, item.lost_together) for item in survey.blocks)
+            draw_line(axes, Style("inline", numbers[label]), [(0, 0.0), *points])
+        axes.axhline(FREE, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
+        axes.set(ylabel="% of the final tokens", ylim=(0, 1.07 * max(1.0, axes.dataLim.ymax)))
+        whole_numbers(axes, "converted blocks, least loss first")
+
+    panels = [
+        Panel("Softmax explained, beyond the mean value", explained, "Share of softmax's output explained by block."),
+        Panel("Lost if this block alone is converted", alone, "Loss of the final tokens by converted block."),
+        Panel("Lost as more blocks are converted", together, "Loss of the final tokens by number of blocks."),
+    ]
+    several = len(surveys) > 1
+    legend = [
+        LegendEntry(f"{rule_label}, {label}" if several else rule_label, Style(rule, numbers[label]))
+        for label in surveys
+        for rule, rule_label in (("inline", "InLine"), ("linear", "linear"))
+    ]
+    return Chart(panels, legend)
+
+
+def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path) -> list[Path]:
+    """Write `linearize.png` and `.svg`; the small print starts with the note."""
+    images = max(survey.images for survey in surveys.values())
+    small_print = (
+        f"{note} {images} images, nothing is trained. R²: 100 % is softmax's output, 0 % the mean value; lower values "
+        "than -100 % are drawn there. Lost: squared change of the final tokens over their variance; dashed: "
+        f"{FREE:g} %."
+    )
+    return linearize_chart(surveys).save(folder, "linearize", title="Which blocks go linear", small_print=small_print)

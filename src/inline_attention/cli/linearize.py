@@ -1,0 +1,201 @@
+"""`inline linearize`: replace the softmax attention of a trained model, distill, and print what it cost and gained."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inline_attention.cli.options import parse_size
+from inline_attention.cli.printing import fail, make_console, make_table, say
+from inline_attention.cli.train import Settings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from inline_attention.benchmark.linearized import SpeedCell
+    from inline_attention.engine.config import TrainConfig
+    from inline_attention.engine.linearize import Linearized
+
+OUTPUT = "out/linearize"
+ANALYZED_IMAGES = 64
+TITLES = {"top1": "top-1 %", "top5": "top-5 %", "loss": "loss", "token_r2": "tokens, R² %", "output_r2": "output, R² %"}
+
+
+def parse_blocks(text: str | None) -> list[int] | None:
+    """Return numbers of blocks, which count from 0."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        message = f"expected numbers of blocks from 0, separated by commas, such as 4,8, got {text!r}"
+        raise typer.BadParameter(message, param_hint="--keep-softmax")
+    return sorted({int(part) for part in parts})
+
+
+def linearize(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="timm model, run of `inline train`, or weights file.", show_default=False)
+    ],
+    features: Annotated[bool, typer.Option("--features", help="Match features on pictures without labels.")] = False,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Image size to deploy at: 512, or 384x640.", show_default="the teacher's"),
+    ] = None,
+    keep_softmax: Annotated[
+        str | None, typer.Option(help="Blocks that keep softmax, from 0, such as 4,8.", show_default="none")
+    ] = None,
+    keep_worst: Annotated[int, typer.Option(min=0, help="Number of blocks that lose most and keep softmax.")] = 0,
+    attention_epochs: Annotated[
+        int, typer.Option(min=0, help="Epochs of a first phase on each attention's output.")
+    ] = 0,
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Measure images/s and memory by image size.")
+    ] = True,
+    settings: Settings = None,
+) -> None:
+    """Replace softmax by InLine attention in a trained model: `inline linearize MODEL --data-dir DIR`.
+
+    The softmax model is the teacher: its conversion learns from its logits, tokens and the labels, or with --features
+    from its tokens alone. The flags of `inline train` apply: --epochs, --data-dir, -b, --lr, --device, --output,
+    --experiment, --resume and others.
+    """
+    pixels, blocks = None if size is None else parse_size(size), parse_blocks(keep_softmax)
+    if blocks and keep_worst:
+        fail("--keep-softmax names blocks and --keep-worst counts them; give one of the two")
+    from inline_attention.cli.flags import overrides_of
+    from inline_attention.engine.interruption import InterruptedBySignalError
+    from inline_attention.engine.linearize import linearize as run
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    given = [*overrides_of(context.args), *(settings or ())]
+    given += [] if pixels is None else [f"model.img_size={json.dumps([pixels[0], pixels[-1]])}"]
+    given += [] if blocks is None else [f"model.keep_softmax={blocks}"]
+    config = read_linearize_settings(model, given, features=features)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if keep_worst:
+        config = _keep_blocks_that_lose_most(config, keep_worst, is_main=is_main)
+    try:
+        result = run(config, attention_epochs=attention_epochs, on_note=say)
+    except InterruptedBySignalError as error:
+        say(f"{error}; saved. To resume, add --resume auto to the command", err=True)
+        raise typer.Exit(error.exit_code) from error
+    except OSError as error:
+        fail(f"{error}; make room or make it writable, then add --resume auto to the command")
+    if not is_main:
+        return
+    cells = _measure_speed(result, config) if speed else []
+    make_console().print(result_table(result, cells))
+    if result.weights is None:
+        say("no weights were saved: nothing was trained")
+    else:
+        say(f"weights: {result.weights}")
+
+
+def read_linearize_settings(model: str, given: Sequence[str], *, features: bool) -> TrainConfig:
+    """Return the settings of the recipe for a model, changed by overrides `key=value`.
+
+    Pretrained weights of timm are written to the run's folder first, unless they are there.
+    """
+    import timm
+
+    from inline_attention.cli.flags import read_settings
+    from inline_attention.engine.config import with_overrides
+    from inline_attention.engine.linearize import TEACHER_FILE, describe_teacher, fetch_teacher
+    from inline_attention.recipes import get_recipe
+    from inline_attention.support.text import did_you_mean
+
+    recipe, path = "linearize_features" if features else "linearize_classifier", Path(model)
+    plain = with_overrides(get_recipe(recipe).config, given)
+    experiment = plain.run.experiment or (path.resolve().stem if path.exists() else model)
+    output = plain.run.output if plain.run.output != type(plain.run)().output else OUTPUT
+    place = [f"run.output={json.dumps(output)}", f"run.experiment={json.dumps(experiment)}"]
+    name = next((text.partition("=")[2] for text in reversed(given) if text.startswith("model.name=")), None)
+    if path.exists():
+        source, name = path, None if name is None else json.loads(name)
+    else:
+        if not timm.is_model(model):
+            hint = did_you_mean(model, timm.list_models()) or "; `inline models --all` lists models"
+            fail(f"expected a model of timm, a run or a file of weights, got {model}{hint}")
+        if name is not None:
+            fail(f"--model names the model of a weights file, got {model}, which is a model itself; leave --model out")
+        name = model
+        if plain.model.initial_checkpoint is None:
+            source = Path(output, experiment, TEACHER_FILE)
+            fetch_teacher(model, source)
+        else:
+            source = Path(plain.model.initial_checkpoint)
+    described = describe_teacher(source, name)
+    return read_settings(recipe, [*place, *described, *given, *place])
+
+
+def _keep_blocks_that_lose_most(config: TrainConfig, count: int, *, is_main: bool) -> TrainConfig:
+    """Return the settings with those blocks kept that change the features most when they alone are converted."""
+    from inline_attention.analysis.linearize import blocks_that_lose_most
+    from inline_attention.engine.config import with_overrides
+
+    blocks = blocks_that_lose_most(config, count, images=ANALYZED_IMAGES)
+    if is_main:
+        say(f"blocks that keep softmax: {', '.join(map(str, blocks))} (`inline analyze linearize` shows all)")
+    return with_overrides(config, [f"model.keep_softmax={blocks}"])
+
+
+def _measure_speed(result: Linearized, config: TrainConfig) -> list[SpeedCell]:
+    from dataclasses import asdict
+
+    from inline_attention.benchmark.environment import describe_environment
+    from inline_attention.benchmark.linearized import SIZES, measure_speed
+    from inline_attention.cli.printing import progress_bar
+    from inline_attention.engine.linearize import LINEARIZED, TEACHER, write_speed
+    from inline_attention.tasks.task import find_device
+
+    assert result.teacher is not None
+    assert result.student is not None
+    models = {TEACHER: result.teacher.cpu(), LINEARIZED: result.student.cpu()}
+    with progress_bar(make_console(stderr=True)) as progress:
+        task = progress.add_task("measuring speed", total=len(models) * len(SIZES))
+        cells = measure_speed(models, find_device(config.run.device), on_cell=lambda _: progress.advance(task))
+    write_speed(result, [asdict(cell) for cell in cells], describe_environment())
+    return cells
+
+
+def result_table(result: Linearized, cells: Sequence[SpeedCell]) -> Table:
+    """Return one table: accuracy or agreement, parameters, speed and memory of teacher, conversion and result."""
+    from inline_attention.engine.linearize import CONVERTED, LINEARIZED, TEACHER
+
+    stages = (TEACHER, CONVERTED, LINEARIZED)
+    rows: list[list[str]] = []
+    for name in result.figures[LINEARIZED]:
+        values = [result.figures.get(stage, {}).get(name) for stage in stages]
+        rows.append([TITLES.get(name, name), *("—" if value is None else f"{value:.2f}" for value in values)])
+    rows.append(["parameters", *(f"{result.parameters[stage]:,}" for stage in stages)])
+    for size in dict.fromkeys(cell.size for cell in cells):
+        at_size = {cell.model: cell for cell in cells if cell.size == size}
+        rows.append([f"images/s at {size}²", *(_cell(at_size.get(stage), "speed") for stage in stages)])
+        rows.append([f"memory at {size}², MiB", *(_cell(at_size.get(stage), "memory") for stage in stages)])
+    return make_table(
+        ("", "softmax teacher", "converted, untrained", "linearized"),
+        rows,
+        texts=1,
+        title="Linearized",
+        caption="R²: share of the teacher's variance that is explained. Memory: peak beyond weights and images."
+        if TEACHER not in result.figures
+        else "Memory: peak beyond weights and images, in batches of a constant number of pixels.",
+    )
+
+
+def _cell(cell: Any, kind: str) -> str:
+    if cell is None:
+        return "—"
+    value = cell.images_per_second if kind == "speed" else cell.peak_bytes
+    if cell.images_per_second is None:
+        return cell.note if kind == "speed" else "—"
+    if value is None:
+        return "—"
+    return f"{value:,.1f}" if kind == "speed" else f"{value / 2**20:,.0f}"

@@ -1,0 +1,496 @@
+"""Distillation: a student with converted attention learns from its teacher, the same model with softmax attention.
+
+The student matches logits and labels, or features (no labels needed), or the output of each attention (a first phase).
+
+Shapes: `B` batch, `N` tokens, `P` prefix tokens, `C` channels, `K` classes, `H`, `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data.batch import Batch
+from inline_attention.data.sources import ImageSource
+from inline_attention.layers.attention import TokenAttention
+from inline_attention.models.checkpoints import number_of_classes
+from inline_attention.models.described import conversion_of, create_described_model, parse_class_names
+from inline_attention.models.reading import Checkpoint, open_checkpoint
+from inline_attention.support.settings import ConfigError, Problem, setting
+from inline_attention.support.text import printable, show_difference
+from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask, Objective
+from inline_attention.tasks.task import CLASSIFICATION, Collectives, DataSection, Metrics, ModelSection, TaskData
+
+FINAL_NORMS = ("norm", "layernorm", "post_layernorm")  # names of the layer whose output are a model's tokens
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DistillationSection:
+    """Learning from a softmax teacher: the same model before model.attention replaced its attention."""
+
+    match: Literal["off", "logits", "features", "attention"] = setting(
+        "off",
+        "logits: with labels. features: tokens, no labels. attention: output of each attention. off: no teacher.",
+        tasks=CLASSIFICATION,
+    )
+    teacher: str | None = setting(None, "Weights of the teacher; null: model.initial_checkpoint.")
+    teacher_size: int | tuple[int, int] | None = setting(
+        None, "Image side or [height, width] of the teacher; null: the student's.", at_least=1
+    )
+    temperature: float = setting(2.0, "Temperature of the logits.", above=0)
+    logits_weight: float = setting(1.0, "Weight of the teacher's logits.", at_least=0)
+    labels_weight: float = setting(0.5, "Weight of the labels, if logits are matched.", at_least=0)
+    features_weight: float = setting(1.0, "Weight of the teacher's tokens.", at_least=0)
+
+    @property
+    def uses_labels(self) -> bool:
+        """True if the labels of the data matter."""
+        return self.match in ("off", "logits")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield weights of which none is left."""
+        if self.match == "logits" and not (self.logits_weight or self.labels_weight):
+            yield "logits_weight", "expected it or labels_weight above 0, got 0 for both; or set match=features"
+
+
+class DistillationTask(ClassificationTask):
+    """Classification, or features alone, learned from a teacher.
+
+    After `build_model`, it has the models of both.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        model: ModelSection,
+        augmentation: AugmentationSection | None,
+        distillation: DistillationSection,
+        *,
+        smoothing: float = 0.0,
+        seed: int = 0,
+    ):
+        """Choose data, model and what to match."""
+        source = distillation.teacher or model.initial_checkpoint
+        if source is None:
+            message = "expected the teacher's weights, got null; add --initial-checkpoint FILE"
+            raise ConfigError([Problem("distillation.teacher", message)])
+        super().__init__(
+            data, replace(model, initial_checkpoint=model.initial_checkpoint or source), augmentation,
+            smoothing=smoothing, seed=seed,
+        )  # fmt: skip
+        self._settings, self._source = distillation, source
+        self._teacher: nn.Module | None = None
+        self._student: nn.Module | None = None
+        if not distillation.uses_labels:
+            self.metrics = FeatureMetrics.NAMES
+
+    @property
+    def teacher(self) -> nn.Module:
+        """The softmax model, in evaluation mode."""
+        assert self._teacher is not None, "build_model builds it"
+        return self._teacher
+
+    @property
+    def student(self) -> nn.Module:
+        """The model with converted attention."""
+        assert self._student is not None, "build_model builds it"
+        return self._student
+
+    def open(self) -> TaskData:
+        """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
+        if self._settings.uses_labels:
+            return super().open()
+        opened = super().open()
+        names = self._teacher_classes
+        return replace(opened, train=_relabelled(opened.train, names), validation=_relabelled(opened.validation, names))
+
+    def build_model(self, class_names: Sequence[str]) -> nn.Module:
+        """Build the teacher, then the student with the same weights and other attention."""
+        if conversion_of(self._file) is not None:
+            message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
+            raise ConfigError([Problem("distillation.teacher", message)])
+        if self._settings.uses_labels:
+            self._check_classes(class_names)
+        self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
+        student = self._student = self._build_student(class_names)
+        if self._settings.match == "attention":
+            student.requires_grad_(False)
+            for name in converted_attentions(student):
+                student.get_submodule(name).requires_grad_(True)
+        return student
+
+    def _build_student(self, class_names: Sequence[str]) -> nn.Module:
+        """Build the student; with the teacher's weights at another size, its position embeddings are resampled."""
+        size, teacher_size = self._model.img_size, self._settings.teacher_size
+        if self._model.initial_checkpoint != self._source or teacher_size is None or size in (None, teacher_size):
+            return super().build_model(class_names)
+        task = ClassificationTask(self._data, replace(self._model, img_size=teacher_size))
+        student: Any = task.build_model(class_names)
+        if not hasattr(student, "set_input_size"):
+            message = (
+                f"expected {teacher_size}, the teacher's size, since {self._model.name} has a fixed size, got {size}"
+            )
+            raise ConfigError([Problem("model.img_size", message)])
+        student.set_input_size(img_size=size)
+        self.start = task.start
+        return student
+
+    def teacher_task(self) -> ClassificationTask:
+        """Return the task of the teacher alone, at its own image size: softmax attention, no distillation."""
+        section = replace(
+            self._model,
+            img_size=self._settings.teacher_size or self._model.img_size,
+            drop_path=None,
+            initial_checkpoint=self._source,
+            attention=None,
+            keep_softmax=(),
+            conversion_options={},
+        )
+        return ClassificationTask(self._data, section, self._augmentation, smoothing=self._smoothing, seed=self._seed)
+
+    def objective(self, class_names: Sequence[str], rank: int) -> Any:
+        """Return the loss of the match."""
+        if self._settings.match == "attention":
+            return AttentionObjective(self.teacher, self.student)
+        labels = super().objective(class_names, rank) if self._settings.uses_labels else None
+        return DistillationObjective(self.teacher, self.student, self._settings, self._teacher_pixels(), labels)
+
+    def evaluator(self, source: ImageSource, device: torch.device) -> Any:
+        """Return an evaluator of accuracy, or of the agreement with the teacher's features."""
+        if self._settings.uses_labels:
+            return super().evaluator(source, device)
+        return FeatureEvaluator(self.teacher.to(device), self._teacher_pixels())
+
+    def metadata(self, class_names: Sequence[str]) -> dict[str, str]:
+        """Return the metadata of the student; without labels, class names only if the teacher's file has them."""
+        notes = super().metadata(class_names)
+        if not self._settings.uses_labels and parse_class_names(self._file) is None:
+            del notes["class_names"]
+        return notes
+
+    @cached_property
+    def _file(self) -> Checkpoint:
+        return open_checkpoint(self._source)
+
+    @cached_property
+    def _teacher_classes(self) -> list[str]:
+        """Class names of the teacher's head, numbers if its file has none; empty without a head."""
+        count, names = self._count_teacher_classes(), parse_class_names(self._file)
+        return names if names is not None and len(names) == count else [str(number) for number in range(count)]
+
+    def _count_teacher_classes(self) -> int:
+        with torch.device("meta"):  # the model knows the name of the head
+            model = create_described_model(self._model.name, {})
+        return number_of_classes(self._file.weights, model) or 0
+
+    def _check_classes(self, class_names: Sequence[str]) -> None:
+        """Refuse a teacher of other classes: its logits would say something else than the labels."""
+        count, names = self._count_teacher_classes(), parse_class_names(self._file)
+        advice = "fine-tune the teacher on this data first (`inline train finetune`), or match features alone"
+        if count != len(class_names):
+            found = f"{count} classes" if count else "no classifier"
+            message = f"the teacher in {self._source} has {found}, the data {len(class_names)} classes"
+            raise ConfigError([Problem("distillation.teacher", f"{message}; {advice}")])
+        if names is not None and list(names) != list(class_names):
+            theirs, ours = show_difference([printable(name) for name in names], list(class_names))
+            message = f"the teacher in {self._source} knows the classes {theirs}, the data has {ours}"
+            raise ConfigError([Problem("distillation.teacher", f"{message}; {advice}")])
+
+    def _teacher_pixels(self) -> Size | None:
+        """Height and width of the teacher's images; None if they are the student's."""
+        size = self._settings.teacher_size
+        return None if size is None else (size, size) if isinstance(size, int) else size
+
+
+def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:
+    """Return the same pictures with the classes of a teacher; their labels are not used."""
+    pictures = copy.copy(source)
+    pictures.class_names, pictures.targets = tuple(class_names), np.zeros(len(source), dtype=np.int64)
+    return pictures
+
+
+class DistillationObjective:
+    """Match the teacher's logits and tokens, and the labels if there is an objective for them.
+
+    Without labels, the model's output (logits, or pooled features) is matched by its unexplained share.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        settings: DistillationSection,
+        teacher_size: Size | None,
+        labels: Objective | None,
+    ):
+        self._teacher, self._settings, self._size, self._labels = teacher, settings, teacher_size, labels
+        self._prefix = _prefix_tokens(student)
+        self._tokens = Recorder()
+        if settings.features_weight or labels is None:
+            # Not per call: torch.compile does not see hooks that come later.
+            self._tokens.attach(student, token_layer(student))
+
+    def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a batch."""
+        settings = self._settings
+        images, targets = (batch.images, batch.targets) if self._labels is None else self._labels.mixed(batch)
+        expected, expected_tokens = run_teacher(self._teacher, images, self._size)
+        logits = runnable(images)
+        if self._labels is None:
+            loss = unexplained_share(logits, expected)
+        else:
+            loss = torch.zeros((), device=logits.device)
+            if settings.logits_weight:
+                loss = loss + settings.logits_weight * soft_cross_entropy(logits, expected, settings.temperature)
+            if settings.labels_weight:
+                loss = loss + settings.labels_weight * self._labels.loss(logits, targets)
+        if (tokens := self._tokens.take()) is not None and settings.features_weight:
+            shape = images.shape[-2:]
+            tokens = resized_tokens(tokens, shape, expected_tokens.shape[1], self._prefix)
+            loss = loss + settings.features_weight * unexplained_share(tokens, expected_tokens)
+        return loss
+
+
+class AttentionObjective:
+    """Match each attention's output with the teacher's on the teacher's own inputs, so that blocks learn apart."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module):
+        self._teacher = teacher
+        self._names = converted_attentions(student)
+        self._outputs = {name: Recorder() for name in self._names}
+        self._inputs: dict[str, Tensor] = {}
+        for name in self._names:
+            layer = student.get_submodule(name)
+            layer.register_forward_pre_hook(self._teachers_input(name))
+            self._outputs[name].attach(student, layer)
+
+    def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
+        """Return the unexplained share of the teacher's outputs, the mean over all attentions."""
+        expected: dict[str, Tensor] = {}
+        self._teacher.to(batch.images.device)
+        with torch.no_grad(), _recorded_calls(self._teacher, self._names, self._inputs, expected):
+            self._teacher(batch.images)
+        runnable(batch.images)
+        self._inputs.clear()
+        shares = [unexplained_share(self._outputs[name].take(), expected[name]) for name in self._names]
+        return torch.stack(shares).mean()
+
+    def _teachers_input(self, name: str) -> Any:
+        def replace_input(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            given = self._inputs.get(name) if module.training else None
+            return None if given is None else (given, *arguments[1:])
+
+        return replace_input
+
+
+class Recorder:
+    """Keeps the last output of a layer in training mode."""
+
+    def __init__(self) -> None:
+        self._output: Tensor | None = None
+
+    def attach(self, model: nn.Module, layer: nn.Module) -> None:
+        """Record the layer's output whenever the model trains."""
+
+        def keep(_layer: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
+            if model.training:
+                self._output = output
+
+        layer.register_forward_hook(keep)
+
+    def take(self) -> Any:
+        """Return the output and forget it; None if nothing was recorded."""
+        output, self._output = self._output, None
+        return output
+
+
+@contextmanager
+def _recorded_calls(
+    model: nn.Module, names: Sequence[str], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
+) -> Iterator[None]:
+    """Record the input and output tokens of layers, by name."""
+
+    def recorder(name: str) -> Any:
+        def record(_layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            inputs[name], outputs[name] = arguments[0], output
+
+        return record
+
+    handles = [model.get_submodule(name).register_forward_hook(recorder(name)) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def converted_attentions(model: nn.Module) -> list[str]:
+    """Return the names of the attentions that are this library's."""
+    return [name for name, module in model.named_modules() if isinstance(module, TokenAttention)]
+
+
+def token_layer(model: nn.Module) -> nn.Module:
+    """Return the layer whose output are the model's final tokens `[B, N, C]`: its last norm, or else its last block."""
+    for name in FINAL_NORMS:
+        if isinstance(layer := getattr(model, name, None), nn.Module):
+            return layer
+    names = [name for name, module in model.named_modules() if hasattr(module, "qkv") and hasattr(module, "proj")]
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no tokens to match: it has no attention over tokens")
+    return model.get_submodule(names[-1].rpartition(".")[0])
+
+
+@torch.no_grad()
+def run_teacher(teacher: nn.Module, images: Tensor, size: Size | None) -> tuple[Tensor, Tensor]:
+    """Return the teacher's output `[B, K]` and tokens `[B, N, C]` for images `[B, 3, H, W]`, resized to its size."""
+    if size is not None and tuple(images.shape[-2:]) != tuple(size):
+        images = F.interpolate(images, size=size, mode="bicubic", antialias=True)
+    return run_with_tokens(teacher.to(images.device), images)
+
+
+def run_with_tokens(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a model's output `[B, K]` and final tokens `[B, N, C]`."""
+    found: list[Tensor] = []
+
+    def record(_layer: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
+        found.append(output)
+
+    handle = token_layer(model).register_forward_hook(record)
+    try:
+        output = model(images)
+    finally:
+        handle.remove()
+    return output, found[0]
+
+
+def soft_cross_entropy(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
+    """Return T² · KL(teacher ‖ student) of logits `[B, K]` at a temperature, the mean over images."""
+    student, teacher = (F.log_softmax(values.float() / temperature, dim=-1) for values in (logits, expected))
+    return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def unexplained_share(found: Tensor, expected: Tensor) -> Tensor:
+    """Return 1 - R²: squared error over the variance of `expected` `[..., C]` around the mean of its vectors."""
+    found, expected = found.float(), expected.float()
+    spread = (expected - expected.flatten(0, -2).mean(0)).square().sum()
+    smallest = 1e-6 * expected.square().sum()  # one image alone has no variance
+    return (found - expected).square().sum() / torch.maximum(spread, smallest).clamp(min=1e-12)
+
+
+def resized_tokens(tokens: Tensor, pixels: Sequence[int], count: int, prefix: int) -> Tensor:
+    """Return tokens `[B, N, C]` of images of H×W pixels on a grid of another size, with `count` tokens in all."""
+    if tokens.shape[1] == count:
+        return tokens
+    grid, new_grid = (_grid(number - prefix, pixels) for number in (tokens.shape[1], count))
+    maps = tokens[:, prefix:].mT.unflatten(-1, grid).float()
+    maps = F.interpolate(maps, size=new_grid, mode="bilinear", antialias=True)
+    return torch.cat([tokens[:, :prefix].float(), maps.flatten(-2).mT], dim=1)
+
+
+def _grid(count: int, pixels: Sequence[int]) -> Size:
+    """Return height and width of the grid of so many tokens over an image of H×W pixels."""
+    height = max(1, round((count * pixels[0] / pixels[1]) ** 0.5))
+    if count % height:
+        raise ValueError(
+            f"{count} tokens are no grid in the shape of {pixels[0]}×{pixels[1]} pixels; use square images"
+        )
+    return height, count // height
+
+
+def _prefix_tokens(model: nn.Module) -> int:
+    return getattr(model, "num_prefix_tokens", 0)
+
+
+@dataclass(frozen=True)
+class FeatureMetrics(Metrics):
+    """Share of the teacher's variance that the student explains, R² in percent, and number of images."""
+
+    NAMES = {"token_r2": True, "output_r2": True}  # noqa: RUF012 - as `Task.metrics`
+
+    token_r2: float
+    output_r2: float
+    count: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All but the count."""
+        return {"token_r2": self.token_r2, "output_r2": self.output_r2}
+
+    def __str__(self) -> str:
+        shares = f"{self.token_r2:.3f} % of the teacher's tokens, {self.output_r2:.3f} % of its output"
+        return f"agreement: {shares} explained (R²), {self.count} images"
+
+
+class FeatureEvaluator:
+    """Compares a student's tokens and output with its teacher's; see `Evaluator`."""
+
+    def __init__(self, teacher: nn.Module, teacher_size: Size | None):
+        self._teacher, self._size = teacher, teacher_size
+        self._sums: dict[str, Variance] = {"tokens": Variance(), "output": Variance()}
+        self._count = 0
+
+    def add(self, model: nn.Module, batch: Batch) -> None:
+        """Compare a batch."""
+        output, tokens = run_with_tokens(model, batch.images)
+        expected, expected_tokens = run_teacher(self._teacher, batch.images, self._size)
+        count, pixels = expected_tokens.shape[1], batch.images.shape[-2:]
+        self._sums["tokens"].add(resized_tokens(tokens, pixels, count, _prefix_tokens(model)), expected_tokens)
+        self._sums["output"].add(output, expected)
+        self._count += len(batch)
+
+    def compute(self, collectives: Collectives) -> FeatureMetrics:
+        """Compute the metrics over all ranks."""
+        gathered = collectives.gather((self._count, self._sums))
+        count = sum(images for images, _ in gathered)
+        if count == 0:
+            raise ValueError("there is no picture to evaluate on; check the data's validation split")
+        shares = {key: 100 * Variance.total(sums[key] for _, sums in gathered).explained for key in self._sums}
+        return FeatureMetrics(shares["tokens"], shares["output"], count)
+
+
+class Variance:
+    """Squared errors, and the variance of what was expected, over many batches."""
+
+    def __init__(self) -> None:
+        self.error, self.squares, self.number = 0.0, 0.0, 0
+        self.sum: Tensor = torch.zeros(())  # of each channel, on the CPU
+
+    def add(self, found: Tensor, expected: Tensor) -> None:
+        """Add vectors `[..., C]`."""
+        found, expected = (values.detach().flatten(0, -2).double() for values in (found, expected))
+        self.error += (found - expected).square().sum().item()
+        self.squares += expected.square().sum().item()
+        self.sum = self.sum + expected.sum(0).cpu()
+        self.number += len(expected)
+
+    def add_beyond(self, found: Tensor, expected: Tensor) -> None:
+        """Add vectors whose mean is known and has been subtracted: the variance is around zero."""
+        self.error += (found - expected).double().square().sum().item()
+        self.squares += expected.double().square().sum().item()
+
+    @classmethod
+    def total(cls, parts: Iterator[Variance]) -> Variance:
+        """Return the sum over ranks."""
+        whole = cls()
+        for part in parts:
+            whole.error += part.error
+            whole.squares += part.squares
+            whole.sum = whole.sum + part.sum
+            whole.number += part.number
+        return whole
+
+    @property
+    def explained(self) -> float:
+        """R²: one minus the errors' share of the variance; below zero if the mean would be closer."""
+        spread = self.squares - self.sum.square().sum().item() / max(self.number, 1)
+        return 1 - self.error / spread if spread > 0 else float("nan")

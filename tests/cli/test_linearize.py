@@ -1,0 +1,177 @@
+"""`inline linearize` and `inline analyze linearize` from the outside."""
+
+import csv
+import json
+
+import pytest
+import timm
+import torch
+from typer.testing import CliRunner
+
+from inline_attention.cli import linearize as command
+from inline_attention.cli.main import app
+from inline_attention.data.datasets import digits
+from inline_attention.models.checkpoints import save_weights
+from inline_attention.models.reading import CheckpointError, open_checkpoint
+
+NAME = "vit_tiny_patch16_224"
+ARGUMENTS = {"patch_size": 2, "embed_dim": 16, "num_heads": 2, "depth": 2}
+DIGITS = [
+    "--dataset", "digits", "--epochs", "1", "-b", "256", "--amp", "off", "--hflip", "0", "--set", "data.in_memory=true",
+    "--set", "augmentation.crop=padded", "--scale", "0.08", "1", "--color-jitter", "0", "--set",
+    "logging.tensorboard=false", "--set", "data.crop_pct=1.0", "--device", "cpu",
+]  # fmt: skip
+
+
+def write_teacher(path, **metadata):
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, **ARGUMENTS, img_size=8, num_classes=10)
+    arguments = {**ARGUMENTS, "img_size": 8, "num_classes": 10}
+    notes = {"model": NAME, "model_arguments": json.dumps(arguments), "class_names": json.dumps(list("0123456789"))}
+    save_weights(model, path, metadata={**notes, **metadata})
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "teacher.safetensors")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Twenty digits in two folders that are no classes."""
+    source = digits("train")
+    for index in range(20):
+        path = tmp_path / "pictures" / ("new" if index % 3 else "old") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source.load(index).save(path)
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def invoke(tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(app, ["linearize", *map(str, arguments), "--output", str(tmp_path / "out")])
+
+    return run
+
+
+def test_one_table_and_a_file_that_is_a_model(invoke, teacher, tmp_path, monkeypatch):
+    from inline_attention.benchmark import linearized
+
+    monkeypatch.setattr(linearized, "SIZES", (8, 16))
+    monkeypatch.setattr(linearized.measure_speed, "__kwdefaults__", {
+        **linearized.measure_speed.__kwdefaults__, "sizes": (8, 16), "seconds": 0.0
+    })  # fmt: skip
+    result = invoke(teacher, *DIGITS, "--experiment", "first", "--keep-softmax", "0")
+    assert result.exit_code == 0, result.output
+    for part in ("softmax teacher", "linearized", "top-1 %", "parameters", "images/s at 8²", "memory at 16², MiB"):
+        assert part in result.output
+    written = json.loads((tmp_path / "out" / "first" / "linearize.json").read_text())
+    assert set(written["figures"]) == {"teacher", "converted", "linearized"}
+    assert len(written["speed"]) == 4
+    assert written["environment"]["torch"]
+    file = open_checkpoint(written["weights"])
+    assert json.loads(file.metadata["conversion"])["keep_softmax"] == [0]
+    again = invoke(teacher, *DIGITS, "--experiment", "first", "--no-speed")
+    assert again.exit_code == 1
+    assert "holds checkpoints already" in again.output
+
+
+def test_pictures_without_classes(invoke, teacher, pictures, tmp_path):
+    options = [
+        "--features",
+        "--data-dir",
+        pictures,
+        "--epochs",
+        "1",
+        "-b",
+        "9",
+        "--amp",
+        "off",
+        "--no-speed",
+        "-j",
+        "0",
+    ]
+    result = invoke(teacher, *options, "--device", "cpu", "--experiment", "features", "--keep-worst", "1")
+    assert result.exit_code == 0, result.output
+    assert "blocks that keep softmax:" in result.output
+    assert "tokens, R² %" in result.output
+    written = json.loads((tmp_path / "out" / "features" / "linearize.json").read_text())
+    assert set(written["figures"]) == {"converted", "linearized"}
+
+
+def test_broken_pictures_are_named(invoke, teacher, pictures):
+    for path in pictures.rglob("*.png"):
+        path.write_bytes(b"no picture")
+    result = invoke(teacher, "--features", "--data-dir", pictures, "--no-speed", "--device", "cpu", "-b", "4")
+    assert result.exit_code == 1
+    assert "can be read" in result.output
+    assert "is damaged or no image" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["vit_tiny_patch16_22", "--data-dir", "x"], "did you mean vit_tiny_patch16_224"),
+        (["TEACHER", "--keep-softmax", "two"], "expected numbers of blocks"),
+        (["TEACHER", "--keep-softmax", "0", "--keep-worst", "1", *DIGITS], "give one of the two"),
+        (["TEACHER", "--keep-worst", "2", *DIGITS], "must be below 2"),
+        (["TEACHER", "--keep-softmax", "7", *DIGITS], "keep_softmax must have whole numbers"),
+        (["TEACHER", "--size", "big"], "expected pixels"),
+        (["TEACHER"], "expected the folder of the data"),
+        (["TEACHER", "--epoch", "1"], "did you mean --epochs"),
+    ],
+)
+def test_bad_input_is_named(invoke, teacher, arguments, text):
+    result = invoke(*(teacher if argument == "TEACHER" else argument for argument in arguments))
+    assert result.exit_code != 0
+    assert text in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+def test_weights_without_a_name_need_one(invoke, tmp_path):
+    path = tmp_path / "plain.pth"
+    torch.save(timm.create_model("resnet10t", num_classes=10).state_dict(), path)
+    result = invoke(path, *DIGITS)
+    assert "does not say which model it is of; give its name with --model" in result.output
+    result = invoke(path, *DIGITS, "--model", "resnet10t")
+    assert result.exit_code == 1
+    assert "found no attention to convert in ResNet" in result.output
+
+
+def test_pretrained_weights_are_asked_of_timm(tmp_path, monkeypatch):
+    from inline_attention.engine import linearize as engine
+
+    def fetch(name, path):
+        path.parent.mkdir(parents=True)
+        write_teacher(path, model=name)
+
+    monkeypatch.setattr(engine, "fetch_teacher", fetch)
+    config = command.read_linearize_settings(f"{NAME}.augreg_in21k", [f"run.output={tmp_path}"], features=False)
+    assert config.model.name == f"{NAME}.augreg_in21k"
+    assert config.model.initial_checkpoint == str(tmp_path / f"{NAME}.augreg_in21k" / "teacher.safetensors")
+    assert dict(config.model.arguments) == ARGUMENTS
+    given = ["model.initial_checkpoint=x", f"run.output={tmp_path}"]
+    with pytest.raises(CheckpointError, match="x cannot be opened"):
+        command.read_linearize_settings(NAME, given, features=False)
+
+
+def test_blocks_are_analyzed(teacher, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ["analyze", "linearize", "-c", str(teacher), "--device", "cpu", "-n", "6", "-o", str(tmp_path)]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0, result.output
+    assert "What each block loses" in result.output
+    with (tmp_path / "linearize.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["block"] for row in rows] == ["0", "1"]
+    assert all(float(row["top1_alone"]) >= 0 for row in rows)
+    assert (tmp_path / "linearize.png").exists()
+    written = json.loads((tmp_path / "linearize.json").read_text())
+    assert list(written["settings"]["keep_softmax"]) == [NAME]
+
+
+def test_an_untrained_model_is_analyzed_on_digits(tmp_path):
+    result = CliRunner().invoke(app, ["analyze", "linearize", "--device", "cpu", "-n", "2", "-o", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "untrained weights" in result.output

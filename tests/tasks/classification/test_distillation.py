@@ -1,0 +1,172 @@
+"""Distillation: what is matched, and that a student equal to its teacher has nothing to learn."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+from inline_attention import InLineAttention, convert_attention
+from inline_attention.data.batch import Batch
+from inline_attention.layers.attention import SoftmaxAttention
+from inline_attention.tasks.classification.distillation import (
+    AttentionObjective,
+    DistillationObjective,
+    DistillationSection,
+    FeatureEvaluator,
+    Variance,
+    converted_attentions,
+    resized_tokens,
+    soft_cross_entropy,
+    token_layer,
+    unexplained_share,
+)
+from inline_attention.tasks.classification.task import Objective
+
+SMALL = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+
+
+def small_vit(**arguments):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL | arguments).eval()
+    with torch.no_grad():  # large enough for attention to matter
+        for block in model.blocks:
+            block.attn.qkv.weight.normal_(std=0.7)
+            block.attn.proj.weight.normal_(std=0.5)
+    return model
+
+
+def student_of(teacher, **options):
+    student = copy.deepcopy(teacher)
+    convert_attention(student, **options)
+    return student.train()
+
+
+def batch(size=8, count=4):
+    images = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
+    return Batch(0, 0, images, torch.arange(count) % 3, torch.arange(count))
+
+
+class Alone:
+    """Collectives of one process."""
+
+    def gather(self, value):
+        return [value]
+
+
+@pytest.mark.parametrize("match", ["logits", "features"])
+def test_a_student_with_softmax_has_nothing_to_learn_from_its_teacher(match):
+    teacher = small_vit()
+    student = student_of(teacher, attention=SoftmaxAttention)
+    settings = DistillationSection(match=match, labels_weight=0.0)
+    labels = Objective() if match == "logits" else None
+    objective = DistillationObjective(teacher, student, settings, None, labels)
+    assert objective(student, batch()).item() == pytest.approx(0, abs=1e-6)
+    student = student_of(teacher, attention=InLineAttention)
+    objective = DistillationObjective(teacher, student, settings, None, labels)
+    loss = objective(student, batch())
+    loss.backward()
+    assert loss > 1e-3
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_the_loss_is_the_sum_of_its_parts():
+    teacher, some = small_vit(), batch()
+    student = student_of(teacher)
+    settings = DistillationSection(
+        match="logits", temperature=3.0, logits_weight=0.5, labels_weight=0.25, features_weight=2
+    )
+    found = DistillationObjective(teacher, student, settings, None, Objective())(student, some)
+    student.eval()
+    with torch.no_grad():
+        logits, expected = student(some.images), teacher(some.images)
+        tokens, expected_tokens = student.forward_features(some.images), teacher.forward_features(some.images)
+        shares, own = (expected / 3).softmax(-1), (logits / 3).log_softmax(-1)
+        kl = 9 * (shares * ((expected / 3).log_softmax(-1) - own)).sum(1).mean()
+        error = (tokens - expected_tokens).square().sum()
+        spread = (expected_tokens - expected_tokens.mean((0, 1))).square().sum()
+    labels = F.cross_entropy(logits, some.targets)
+    torch.testing.assert_close(found.detach(), 0.5 * kl + 0.25 * labels + 2 * error / spread)
+
+
+def test_attention_is_matched_on_the_teachers_inputs():
+    teacher, some = small_vit(), batch()
+    student = student_of(teacher, local_residual=False)
+    with torch.no_grad():
+        student.blocks[0].mlp.fc1.weight.zero_()  # must not matter: the second block sees the teacher's tokens
+    objective = AttentionObjective(teacher, student)
+    shares = []
+    with torch.no_grad():
+        tokens = teacher.patch_embed(some.images)
+        tokens = teacher.norm_pre(teacher.patch_drop(teacher._pos_embed(tokens)))
+        for block, own in zip(teacher.blocks, student.blocks, strict=True):
+            given = block.norm1(tokens)
+            shares.append(unexplained_share(copy.deepcopy(own.attn).eval()(given), block.attn(given)))
+            tokens = block(tokens)
+    loss = objective(student, some)
+    torch.testing.assert_close(loss.detach(), torch.stack(shares).mean())
+    loss.backward()
+    assert converted_attentions(student) == ["blocks.0.attn", "blocks.1.attn"]
+    assert student.blocks[1].attn.qkv.weight.grad is not None
+    assert student.blocks[0].mlp.fc2.weight.grad is None
+    # In evaluation the student sees its own tokens again.
+    student.eval()
+    assert not torch.allclose(student(some.images), teacher(some.images))
+
+
+def test_the_teacher_sees_the_same_view_at_its_own_size():
+    teacher = small_vit()
+    student = student_of(teacher)
+    student.set_input_size(img_size=16)
+    settings = DistillationSection(match="features")
+    objective = DistillationObjective(teacher, student, settings, (8, 8), None)
+    assert objective(student, batch(16)).isfinite()
+    evaluator = FeatureEvaluator(teacher, (8, 8))
+    evaluator.add(student.eval(), batch(16))
+    assert evaluator.compute(Alone()).count == 4
+
+
+@pytest.mark.parametrize(("prefix", "pixels", "grid"), [(1, (16, 16), (8, 8)), (0, (8, 16), (4, 8))])
+def test_tokens_of_a_larger_grid_are_averaged(prefix, pixels, grid):
+    tokens = torch.randn(2, prefix + grid[0] * grid[1], 5, dtype=torch.float32)
+    count = prefix + grid[0] * grid[1] // 4
+    resized = resized_tokens(tokens, pixels, count, prefix)
+    assert resized.shape == (2, count, 5)
+    assert torch.equal(resized[:, :prefix], tokens[:, :prefix])
+    constant = resized_tokens(torch.ones_like(tokens), pixels, count, prefix)
+    torch.testing.assert_close(constant, torch.ones_like(constant))
+    assert resized_tokens(tokens, pixels, tokens.shape[1], prefix) is tokens
+
+
+def test_tokens_that_are_no_grid_are_refused():
+    with pytest.raises(ValueError, match="no grid"):
+        resized_tokens(torch.zeros(1, 15, 2), (16, 16), 4, 0)
+
+
+def test_soft_cross_entropy_is_torch_s_divergence():
+    logits, expected = torch.randn(2, 5, 7)
+    found = soft_cross_entropy(logits, expected, 2.0)
+    reference = F.kl_div((logits / 2).log_softmax(-1), (expected / 2).softmax(-1), reduction="batchmean") * 4
+    torch.testing.assert_close(found, reference)
+    assert soft_cross_entropy(expected, expected, 2.0).abs() < 1e-6
+
+
+def test_variance_over_batches_is_that_of_all():
+    found, expected = torch.randn(2, 6, 4, 3, dtype=torch.float64)
+    parts = [Variance(), Variance()]
+    for part, rows in zip(parts, (slice(0, 2), slice(2, 6)), strict=True):
+        part.add(found[rows], expected[rows])
+    share = 1 - (found - expected).square().sum() / (expected - expected.mean((0, 1))).square().sum()
+    assert Variance.total(iter(parts)).explained == pytest.approx(share.item())
+    assert 1 - unexplained_share(found, expected).item() == pytest.approx(share.item(), rel=1e-5)
+
+
+def test_one_image_of_one_vector_gives_a_finite_loss():
+    assert unexplained_share(torch.zeros(1, 4), torch.ones(1, 4)).isfinite()
+
+
+def test_a_model_without_attention_has_no_tokens():
+    with pytest.raises(ValueError, match="no tokens"):
+        token_layer(timm.create_model("resnet10t"))
