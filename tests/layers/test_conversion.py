@@ -109,11 +109,11 @@ def test_what_takes_no_tokens_is_refused_and_unchanged(name):
 
 
 def test_attention_over_maps_is_replaced():
-    model = timm.create_model("volo_d1_224", img_size=64, layers=(1, 1, 0, 0), num_classes=3).eval()
+    model = timm.create_model("volo_d1_224", img_size=64, num_classes=3).eval()
     image = torch.randn(1, 3, 64, 64)
     expected = model(image)
     twin = copy.deepcopy(model)
-    assert convert_attention(twin, attention=SoftmaxAttention) == ["network.2.0.attn"]
+    assert len(convert_attention(twin, attention=SoftmaxAttention)) == 14
     torch.testing.assert_close(twin(image), expected)
     convert_attention(model)
     assert model(image).shape == expected.shape

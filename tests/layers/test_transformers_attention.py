@@ -65,6 +65,7 @@ def test_it_is_the_conversion_without_local_residual(name):
     torch.testing.assert_close(words(IMAGES).last_hidden_state, expected)
     words.train()(IMAGES).last_hidden_state.square().mean().backward()
     weights = {name: value for name, value in words.named_parameters() if name.endswith("_proj.weight")}
+    weights.pop("head.attention.out_proj.weight", None)  # of pooling, which comes after the tokens
     assert len(weights) >= 8
     assert all(value.grad.abs().sum() > 0 for value in weights.values())
 
