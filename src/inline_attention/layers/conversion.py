@@ -176,7 +176,12 @@ def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
         if owner is None or patch_embed is None or not attention.has_local_term:
             continue
         attention.patch_grid = grids.setdefault(owner, PatchGrid(patch_embed))
-        path = [model, *(model.get_submodule(outer) for outer in _outer_names(name)), attention]
+        around = [model.get_submodule(outer) for outer in _outer_names(name)]
+        norms: list[nn.Module] = []
+        if isinstance(attention, AdaptedAttention) and attention.parts.style == "transformers" and around:
+            # Its checkpoints recompute a layer from the layer's norm, without the hooks of the layer itself.
+            norms += (module for module in around[-1].children() if isinstance(module, nn.LayerNorm))
+        path = [model, *around, *norms, attention]
         between.setdefault(owner, {}).update(dict.fromkeys(path[path.index(owner) + 1 :]))
     for owner, grid in grids.items():
         grid.install(owner, between[owner])
