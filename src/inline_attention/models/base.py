@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from timm.layers.format import Format, nchw_to
@@ -212,6 +213,28 @@ class VisionModel(nn.Module):
         if prune_head:
             self.reset_classifier(0, "")
         return list(take)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **content: Any) -> None:
+        """Write the model to a folder in the hub's layout. Arguments: see `models.hub.save_pretrained`."""
+        from inline_attention.models.hub import save_pretrained  # it needs this module
+
+        save_pretrained(self, folder, **content)
+
+    def push_to_hub(self, repository: str, **options: Any) -> str:
+        """Upload the model to the Hugging Face Hub. Arguments: see `models.hub.push_to_hub`."""
+        from inline_attention.models.hub import push_to_hub
+
+        return push_to_hub(self, repository, **options)
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], **arguments: Any) -> Self:
+        """Create a model with its weights from a folder or the hub. Arguments: see `models.hub.from_pretrained`."""
+        from inline_attention.models.hub import from_pretrained
+
+        model = from_pretrained(source, **arguments)
+        if not isinstance(model, cls):
+            raise ValueError(f"{source} is of {type(model).__name__}, not of {cls.__name__}; use create_model")
+        return model
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""

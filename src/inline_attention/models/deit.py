@@ -24,7 +24,7 @@ from inline_attention.models.base import (
     image_sides,
     initialize,
 )
-from inline_attention.models.registry import AttentionKind, register_family
+from inline_attention.models.registry import AttentionKind, record_arguments, register_family
 
 NORM_EPS = 1e-6
 
@@ -136,6 +136,7 @@ class InLineDeiT(VisionModel):
         grid_size = Grid(*image_sides(img_size)).coarser(self.largest_stride).size
         self.pos_embed = nn.Parameter(resample_positions(self.pos_embed.detach(), self.position_grid, grid_size, 1))
         self.position_grid = grid_size
+        record_arguments(self, img_size=image_sides(img_size))
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay: positions and class token."""

@@ -120,6 +120,7 @@ class ImageClassifier:
         arguments = {**described.arguments, "num_classes": classes}
         model = create_described_model(described.name, arguments)
         load_checkpoint(model, file)
+        described.note_preparation(model)
         native_size, crop_pct = described.image_size, described.crop_pct
         return cls(model, class_names, size=size, device=device, native_size=native_size, crop_pct=crop_pct)
 
