@@ -327,6 +327,11 @@ class VisionModel(nn.Module):
 
     def _prepare(self, x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> tuple[Tensor, Grid]:
         """Check the images and set all pixels outside of each image to zero."""
+        if isinstance(x, torch.fx.Proxy):
+            raise ValueError(
+                "torch.fx cannot trace these models, whose graph depends on the image size; for features use "
+                "features_only=True, forward_intermediates or hooks, for a graph torch.export"
+            )
         check_dense("images", x)
         sizes = plain_sizes(x.shape)
         if len(sizes) != 4 or sizes[1] != self.in_chans:

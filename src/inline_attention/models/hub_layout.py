@@ -19,7 +19,7 @@ from inline_attention.support.untrusted import parse_json
 CONFIG, WEIGHTS, PICKLED_WEIGHTS, CARD = "config.json", "model.safetensors", "pytorch_model.bin", "README.md"
 MAX_CONFIG_BYTES = 2**24  # ImageNet-21k's class names take 1 MB
 SOURCES = ("local-dir", "hf-hub")  # prefixes of model names, as in timm
-_REPOSITORY = re.compile(r"[\w.\-]+(/[\w.\-]+)?(@[\w.\-/]+)?")
+_REPOSITORY = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?(@\w[\w.\-/]*)?")
 
 
 def split_source(name: str) -> tuple[str | None, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import timm
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers.helpers import to_2tuple
 from timm.models import build_model_with_cfg, register_model
 from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
@@ -165,8 +166,8 @@ def record_arguments(model: nn.Module, **arguments: Any) -> None:
     """Record arguments of a model, or changes of them, where timm records them for files that describe the model."""
     place: Any = model
     place._model_args = {**getattr(model, "_model_args", {}), **arguments}
-    if "img_size" in arguments:
-        place._traits = {**getattr(model, "_traits", {}), "img_size": arguments["img_size"]}
+    if (size := arguments.get("img_size")) is not None:
+        place._traits = {**getattr(model, "_traits", {}), "img_size": to_2tuple(size)}
 
 
 def _pretrained_file(source: Mapping[str, Any], cache_dir: Any) -> Checkpoint | None:

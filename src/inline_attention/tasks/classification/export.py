@@ -10,6 +10,7 @@ Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from inline_attention.tasks.classification.prediction import ImageClassifier
 
 SMALLEST_OPEN_SIDE = 33  # exporters specialize on a size of one, which the last grid of a pyramid has at 32 pixels
 LARGEST_DIFFERENCE = 1e-3  # of scores, in proportion to the largest
-QUANTIZED_OPERATORS = ("MatMul",)  # linear layers; a matrix product becomes one on the way
 TIMED_RUNS = 9
 
 Runner = Callable[[Tensor], Tensor]  # images [B, 3, H, W] → scores [B, K]
@@ -84,6 +84,10 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, notes: dict[st
         options.optimized_model_filepath = str(simple)
         onnxruntime.InferenceSession(raw, options, providers=["CPUExecutionProvider"])
         content = onnx.load(simple)
+        del content.graph.value_info[:]  # the quantizer transposes weights and does not correct their shapes here
+        used = {node.domain for node in content.graph.node}
+        for opset in [opset for opset in content.opset_import if opset.domain not in used]:
+            content.opset_import.remove(opset)
         onnx.helper.set_model_props(content, notes)
         onnx.save(content, path)
 
@@ -97,18 +101,38 @@ def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> N
         images: Images `[B, 3, H, W]` that fix the ranges of activations. None to find them anew for every input, which
             needs no images and is closer to the model.
     """
+    import onnx
     from onnxruntime import quantization
 
-    weights: dict[str, Any] = {
+    graph = onnx.load(source).graph
+    matrices = {weight.name for weight in graph.initializer if len(weight.dims) == 2}
+    options: dict[str, Any] = {
         "weight_type": quantization.QuantType.QInt8,
         "per_channel": True,
-        "op_types_to_quantize": list(QUANTIZED_OPERATORS) if images is None else ["MatMul", "Gemm"],
+        "op_types_to_quantize": ["MatMul", "Gemm"],
+        # Products of two activations stay as they are, and those of several matrices at once (the predictor of the
+        # local residual), for which onnxruntime has no kernel.
+        "nodes_to_exclude": [node.name for node in graph.node if len(node.input) > 1 and node.input[1] not in matrices],
     }
-    if images is None:
-        quantization.quantize_dynamic(source, target, **weights)
-        return
+    logging.getLogger().addFilter(_is_not_advice)
+    try:
+        if images is None:
+            quantization.quantize_dynamic(source, target, **options)
+        else:
+            reader = _calibration_images(images)
+            quantization.quantize_static(source, target, reader, quant_format=quantization.QuantFormat.QDQ, **options)
+    finally:
+        logging.getLogger().removeFilter(_is_not_advice)
 
-    class Images(quantization.CalibrationDataReader):
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    return "pre-processing" not in record.getMessage()  # `write_onnx` has done it
+
+
+def _calibration_images(images: Tensor) -> Any:
+    from onnxruntime import quantization
+
+    class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
             self.batches = iter(images.split(8))
 
@@ -116,7 +140,7 @@ def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> N
             batch = next(self.batches, None)
             return None if batch is None else {"images": batch.numpy()}
 
-    quantization.quantize_static(source, target, Images(), quant_format=quantization.QuantFormat.QDQ, **weights)
+    return Reader()
 
 
 def onnx_runner(path: Path) -> Runner:
