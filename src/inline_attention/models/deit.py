@@ -158,9 +158,13 @@ class InLineDeiT(VisionModel):
 register_family(
     InLineDeiT,
     {
+        # 2.0 M parameters, for 32×32 pixels; not of the paper
+        "inline_deit_micro": {
+            "embed_dim": 128, "num_heads": 4, "depth": 8, "patch_size": 2, "img_size": 32, "num_classes": 10
+        },
         "inline_deit_tiny": {"embed_dim": 192, "num_heads": 6},  # 6.5 M parameters
         "inline_deit_small": {"embed_dim": 320, "num_heads": 10, "img_size": 288},  # 16.7 M
         "inline_deit_base": {"embed_dim": 384, "num_heads": 12, "img_size": 448},  # 23.8 M
     },
     first_conv="patch_embed.proj",
-)
+)  # fmt: skip

@@ -34,12 +34,10 @@ from inline_attention.models.described import (
     read_description,
 )
 from inline_attention.models.errors import CheckpointError
-from inline_attention.models.hub_layout import CARD, CONFIG, WEIGHTS, fetch
+from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHTS, fetch
 from inline_attention.models.registry import PAPER, list_models
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
-
-PREPARATION = ("crop_pct", "mean", "std", "interpolation")
 
 
 @dataclass(frozen=True)

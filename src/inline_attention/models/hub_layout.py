@@ -17,6 +17,7 @@ from inline_attention.support.files import read_bounded
 from inline_attention.support.untrusted import parse_json
 
 CONFIG, WEIGHTS, PICKLED_WEIGHTS, CARD = "config.json", "model.safetensors", "pytorch_model.bin", "README.md"
+PREPARATION = ("crop_pct", "mean", "std", "interpolation")  # of images, as timm names it
 MAX_CONFIG_BYTES = 2**24  # ImageNet-21k's class names take 1 MB
 SOURCES = ("local-dir", "hf-hub")  # prefixes of model names, as in timm
 _REPOSITORY = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?(@\w[\w.\-/]*)?")
@@ -59,7 +60,7 @@ def read_notes(folder: Path) -> dict[str, str]:
     classes = config.get("num_classes", preparation.get("num_classes"))
     described = ({} if classes is None else {"num_classes": classes}) | dict(cast("Mapping[str, Any]", arguments))
     notes: dict[str, Any] = {"model_arguments": described, "class_names": _class_names(config, preparation)}
-    notes |= {key: preparation.get(key) for key in ("crop_pct", "mean", "std", "interpolation")}
+    notes |= {key: preparation.get(key) for key in PREPARATION}
     texts = {key: json.dumps(value) for key, value in notes.items() if value is not None}
     return {"model": str(config["architecture"]), **texts}
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers.helpers import to_2tuple
-from timm.models import build_model_with_cfg, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
 from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
 from inline_attention.models.checkpoints import open_checkpoint, read_position_grids
-from inline_attention.models.hub_layout import SOURCES, fetch, split_source
+from inline_attention.models.hub_layout import CONFIG, PREPARATION, SOURCES, fetch, split_source, weights_in
 from inline_attention.models.reading import Checkpoint
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.text import did_you_mean
 
+SHIPPED = Path(__file__).parents[1] / "weights"  # a folder NAME.TAG in the hub's layout for each model
 PAPER = "https://arxiv.org/abs/2412.06590"
 _NOT_OF_THE_MODEL = ("pretrained_cfg", "pretrained_model_args", "cache_dir", "features_only")
 ATTENTIONS: tuple[AttentionKind, ...] = ("inline", "softmax", "linear")  # the first part of a model's name
@@ -83,7 +86,8 @@ def register_family(
     for variant, defaults in variants.items():
         for attention in ATTENTIONS:
             entry_point = _entry_point(model_class, variant, {"attention": attention, **defaults})
-            configs[entry_point.__name__] = _pretrained_config(model_class, first_conv, defaults.get("img_size", 224))
+            config = _pretrained_config(model_class, first_conv, defaults)
+            configs[entry_point.__name__] = _with_shipped_tags(entry_point.__name__, config)
             setattr(module, entry_point.__name__, register_model(entry_point))
 
 
@@ -97,12 +101,30 @@ def _entry_point(model_class: type[nn.Module], variant: str, defaults: Mapping[s
     return create
 
 
-def _pretrained_config(model_class: type[nn.Module], first_conv: str, size: int) -> dict[str, Any]:
+def shipped_models() -> dict[str, Path]:
+    """Return the folders of the models that come with the package, by name and tag. Each is in the hub's layout."""
+    folders = sorted(SHIPPED.glob("*.*"))
+    return {path.name: path for path in folders if (path / CONFIG).is_file() and weights_in(path) is not None}
+
+
+def _with_shipped_tags(name: str, config: dict[str, Any]) -> Any:
+    """Return the configuration of a model, or one for each tag if weights of it come with the package."""
+    tagged: dict[str, Any] = {}
+    for name_and_tag, folder in shipped_models().items():
+        if name_and_tag.partition(".")[0] == name:
+            own = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            taken = {key: own["pretrained_cfg"][key] for key in ("num_classes", *PREPARATION)}
+            tagged[name_and_tag] = config | taken | {"file": str(folder), "label_names": own.get("label_names")}
+    return generate_default_cfgs(tagged)[name] if tagged else config
+
+
+def _pretrained_config(model_class: type[nn.Module], first_conv: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return timm's description of a model: its images, and its first and last layer."""
+    size: int = defaults.get("img_size", 224)
     stride: int | None = getattr(model_class, "largest_stride", None)
     return {
         "url": "",
-        "num_classes": 1000,
+        "num_classes": defaults.get("num_classes", 1000),
         "input_size": (3, size, size),
         "pool_size": None if stride is None else (size // stride, size // stride),
         # The paper's evaluation: resize to 256/224 of the size, then crop the center; at 384² resize straight to 384.
@@ -128,7 +150,9 @@ def _build(
     overlay = dict(arguments.pop("pretrained_cfg_overlay", None) or {})
     grids: dict[str, tuple[int, int]] = {}
     config = arguments.get("pretrained_cfg")
-    described = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    if not config or isinstance(config, str):  # a tag
+        config = get_pretrained_cfg(f"{name}.{config}" if config else name)
+    described: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     if described.get("source") in SOURCES:
         _check_stored_arguments(name, arguments.get("pretrained_model_args"))
     if pretrained:

@@ -184,7 +184,7 @@ def export_classifier(
     model, size = classifier.model, (images.shape[2], images.shape[3])
     program = trace(model, size, dynamic=dynamic)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    compare = _Comparer(model, images, targets)
+    compare = Comparer(model, images, targets)
     results = [compare("PyTorch", weights, model)]
     with TemporaryDirectory() as folder, replace_atomically(path) as temporary:
         if file_format == "torch-export":
@@ -213,7 +213,7 @@ def _notes(classifier: ImageClassifier, size: tuple[int, int] | None) -> dict[st
     return {key: json.dumps(value) for key, value in notes.items()}
 
 
-class _Comparer:
+class Comparer:
     """Runs forms of a model on the same images."""
 
     def __init__(self, model: nn.Module, images: Tensor, targets: Tensor | None):
