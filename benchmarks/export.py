@@ -112,7 +112,7 @@ def export_table(rows: list[Any]) -> str:
     header = ["model", "image size", "operations", "trace (s)", "ONNX (s)", "together (s)", "processor (s)", "open (s)", "MiB"]
     cells = [
         [
-            row["model"], row["sizes"], row["operations"], f"{row['trace_seconds']:.1f}", f"{row['onnx_seconds']:.1f}",
+            row["model"], row["sizes"], str(row["operations"]), f"{row['trace_seconds']:.1f}", f"{row['onnx_seconds']:.1f}",
             f"{row['trace_seconds'] + row['onnx_seconds']:.1f}",
             f"{row['trace_cpu_seconds'] + row['onnx_cpu_seconds']:.1f}", f"{row['open_seconds']:.1f}",
             f"{row['mib']:.1f}",

@@ -53,8 +53,7 @@ class Comparison:
 
 def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> torch.export.ExportedProgram:
     """Return the graph of a model for every batch size, and for one image size (H, W) or every one."""
-    batch = torch.export.Dim("batch")
-    sizes: dict[int, Any] = {0: batch}
+    sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
     if dynamic:
         sizes |= {2: torch.export.Dim("height", min=SMALLEST_OPEN_SIDE)}
         sizes |= {3: torch.export.Dim("width", min=SMALLEST_OPEN_SIDE)}
@@ -62,7 +61,41 @@ def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> 
     images = torch.zeros(2, getattr(model, "in_chans", 3), *size)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(model.eval(), (images,), dynamic_shapes=(sizes,))
+        program = torch.export.export(model.eval(), (images,), dynamic_shapes=(sizes,))
+    _simplify(program.graph_module)
+    return program
+
+
+def _simplify(graph_module: torch.fx.GraphModule) -> None:
+    """Remove operations that do nothing, and compute equal ones once (indices of windows): conversion takes long."""
+    graph, aten = graph_module.graph, torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif (node.target is aten.dropout.default and not node.args[2]) or (
+            node.target is aten.to.dtype and len(node.args) == 2 and node.args[0].meta["val"].dtype == node.args[1]
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    outputs = graph.output_node()
+    first: dict[Any, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure():
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        if (same := first.setdefault(key, node)) is not node and node not in outputs.all_input_nodes:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _hashable(value: Any) -> Any:
+    """Return arguments of an operation as a key; True and 1 differ."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    return type(value), value
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, notes: dict[str, str]) -> None:
