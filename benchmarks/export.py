@@ -2,10 +2,10 @@
 
     python benchmarks/export.py [--names inline_deit_tiny] [--dynamic/--no-dynamic] [--epochs 30]
 
-1. For the tiny model of each family: seconds to trace and to convert to ONNX, for 224² and for every image size, with the
-   graph's operations and file. Processor time is given beside wall time: other programs may run on the machine.
-2. InLine-DeiT-T at 224² (random weights) and a small InLine-DeiT trained on digits: size, latency, agreement and accuracy
-   of ONNX in float32 and of onnxruntime's dynamic and static and torchao's quantization.
+1. For the tiny model of each family: seconds to trace and to convert to ONNX, for 224² and for every image size, with
+   the graph's operations and file. Processor time is given beside wall time: other programs may run on the machine.
+2. InLine-DeiT-T at 224² (random weights) and a small InLine-DeiT trained on digits: size, latency, agreement and
+   accuracy of ONNX in float32 and of onnxruntime's dynamic and static and torchao's quantization.
 
 Results: benchmarks/results/export.{json,md}.
 """
@@ -32,8 +32,8 @@ from inline_attention.engine.config import with_overrides
 from inline_attention.engine.train import train
 from inline_attention.recipes import get_recipe
 from inline_attention.tasks.classification.export import (
-    Comparison,
     Comparer,
+    Comparison,
     onnx_runner,
     quantize_onnx,
     trace,
@@ -109,7 +109,17 @@ def deit_classifier() -> tuple[ImageClassifier, Tensor]:
 
 
 def export_table(rows: list[Any]) -> str:
-    header = ["model", "image size", "operations", "trace (s)", "ONNX (s)", "together (s)", "processor (s)", "open (s)", "MiB"]
+    header = [
+        "model",
+        "image size",
+        "operations",
+        "trace (s)",
+        "ONNX (s)",
+        "together (s)",
+        "processor (s)",
+        "open (s)",
+        "MiB",
+    ]
     cells = [
         [
             row["model"], row["sizes"], str(row["operations"]), f"{row['trace_seconds']:.1f}", f"{row['onnx_seconds']:.1f}",

@@ -17,7 +17,9 @@ from security.test_door import OBEYED_BY_TIMM, SMALL
 def folder(tmp_path):
     """A folder as timm writes it: all that describes the model is in `config.json`."""
     path = tmp_path / "model"
-    timm.models.save_for_hf(inline_attention.create_model("inline_deit_tiny", **SMALL), str(path), safe_serialization=True)
+    timm.models.save_for_hf(
+        inline_attention.create_model("inline_deit_tiny", **SMALL), str(path), safe_serialization=True
+    )
     return path
 
 

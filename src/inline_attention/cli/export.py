@@ -65,7 +65,11 @@ def export(
     if data_dir is not None and pictures is not None:
         fail("give --data-dir or --pictures, not both")
     target = output or checkpoint.with_suffix("").with_name(checkpoint.stem + (SUFFIXES[file_format] or "_hub"))
-    if target.exists() and not force and not (file_format is Format.hub and target.is_dir() and not any(target.iterdir())):
+    if (
+        target.exists()
+        and not force
+        and not (file_format is Format.hub and target.is_dir() and not any(target.iterdir()))
+    ):
         fail(f"{target} exists already; choose another --output, or --force to replace it")
     from inline_attention.engine.checkpoint_format import find_weights
     from inline_attention.models.checkpoints import open_checkpoint
@@ -90,9 +94,7 @@ def export(
         classifier = classifier.for_size((sides[0], sides[-1]))
     prepared, targets, described = _images(classifier, data_dir, split, pictures, images)
     target.parent.mkdir(parents=True, exist_ok=True)
-    results = export_classifier(
-        classifier, target, file_format.value, prepared, targets, dynamic=is_dynamic, int8=int8
-    )
+    results = export_classifier(classifier, target, file_format.value, prepared, targets, dynamic=is_dynamic, int8=int8)
     make_console().print(_table(results, f"{len(prepared)} pictures ({described})"))
     say(f"Model written to {target}.")
 
@@ -117,7 +119,9 @@ def _images(
         if not loaded:
             fail(f"there is no picture that can be used in {pictures}")
         return torch.stack(loaded), None, str(pictures)
-    source = open_dataset("digits" if data_dir is None else "folder", None if data_dir is None else str(data_dir), split)
+    source = open_dataset(
+        "digits" if data_dir is None else "folder", None if data_dir is None else str(data_dir), split
+    )
     is_labeled = data_dir is not None or set(source.class_names) <= set(classifier.class_names)
     if is_labeled:
         try:

@@ -48,7 +48,9 @@ class ModelCard:
     description: str = ""
     datasets: Sequence[str] = ()
     figures: Mapping[str, object] = field(default_factory=dict[str, object])  # such as {"CIFAR-10 top-1": "92.1 %"}
-    training: Mapping[str, object] = field(default_factory=dict[str, object])  # such as {"recipe": "cifar10", "seed": 0}
+    training: Mapping[str, object] = field(
+        default_factory=dict[str, object]
+    )  # such as {"recipe": "cifar10", "seed": 0}
 
 
 def save_pretrained(
@@ -252,8 +254,8 @@ def _card_text(model: nn.Module, name: str, folder: Path, images: str, card: Mod
     parts.append(
         "## Use\n\n```python\nfrom inline_attention import create_model\n\n"
         'model = create_model("hf-hub:USER/NAME", pretrained=True)  # or "local-dir:FOLDER"\n```\n\n'
-        "After `import inline_attention`, `timm.create_model` takes the same names. `inline predict PICTURES -c FOLDER` "
-        f"prints classes.\n\nInLine attention: [Bridging the Divide]({PAPER}), NeurIPS 2024.\n"
+        "After `import inline_attention`, `timm.create_model` takes the same names. `inline predict PICTURES "
+        f"-c FOLDER` prints classes.\n\nInLine attention: [Bridging the Divide]({PAPER}), NeurIPS 2024.\n"
     )
     return "\n".join(part for part in parts if part)
 

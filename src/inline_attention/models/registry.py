@@ -168,7 +168,8 @@ def _build(
         elif not any(source.get(key) for key in ("state_dict", "url")):
             raise NoPretrainedWeightsError(
                 f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
-                f"(docs/checkpoints.md says more); download a file, run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
+                f"(docs/checkpoints.md says more); download a file, "
+                f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
                 f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
             )
     levels = arguments.pop("out_indices") if "out_indices" in arguments else model_class.feature_levels(**arguments)

@@ -254,6 +254,7 @@ class Comparer:
         self._expected = _scores(model, images)
 
     def __call__(self, name: str, size: int, runner: Runner | nn.Module) -> Comparison:
+        """Run one form of the model, whose file or weights have `size` bytes."""
         scores = _scores(runner, self._images)
         classes, expected = scores.argmax(1), self._expected.argmax(1)
         largest = self._expected.abs().max().clamp(min=1.0)
