@@ -14,6 +14,7 @@ from inline_attention.cli.convert import convert
 from inline_attention.cli.data import data_app
 from inline_attention.cli.errors import Commands
 from inline_attention.cli.evaluate import evaluate
+from inline_attention.cli.export import export
 from inline_attention.cli.linearize import linearize
 from inline_attention.cli.models import models
 from inline_attention.cli.options import Device, Output, parse_numbers
@@ -34,6 +35,7 @@ app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.command()(models)
 app.command()(convert)
+app.command()(export)
 app.command()(predict)
 app.command(context_settings=TAKES_FLAGS)(train)
 app.command(context_settings=TAKES_FLAGS)(linearize)

@@ -22,7 +22,10 @@ WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
 def predict(
     images: Annotated[list[Path], typer.Argument(help="Pictures and folders of pictures.", show_default=False)],
-    checkpoint: Annotated[Path, typer.Option("--checkpoint", "-c", help="Weights file or run.", show_default=False)],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", "-c", help="Weights file, run or hub folder.", show_default="the shipped model"),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of classes or objects to print.")] = 5,
     least_score: Annotated[float, typer.Option(min=0, max=1, help="Hide detections below this score.")] = 0.5,
@@ -47,6 +50,13 @@ def predict(
     given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
     from inline_attention.cli.predictors import build_predictor
     from inline_attention.data.images import find_images
+    from inline_attention.models.registry import shipped_models
+
+    if checkpoint is None:
+        name, checkpoint = next(iter(shipped_models().items()), (None, None))
+        if checkpoint is None:
+            fail("no model comes with this version; name weights or a run with --checkpoint")
+        say(f"model: {name}, which comes with the package; --checkpoint names another", err=True)
 
     image_size = None if not given else given[0] if len(given) == 1 else (given[0], given[1])
     files = find_images(images)

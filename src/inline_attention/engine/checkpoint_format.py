@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
+from inline_attention.models.hub_layout import CONFIG, weights_in
 from inline_attention.models.reading import Checkpoint, UnsafeCheckpointError, check_pickle_file
 from inline_attention.support.files import (
     follow_pointer,
@@ -114,9 +115,10 @@ class TrainingCheckpoint:
 def find_weights(path: Path, *, averaged: bool = False) -> Path:
     """Return the file of weights of a path: a file, a checkpoint, or a run, of which the best checkpoint counts.
 
-    A run that was never evaluated has no best checkpoint; then the last one counts.
+    A run that was never evaluated has no best checkpoint; then the last one counts. A folder in the hub's layout is
+    returned as it is: `open_checkpoint` reads it.
     """
-    if not path.is_dir():
+    if not path.is_dir() or (not averaged and (path / CONFIG).is_file() and weights_in(path) is not None):
         return path
     name = EMA_WEIGHTS if averaged else WEIGHTS
     places = ["checkpoints/best", "checkpoints/last", "best", "last", "."]

@@ -19,7 +19,7 @@ from inline_attention.engine.config.checks import DENSE_TASKS
 from inline_attention.engine.interruption import Interruption
 from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync, joined_processes
 from inline_attention.models.checkpoints import load_checkpoint
-from inline_attention.models.described import read_description
+from inline_attention.models.described import Description, read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.dense import TASK
@@ -97,14 +97,17 @@ def evaluate_checkpoint(
         raise ValueError(f"{message}; leave out --image-folder and --map-folder")
     with joined_processes(device) as processes:
         if kind is None:
-            task, source, class_names = _classification(file, data, model_name, size)
+            described, task, source, class_names = _classification(file, data, model_name, size)
         else:
+            described = None
             task, source, class_names, notes = _dense(file, data, size)
             if on_note is not None and processes.is_main:
                 for note in notes:
                     on_note(note)
         batch_size = batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH)
-        metrics = evaluate_task(task, source, class_names, processes, data, batch_size, amp, file=file)
+        metrics = evaluate_task(
+            task, source, class_names, processes, data, batch_size, amp, file=file, described=described
+        )
         return metrics if processes.is_main else None
 
 
@@ -118,11 +121,17 @@ def evaluate_task(
     amp: str,
     *,
     file: Checkpoint | None = None,
+    described: Description | None = None,
 ) -> Metrics:
-    """Build a task's model, with the weights of a file if one is given, and evaluate it. All ranks must call it."""
+    """Build a task's model, with the weights and preparation of a file if one is given, and evaluate it.
+
+    All ranks must call it.
+    """
     model = task.build_model(class_names)
     if file is not None:
         load_checkpoint(model, file)
+    if described is not None:
+        described.note_preparation(model)
     model, precision = model.to(processes.device), Precision(amp, processes.device)
     # float16 has too small a range for the sums of blocks.
     if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
@@ -136,8 +145,8 @@ def evaluate_task(
 
 def _classification(
     file: Checkpoint, data: DataSection, model_name: str | None, size: int | None
-) -> tuple[Task, Any, list[str]]:
-    """Return the task, its validation data and its class names."""
+) -> tuple[Description, Task, Any, list[str]]:
+    """Return the model's description, the task, its validation data and its class names."""
     described = read_description(file, model_name)
     source = open_dataset(data.dataset, data.dir, data.val_split)
     if described.class_names is not None:
@@ -145,7 +154,7 @@ def _classification(
     arguments = described.arguments if size is None else described.arguments | {"img_size": size}
     model = ModelSection.of(described.name, arguments, described.conversion)
     task = ClassificationTask(replace(data, crop_pct=described.crop_pct), model)
-    return task, source, list(source.class_names)
+    return described, task, source, list(source.class_names)
 
 
 def _dense(file: Checkpoint, data: DataSection, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:

@@ -20,9 +20,7 @@ class PatchConvolution(nn.Conv2d):
     time of a whole InLine-DeiT-T) and their result would have to be transposed. On a CPU they are as fast.
     """
 
-    def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
-        super().__init__(in_channels, dim, patch_size, stride=patch_size)  # pyright: ignore[reportUnknownMemberType]
-        self.patch_size = patch_size
+    # The constructor is that of `nn.Conv2d`: adapters such as LoRA build more layers of the same class.
 
     def forward(self, input: Tensor) -> Tensor:
         """`[B, C, H, W]` → `[B, dim, h, w]`; H and W are multiples of the patch size."""
@@ -31,7 +29,7 @@ class PatchConvolution(nn.Conv2d):
         return self._product(input)
 
     def _product(self, input: Tensor) -> Tensor:
-        side, weight = self.patch_size, self.weight
+        side, weight = self.kernel_size[0], self.weight
         patches = torch.unflatten(torch.unflatten(input, 3, (-1, side)), 2, (-1, side))  # [B, C, h, side, w, side]
         if self.in_channels < side * side:  # images, whose rows lie together in memory
             patches = patches.permute(0, 2, 4, 1, 3, 5)
@@ -58,7 +56,7 @@ class ConvEmbedding(nn.Module):
         super().__init__()
         self.stride = stride
         self.proj = (
-            PatchConvolution(in_channels, dim, stride)
+            PatchConvolution(in_channels, dim, stride, stride=stride)
             if kernel_size == stride and padding == 0
             else nn.Conv2d(in_channels, dim, kernel_size, stride=stride, padding=padding)
         )

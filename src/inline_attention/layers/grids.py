@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inline_attention.layers.cache import cache_by_shape
-from inline_attention.ops.tracing import is_exporting, plain_sizes
+from inline_attention.ops.tracing import are_open, plain_sizes
 
 MOST_INTERPOLATED = 2**31 - 1  # elements of one result; PyTorch's GPU kernels index with 32 bits
 
@@ -90,7 +90,7 @@ def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
     _, _, height, width = plain_sizes(x.shape)
     below = ceil_divide(height, multiple) * multiple - height
     beside = ceil_divide(width, multiple) * multiple - width
-    if not is_exporting() and below == 0 and beside == 0:  # a graph for every size must not ask
+    if not are_open(height, width) and below == 0 and beside == 0:  # a graph for every size must not ask
         return x
     return F.pad(x, (0, beside, 0, below))
 
@@ -111,7 +111,7 @@ class Windows(NamedTuple):
         """Divide a grid; None in `window` stands for the whole height or width."""
         grid = (grid[0], grid[1])  # a list cannot be a key of a cache
         # In an exported graph that must serve every size, one window or several are different cases: always several.
-        extra = 1 if is_exporting() else 0
+        extra = 1 if are_open(*grid) else 0
         (height, rows), (width, columns) = (
             (extent, 1) if size is None else (size, ceil_divide(extent, size) + extra)
             for extent, size in zip(grid, window, strict=True)
@@ -119,20 +119,25 @@ class Windows(NamedTuple):
         return cls(grid, (height, width), (rows, columns))
 
     @property
+    def is_open(self) -> bool:
+        """True if the grid may have any size: an exported graph must serve them all."""
+        return are_open(*self.grid)
+
+    @property
     def padded(self) -> tuple[int, int]:
         """Height and width of all windows together."""
         return self.counts[0] * self.window[0], self.counts[1] * self.window[1]
 
     def is_exact(self) -> bool:
-        """True if the windows cover the grid exactly; always False in an exported graph."""
-        return not is_exporting() and self.padded == self.grid
+        """True if the windows cover the grid exactly; always False for a grid of any size."""
+        return not self.is_open and self.padded == self.grid
 
     def split(self, x: Tensor, shift: tuple[int, int] = (0, 0)) -> Tensor:
         """Tokens `[B, h·w, ...]` → windows `[B · W, height, width, ...]`.
 
-        Places beyond the edge hold zeros; in an exported graph they hold some token.
+        Places beyond the edge hold zeros; of a grid of any size they hold some token.
         """
-        if is_exporting():
+        if self.is_open:
             # By index: an exporter cannot prove that a dimension of any length divides into windows.
             sample = torch.arange(x.shape[0], device=x.device)[:, None] * (self.grid[0] * self.grid[1])
             sample = (sample + torch.zeros_like(self._window_numbers(x.device))).flatten()
@@ -153,7 +158,7 @@ class Windows(NamedTuple):
     def join(self, x: Tensor, batch: int, shift: tuple[int, int] = (0, 0)) -> Tensor:
         """Windows `[B · W, height, width, C]` → tokens `[B, h·w, C]`: the inverse of `split`."""
         (rows, columns), (height, width) = self.counts, self.window
-        if is_exporting():
+        if self.is_open:
             row, column = (
                 _unroll(torch.arange(extent, device=x.device), step, total)
                 for extent, step, total in zip(self.grid, shift, self.padded, strict=True)
@@ -172,7 +177,7 @@ class Windows(NamedTuple):
     def flatten(self, x: Tensor) -> Tensor:
         """`[B · W, height, width, ...]` → `[B · W, L, ...]`, in an order that only `unflatten` needs to know."""
         height, width = self.window
-        if not is_exporting():
+        if not self.is_open:
             return x.flatten(1, 2)
         # Concatenated: an exporter cannot prove that a dimension of any length may be merged.
         if _is_constant(height):
@@ -182,7 +187,7 @@ class Windows(NamedTuple):
     def unflatten(self, x: Tensor) -> Tensor:
         """`[B · W, L, ...]` → `[B · W, height, width, ...]`: the inverse of `flatten`."""
         height, width = self.window
-        if not is_exporting():
+        if not self.is_open:
             return torch.unflatten(x, 1, self.window)
         if _is_constant(height):
             return torch.stack([x[:, row * width : (row + 1) * width] for row in range(height)], dim=1)
@@ -190,7 +195,7 @@ class Windows(NamedTuple):
 
     def repeat(self, x: Tensor, batch: int) -> Tensor:
         """Repeat data of the windows, `[1 or B, W, ...]`, for every sample: `[B · W, ...]`."""
-        if is_exporting():  # one grid serves the batch
+        if self.is_open:  # one grid serves the batch
             numbers = self._window_numbers(x.device) + torch.zeros(batch, 1, dtype=torch.long, device=x.device)
             return x[0][numbers.flatten()]
         return x.expand(batch, *x.shape[1:]).flatten(0, 1)
@@ -289,10 +294,10 @@ def resample_positions(
     positions: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int = 0
 ) -> Tensor:
     """Resample position embeddings `[1, prefix + h·w, C]` bilinearly to a new grid; those of the prefix stay."""
-    if not is_exporting() and old == new:
+    if not are_open(*new) and old == new:
         return positions
     image = torch.unflatten(positions[:, num_prefix_tokens:], 1, old).permute(0, 3, 1, 2)
-    if is_exporting() or image.shape[1] * new[0] * new[1] <= MOST_INTERPOLATED:
+    if are_open(*new) or image.shape[1] * new[0] * new[1] <= MOST_INTERPOLATED:
         resampled = _interpolated(image, new)
     else:
         channels = max(1, MOST_INTERPOLATED // (new[0] * new[1]))

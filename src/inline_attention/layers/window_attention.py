@@ -19,7 +19,7 @@ from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.cache import cache_by_shape
 from inline_attention.layers.grids import Windows, extents_of
 from inline_attention.ops import validation
-from inline_attention.ops.tracing import is_exporting, plain_sizes, unrecorded
+from inline_attention.ops.tracing import are_open, plain_sizes, unrecorded
 
 
 class _GridAttention(ProjectedAttention):
@@ -101,7 +101,7 @@ class WindowAttention(_GridAttention):
         if not self.shifted:
             return 0, 0
         half = self.window_size // 2
-        if is_exporting():  # one graph for every size: the choice is made when it runs
+        if are_open(height, width):  # one graph for every size: the choice is made when it runs
             return (
                 torch.sym_ite(height > self.window_size, half, 0),
                 torch.sym_ite(width > self.window_size, half, 0),
@@ -123,7 +123,7 @@ class WindowAttention(_GridAttention):
         else:
             visible = windows.visible(key_padding_mask, shift, qkv.device)
             bias = torch.where(visible[:, :, None], bias, -torch.inf)  # [1 or B, W, H, L, L]
-            if is_exporting():
+            if windows.is_open:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=windows.repeat(bias, batch), dropout_p=drop)
             else:  # windows join the heads, so that one bias serves the whole batch
                 q, k, v = (torch.unflatten(tensor, 0, (batch, bias.shape[1])).flatten(1, 2) for tensor in (q, k, v))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from timm.layers.format import Format, nchw_to
@@ -213,6 +214,28 @@ class VisionModel(nn.Module):
             self.reset_classifier(0, "")
         return list(take)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], **content: Any) -> None:
+        """Write the model to a folder in the hub's layout. Arguments: see `models.hub.save_pretrained`."""
+        from inline_attention.models.hub import save_pretrained  # it needs this module
+
+        save_pretrained(self, folder, **content)
+
+    def push_to_hub(self, repository: str, **options: Any) -> str:
+        """Upload the model to the Hugging Face Hub. Arguments: see `models.hub.push_to_hub`."""
+        from inline_attention.models.hub import push_to_hub
+
+        return push_to_hub(self, repository, **options)
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], **arguments: Any) -> Self:
+        """Create a model with its weights from a folder or the hub. Arguments: see `models.hub.from_pretrained`."""
+        from inline_attention.models.hub import from_pretrained
+
+        model = from_pretrained(source, **arguments)
+        if not isinstance(model, cls):
+            raise ValueError(f"{source} is of {type(model).__name__}, not of {cls.__name__}; use create_model")
+        return model
+
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
         return self.head
@@ -304,6 +327,11 @@ class VisionModel(nn.Module):
 
     def _prepare(self, x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> tuple[Tensor, Grid]:
         """Check the images and set all pixels outside of each image to zero."""
+        if isinstance(x, torch.fx.Proxy):
+            raise ValueError(
+                "torch.fx cannot trace these models, whose graph depends on the image size; for features use "
+                "features_only=True, forward_intermediates or hooks, for a graph torch.export"
+            )
         check_dense("images", x)
         sizes = plain_sizes(x.shape)
         if len(sizes) != 4 or sizes[1] != self.in_chans:

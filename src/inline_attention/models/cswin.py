@@ -15,7 +15,7 @@ from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.window_attention import StripeAttention
 from inline_attention.models.base import check_counts, check_stages, global_attention
 from inline_attention.models.pyramid import NORM_EPS, PyramidModel, rename
-from inline_attention.models.registry import AttentionKind, register_family
+from inline_attention.models.registry import AttentionKind, record_arguments, register_family
 
 
 class InLineCSWin(PyramidModel):
@@ -77,6 +77,7 @@ class InLineCSWin(PyramidModel):
         del img_size
         if stripe_widths is not None:
             check_stages(3, stripe_widths=stripe_widths)
+            record_arguments(self, stripe_widths=stripe_widths)
         for blocks, width in zip(self.stages, stripe_widths or (), strict=False):
             for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 if isinstance(block.attn, StripeAttention):

@@ -24,7 +24,7 @@ from inline_attention.models.base import (
     image_sides,
     initialize,
 )
-from inline_attention.models.registry import AttentionKind, register_family
+from inline_attention.models.registry import AttentionKind, record_arguments, register_family
 
 NORM_EPS = 1e-6
 
@@ -136,6 +136,7 @@ class InLineDeiT(VisionModel):
         grid_size = Grid(*image_sides(img_size)).coarser(self.largest_stride).size
         self.pos_embed = nn.Parameter(resample_positions(self.pos_embed.detach(), self.position_grid, grid_size, 1))
         self.position_grid = grid_size
+        record_arguments(self, img_size=image_sides(img_size))
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay: positions and class token."""
@@ -157,9 +158,13 @@ class InLineDeiT(VisionModel):
 register_family(
     InLineDeiT,
     {
+        # 2.0 M parameters, for 32×32 pixels; not of the paper
+        "inline_deit_micro": {
+            "embed_dim": 128, "num_heads": 4, "depth": 8, "patch_size": 2, "img_size": 32, "num_classes": 10
+        },
         "inline_deit_tiny": {"embed_dim": 192, "num_heads": 6},  # 6.5 M parameters
         "inline_deit_small": {"embed_dim": 320, "num_heads": 10, "img_size": 288},  # 16.7 M
         "inline_deit_base": {"embed_dim": 384, "num_heads": 12, "img_size": 448},  # 23.8 M
     },
     first_conv="patch_embed.proj",
-)
+)  # fmt: skip

@@ -80,12 +80,17 @@ class Description:
     class_names: list[str] | None = None  # one for each class; None if the file has none
     crop_pct: float | None = None  # share of the resized image's side that evaluation keeps; None for the model's own
     conversion: Conversion | None = None  # of its attention; None if the model has its own
+    preparation: dict[str, Any] = field(default_factory=dict[str, Any])  # mean, std, interpolation that the file gives
 
     @property
     def image_size(self) -> tuple[int, int] | None:
         """Height and width of the images that the model was trained on, if the file says."""
         size = self.arguments.get("img_size")
         return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
+
+    def note_preparation(self, model: nn.Module) -> None:
+        """Note on a model how its images are prepared, where timm looks for it."""
+        model.pretrained_cfg = {**getattr(model, "pretrained_cfg", {}), **self.preparation}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Rule(NamedTuple):
@@ -156,6 +161,11 @@ _DEPTH = _integer(1, 512)
 _COUNT = _integer(0, 512)  # of something that may be absent, such as global blocks
 _WINDOW = _integer(1, 64)  # indices of a window take the fourth power of its side
 _RATIO = _real(0.01, 64.0)
+_PREPARATION = {
+    "mean": _list_of(_real(-1e3, 1e3), 1, 3),
+    "std": _list_of(_real(1e-4, 1e3), 1, 3),
+    "interpolation": _word("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"),
+}
 _POOL = _word("", "token", "avg", "avgmax", "max", "map")
 
 _EVERY_MODEL: dict[str, _Rule] = {
@@ -400,7 +410,11 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
             )
         return Description(model_name, {}, class_names, conversion=conversion)
     crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
+    preparation = {name: value for name in _PREPARATION if (value := parse_note(file, name)) is not None}
     try:
+        for name, value in preparation.items():
+            if not _PREPARATION[name].accepts(value):
+                raise ModelDescriptionError(f"expected {_PREPARATION[name].expected} as {name}, got {_shown(value)}")
         name, arguments, model = _build_on_meta(
             noted, parse_note(file, "model_arguments", dict) or {}, file.weights, conversion, {}
         )
@@ -411,7 +425,7 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
         check_image_cost(model, Description(name, arguments, crop_pct=crop_pct), file.weights)
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
-    return Description(name, arguments, class_names, crop_pct, conversion)
+    return Description(name, arguments, class_names, crop_pct, conversion, preparation)
 
 
 def check_image_cost(model: nn.Module, described: Description, weights: Mapping[str, Tensor]) -> None:

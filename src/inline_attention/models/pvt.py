@@ -16,7 +16,7 @@ from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid
 from inline_attention.models.base import check_counts, global_attention, image_sides
 from inline_attention.models.pyramid import STRIDES, PyramidModel, rename
-from inline_attention.models.registry import AttentionKind, register_family
+from inline_attention.models.registry import AttentionKind, record_arguments, register_family
 
 DIMS = (64, 128, 320, 512)
 HEADS = (2, 4, 10, 16)
@@ -77,6 +77,7 @@ class InLinePVT(PyramidModel):
         for embedding, stride in zip(self.embeddings, STRIDES, strict=False):
             assert isinstance(embedding, ConvEmbedding)
             embedding.set_position_grid(pixels.coarser(stride).size)
+        record_arguments(self, img_size=image_sides(img_size))
 
     @property
     def position_grids(self) -> dict[str, tuple[int, int]]:

@@ -27,6 +27,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
+from inline_attention.models.errors import CheckpointError
+from inline_attention.models.hub_layout import read_notes, weights_in
 from inline_attention.models.pickle_bounds import PickleBoundsError, check_pickle
 from inline_attention.support.files import NotARegularFileError, open_regular
 from inline_attention.support.text import printable, some_of
@@ -36,10 +38,6 @@ RAW_KEYS = ("model", "state_dict")
 LEGACY_PICKLES = 5  # number of pickles before the storages, in the format of torch < 1.6
 MAX_EXPANSION = 16  # limit of (bytes of all copies) / (bytes of shared or repeated memory)
 FETCH_AGAIN = "fetch or copy it again, or ask its author for a .safetensors file"
-
-
-class CheckpointError(RuntimeError):
-    """A file of weights cannot be read or written, or does not fit the model."""
 
 
 class UnsafeCheckpointError(CheckpointError):
@@ -61,7 +59,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
 
     Args:
         path: A `.safetensors` file, or a file of `torch.save`: a bare state dict, or a training checkpoint with weights
-            under `model`, `state_dict`, `model_ema` or `state_dict_ema`.
+            under `model`, `state_dict`, `model_ema` or `state_dict_ema`. Or a folder in the layout of timm's models on
+            the Hugging Face Hub, whose `config.json` stands for metadata that the weights do not have.
         use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
 
     Raises:
@@ -69,11 +68,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
         CheckpointError: If the file is missing, damaged, not a checkpoint, or has no weights of the requested kind.
     """
     path = Path(path)
+    folder = path if path.is_dir() else None
+    path = path if folder is None else weights_in(folder) or path
     _check_is_file(path)
     is_safe = path.suffix.lower() == ".safetensors"
     content, metadata = _read_safetensors(path) if is_safe else (_read_pickle(path), {})
     origin, entries = _select(path, content, use_ema)
     _check_expansion(path, [value for value in entries.values() if isinstance(value, Tensor)])
+    if folder is not None and "model" not in metadata:
+        metadata = read_notes(folder) | metadata
     return Checkpoint(path, clean_weights(path, entries), origin, metadata)
 
 
@@ -173,7 +176,9 @@ def _only_stand_ins_allowed() -> Iterator[None]:
 
 def _check_is_file(path: Path) -> None:
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, expected a file; name the .safetensors or .pth file in it")
+        raise CheckpointError(
+            f"{path} is a folder without model.safetensors, expected weights; name the .safetensors or .pth file in it"
+        )
     try:
         with open_regular(path) as file:
             head = file.read(64).lower()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, register_model
+from timm.layers.helpers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
 from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
 from inline_attention.models.checkpoints import open_checkpoint, read_position_grids
+from inline_attention.models.hub_layout import CONFIG, PREPARATION, SOURCES, fetch, split_source, weights_in
+from inline_attention.models.reading import Checkpoint
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.text import did_you_mean
 
+SHIPPED = Path(__file__).parents[1] / "weights"  # a folder NAME.TAG in the hub's layout for each model
+PAPER = "https://arxiv.org/abs/2412.06590"
+_NOT_OF_THE_MODEL = ("pretrained_cfg", "pretrained_model_args", "cache_dir", "features_only")
 ATTENTIONS: tuple[AttentionKind, ...] = ("inline", "softmax", "linear")  # the first part of a model's name
 FAMILIES = ("deit", "pvt", "swin", "cswin")
 # What the paper (arXiv 2412.06590) reports for its authors' weights; not measured here.
@@ -78,7 +86,8 @@ def register_family(
     for variant, defaults in variants.items():
         for attention in ATTENTIONS:
             entry_point = _entry_point(model_class, variant, {"attention": attention, **defaults})
-            configs[entry_point.__name__] = _pretrained_config(model_class, first_conv, defaults.get("img_size", 224))
+            config = _pretrained_config(model_class, first_conv, defaults)
+            configs[entry_point.__name__] = _with_shipped_tags(entry_point.__name__, config)
             setattr(module, entry_point.__name__, register_model(entry_point))
 
 
@@ -92,12 +101,30 @@ def _entry_point(model_class: type[nn.Module], variant: str, defaults: Mapping[s
     return create
 
 
-def _pretrained_config(model_class: type[nn.Module], first_conv: str, size: int) -> dict[str, Any]:
+def shipped_models() -> dict[str, Path]:
+    """Return the folders of the models that come with the package, by name and tag. Each is in the hub's layout."""
+    folders = sorted(SHIPPED.glob("*.*"))
+    return {path.name: path for path in folders if (path / CONFIG).is_file() and weights_in(path) is not None}
+
+
+def _with_shipped_tags(name: str, config: dict[str, Any]) -> Any:
+    """Return the configuration of a model, or one for each tag if weights of it come with the package."""
+    tagged: dict[str, Any] = {}
+    for name_and_tag, folder in shipped_models().items():
+        if name_and_tag.partition(".")[0] == name:
+            own = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            taken = {key: own["pretrained_cfg"][key] for key in ("num_classes", *PREPARATION)}
+            tagged[name_and_tag] = config | taken | {"file": str(folder), "label_names": own.get("label_names")}
+    return generate_default_cfgs(tagged)[name] if tagged else config
+
+
+def _pretrained_config(model_class: type[nn.Module], first_conv: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return timm's description of a model: its images, and its first and last layer."""
+    size: int = defaults.get("img_size", 224)
     stride: int | None = getattr(model_class, "largest_stride", None)
     return {
         "url": "",
-        "num_classes": 1000,
+        "num_classes": defaults.get("num_classes", 1000),
         "input_size": (3, size, size),
         "pool_size": None if stride is None else (size // stride, size // stride),
         # The paper's evaluation: resize to 256/224 of the size, then crop the center; at 384² resize straight to 384.
@@ -122,26 +149,31 @@ def _build(
     name = variant.replace("inline_", f"{attention}_", 1)
     overlay = dict(arguments.pop("pretrained_cfg_overlay", None) or {})
     grids: dict[str, tuple[int, int]] = {}
+    config = arguments.get("pretrained_cfg")
+    if not config or isinstance(config, str):  # a tag
+        config = get_pretrained_cfg(f"{name}.{config}" if config else name)
+    described: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    if described.get("source") in SOURCES:
+        _check_stored_arguments(name, arguments.get("pretrained_model_args"))
     if pretrained:
-        config = arguments.get("pretrained_cfg")
-        described = config if isinstance(config, dict) else getattr(config, "__dict__", {})
         source = {**described, **overlay}
-        if source.get("file") and not source.get("state_dict"):
-            # Our reader, not timm's: the authors' files contain a pickled yacs config, which timm would unpickle.
-            file = open_checkpoint(source["file"])
-            overlay["state_dict"], grids = file.weights, read_position_grids(file.metadata)
+        file = _pretrained_file(source, arguments.get("cache_dir"))
+        if file is not None:
+            overlay |= {"state_dict": file.weights, "file": str(file.path), "source": None}
+            grids = read_position_grids(file.metadata)
             head = file.weights.get("head.weight")
             if head is not None and head.dim() > 0:
                 # timm compares this number with the model's, and drops the head only if they differ.
                 overlay.setdefault("num_classes", head.shape[0])
-        elif not any(source.get(key) for key in ("state_dict", "url", "hf_hub_id")):
+        elif not any(source.get(key) for key in ("state_dict", "url")):
             raise NoPretrainedWeightsError(
-                f"this library hosts no weights of {name}. docs/checkpoints.md says where to get the authors' files; "
-                f"download one, run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
+                f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
+                f"(docs/checkpoints.md says more); download a file, "
+                f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
                 f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
             )
     levels = arguments.pop("out_indices") if "out_indices" in arguments else model_class.feature_levels(**arguments)
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         functools.partial(model_class, attention=attention),
         name,
         pretrained,
@@ -150,6 +182,38 @@ def _build(
         feature_cfg={"out_indices": levels, "feature_cls": FeatureBackbone, "output_fmt": "NCHW"},
         **arguments,
     )
+    model.pretrained_cfg.pop("state_dict", None)  # the model has the weights: a second copy would stay in memory
+    record_arguments(model, **{name: value for name, value in arguments.items() if name not in _NOT_OF_THE_MODEL})
+    return model
+
+
+def record_arguments(model: nn.Module, **arguments: Any) -> None:
+    """Record arguments of a model, or changes of them, where timm records them for files that describe the model."""
+    place: Any = model
+    place._model_args = {**getattr(model, "_model_args", {}), **arguments}
+    if (size := arguments.get("img_size")) is not None:
+        place._traits = {**getattr(model, "_traits", {}), "img_size": to_2tuple(size)}
+
+
+def _pretrained_file(source: Mapping[str, Any], cache_dir: Any) -> Checkpoint | None:
+    """Open the weights of a pretrained configuration by our reader: timm's would unpickle the authors' files.
+
+    A configuration that timm read from a folder or from the hub names its own place in `source`; the other addresses in
+    it are a stranger's.
+    """
+    if source.get("source") == "hf-hub" or (source.get("hf_hub_id") and not source.get("file")):
+        return open_checkpoint(fetch(source["hf_hub_id"], cache_dir))
+    if source.get("file") and (not source.get("state_dict") or source.get("source") == "local-dir"):
+        return source["file"] if isinstance(source["file"], Checkpoint) else open_checkpoint(source["file"])
+    return None
+
+
+def _check_stored_arguments(name: str, arguments: Mapping[str, Any] | None) -> None:
+    """Refuse arguments that timm took from a stranger's `config.json`, if they are more than an architecture."""
+    from inline_attention.models.described import argument_problems  # it needs this module
+
+    for problem in argument_problems(name, arguments or {}).values():
+        raise ValueError(f"config.json describes a model that is refused: {problem}")
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -162,13 +226,21 @@ def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     """Create a model by name with `timm.create_model`.
 
     Args:
-        name: Model name, such as "inline_deit_tiny". `list_models` returns all names.
-        pretrained: Load weights. Needs `pretrained_cfg_overlay=dict(file=...)`, since no weights are hosted.
+        name: Model name, such as "inline_deit_tiny". `list_models` returns all names. "local-dir:FOLDER" and
+            "hf-hub:USER/NAME" are models in the hub's layout, also those that `convert_attention` converted.
+        pretrained: Load weights. Needs a name with a folder, or `pretrained_cfg_overlay=dict(file=...)`: no weights of
+            the published models are hosted.
         **arguments: Arguments of the model, such as `num_classes`, `in_chans`, `features_only`, `drop_path_rate`.
 
     Raises:
         ValueError: If the name is unknown; the message suggests similar names.
     """
+    source, place = split_source(name)
+    if source is not None:
+        from inline_attention.models.hub import create_from_hub  # it needs this module
+
+        folder = fetch(place, arguments.pop("cache_dir", None)) if source == "hf-hub" else place
+        return create_from_hub(folder, pretrained=pretrained, **arguments)
     if not timm.is_model(name):
         hint = did_you_mean(name, list_models(), most=3) or "; `inline models` lists them"
         raise ValueError(f"there is no model {name!r}{hint}")

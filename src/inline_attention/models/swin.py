@@ -15,7 +15,7 @@ from inline_attention.layers.embeddings import ConvEmbedding, PatchMerging
 from inline_attention.layers.window_attention import WindowAttention, resample_relative_positions
 from inline_attention.models.base import blocks_of, check_counts, check_stages, global_attention
 from inline_attention.models.pyramid import NORM_EPS, PyramidModel, rename
-from inline_attention.models.registry import AttentionKind, register_family
+from inline_attention.models.registry import AttentionKind, record_arguments, register_family
 
 
 class InLineSwin(PyramidModel):
@@ -69,6 +69,8 @@ class InLineSwin(PyramidModel):
         for block in blocks_of(self):
             if window_size is not None and isinstance(block.attn, WindowAttention):
                 block.attn.set_window_size(window_size)
+        if window_size is not None:
+            record_arguments(self, window_size=window_size)
 
     def translate_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the authors' keys to ours, remove constant buffers, and resample biases of another window size."""

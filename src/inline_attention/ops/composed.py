@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE, AttentionCall, Normalization
 from inline_attention.ops.feature_maps import apply_to_queries_and_keys
+from inline_attention.ops.tracing import is_exporting
 
 
 def mapped(call: AttentionCall, compute_dtype: torch.dtype) -> AttentionCall:
@@ -97,8 +98,11 @@ def local_term(v: Tensor, local_weight: Tensor, grid_size: tuple[int, int]) -> T
     """Dynamic 3×3 cross-correlation of grid values `[B, h·w, H, Dv]` with `[B, H, Dv, 3, 3]`, zero-padded."""
     height, width = grid_size
     padded = F.pad(torch.unflatten(v, 1, (height, width)), (0, 0, 0, 0, 1, 1, 1, 1))
-    out = torch.zeros_like(padded[:, :height, :width])
-    for i in range(3):
-        for j in range(3):
-            out = torch.addcmul(out, padded[:, i : i + height, j : j + width], local_weight[:, None, None, :, :, i, j])
+    taps = local_weight.flatten(-2).unsqueeze(1).unsqueeze(1).unbind(-1)
+    # `narrow`: indexing would record an operation for every axis, and exporters take milliseconds for each.
+    rows = [padded.narrow(1, i, height) for i in range(3)]
+    shifted = [row.narrow(2, j, width) for row in rows for j in range(3)]
+    out = shifted[0] * taps[0]
+    for values, tap in zip(shifted[1:], taps[1:], strict=True):
+        out = out + values * tap if is_exporting() else torch.addcmul(out, values, tap)
     return out.flatten(1, 2)

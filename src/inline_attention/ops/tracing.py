@@ -55,11 +55,16 @@ def transform_reason() -> str | None:
 
 
 def is_exporting() -> bool:
-    """True if `torch.export` is tracing. The graph must serve every size, so code may not branch on sizes.
+    """True if `torch.export` is tracing. The graph must serve every size that is left open (`are_open`).
 
     Not `torch.compiler.is_exporting`: in torch 2.11 it is also true in compiled code.
     """
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
+
+
+def are_open(*sizes: int) -> bool:
+    """True if `torch.export` is tracing and leaves one of the sizes open: code may not branch on them."""
+    return is_exporting() and any(isinstance(size, torch.SymInt) for size in sizes)  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def unrecorded() -> AbstractContextManager[None]:

@@ -9,6 +9,9 @@ The paper has no such experiment. We measured 82.6 % (InLine), 76.1 % (softmax) 
 seeds. For longer runs add `--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1`; on a GPU add `--torchcompile`.
 `benchmarks/cifar10.py --long` is such a run: 93.1 %.
 
+`inline train cifar10_micro --data-dir DIR`: the small model that the package can ship, with the settings of that longer
+run. `benchmarks/shipped_model.py` trains it and puts it into the package if it reaches 90 %. Not measured yet.
+
 `inline train finetune --data-dir DIR --initial-checkpoint FILE`: any checkpoint on a folder of your own images, one
 subfolder per class. Choose another model than InLine-DeiT-T with `--model`, and its stochastic depth with `--drop-path`
 (`null` for models without it).
@@ -77,6 +80,23 @@ CIFAR10 = Recipe(
     },
     measured=82.6,
 )  # fmt: skip
+CIFAR10_MICRO = Recipe(
+    "cifar10_micro",
+    "the small model that comes with the package, on CIFAR-10",
+    {
+        "model": {"name": "inline_deit_micro", "num_classes": 10, "img_size": 32, "drop_path": 0.0},
+        "data": {"dataset": "cifar10", "in_memory": True, "crop_pct": 1.0},
+        "augmentation": {
+            "crop": "padded", "crop_padding": 4, "auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": 0.0,
+            "reprob": 0.25, "mixup": 0.8, "cutmix": 1.0, "mixup_off_epoch": 170,
+        },
+        "optimizer": {"name": "muon", "lr": 5e-3, "lr_base_size": 1024},
+        "schedule": {"warmup_epochs": 4, "warmup_lr": 1e-6, "min_lr": 1e-5},
+        "training": {
+            "epochs": 200, "batch_size": 1024, "total_batch_size": 1024, "clip_grad": 5.0, "validation_interval": 10
+        },
+    },
+)  # fmt: skip
 FINETUNE = Recipe(
     "finetune",
     "any checkpoint on a folder of your own pictures",
@@ -125,5 +145,5 @@ SCENES_SEGMENTATION = Recipe(
         "training": {"epochs": 8, "batch_size": 8, "amp": "off", "clip_grad": 5.0, "validation_interval": 8},
     },
 )
-CLASSIFICATION = (DIGITS, CIFAR10, FINETUNE)
+CLASSIFICATION = (DIGITS, CIFAR10, CIFAR10_MICRO, FINETUNE)
 SCENES = (SCENES_DETECTION, SCENES_SEGMENTATION)

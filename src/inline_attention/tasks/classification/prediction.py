@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.data.imagenet_info import ImageNetInfo
 from timm.data.transforms_factory import create_transform
@@ -120,8 +121,21 @@ class ImageClassifier:
         arguments = {**described.arguments, "num_classes": classes}
         model = create_described_model(described.name, arguments, described.conversion)
         load_checkpoint(model, file)
+        described.note_preparation(model)
         native_size, crop_pct = described.image_size, described.crop_pct
         return cls(model, class_names, size=size, device=device, native_size=native_size, crop_pct=crop_pct)
+
+    @property
+    def preparation(self) -> dict[str, Any]:
+        """How images are prepared: timm's `input_size`, `crop_pct`, `interpolation`, `mean` and `std`."""
+        return dict(self._config)
+
+    def for_size(self, size: tuple[int, int]) -> ImageClassifier:
+        """Return the same classifier for images that are resized and cropped to (height, width)."""
+        crop_pct: float = self._config["crop_pct"]
+        return ImageClassifier(
+            self.model, self.class_names, device=str(self.device), native_size=size, crop_pct=crop_pct
+        )
 
     def classify_files(
         self, paths: Iterable[str | os.PathLike[str]], *, top: int = 5, batch_size: int = 8
@@ -154,7 +168,7 @@ class ImageClassifier:
         """
         image = load_image(path)
         if self._size is None:
-            return self._native_transform(limit_aspect_ratio(image))  # pyright: ignore[reportReturnType, reportCallIssue]
+            return self.prepare_image(image)
         if isinstance(self._size, int):
             scale = self._size / min(image.size)
             height, width = round(image.height * scale), round(image.width * scale)
@@ -168,6 +182,10 @@ class ImageClassifier:
             raise ImageError(path, f"would become {width}×{height} pixels large; give height and width instead")
         exact = {"input_size": (3, height, width), "crop_pct": 1.0, "crop_mode": "squash"}
         return create_transform(**(self._config | exact))(image)  # pyright: ignore[reportReturnType, reportCallIssue]
+
+    def prepare_image(self, image: Image.Image) -> torch.Tensor:
+        """Resize, crop and normalize an image for the native size: `[3, H, W]`."""
+        return self._native_transform(limit_aspect_ratio(image))  # pyright: ignore[reportReturnType, reportCallIssue]
 
     def _drain(self, batch: list[tuple[Path, torch.Tensor]], top: int) -> list[ImageResult]:
         """Classify the batch and empty it."""

@@ -1,0 +1,285 @@
+"""Export a classifier to a file that runs without this library, and compare it with the model.
+
+A graph for one image size is small: windows are plain reshapes. A graph for every size gathers windows by index, takes
+longer to export and runs slower. onnxscript's optimizer is left out: it tries hundreds of thousands of patterns, and
+takes longer than all the rest. onnxruntime simplifies the graph instead.
+
+Shapes: `B` batch, `K` classes, `H`, `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.support.files import replace_atomically
+from inline_attention.tasks.classification.prediction import ImageClassifier
+
+SMALLEST_OPEN_SIDE = 33  # exporters specialize on a size of one, which the last grid of a pyramid has at 32 pixels
+LARGEST_DIFFERENCE = 1e-3  # of scores, in proportion to the largest
+TIMED_RUNS = 9
+
+Runner = Callable[[Tensor], Tensor]  # images [B, 3, H, W] → scores [B, K]
+
+
+class ExportError(RuntimeError):
+    """An exported file does not agree with the model."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One form of the model on the same images."""
+
+    name: str
+    size: int  # bytes of the file or of the weights
+    milliseconds: float  # median time of one image
+    difference: float  # largest difference of a score from the model's, in proportion to the largest score
+    agreement: float  # share of images with the model's class
+    accuracy: float | None  # share of images with the right class; None without labels
+
+
+def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> torch.export.ExportedProgram:
+    """Return the graph of a model for every batch size, and for one image size (H, W) or every one."""
+    sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
+    if dynamic:
+        sizes |= {2: torch.export.Dim("height", min=SMALLEST_OPEN_SIDE)}
+        sizes |= {3: torch.export.Dim("width", min=SMALLEST_OPEN_SIDE)}
+        size = max(size[0], 64), max(size[0], 64) + 32  # two sides that differ, so that they stay two
+    images = torch.zeros(2, getattr(model, "in_chans", 3), *size)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(model.eval(), (images,), dynamic_shapes=(sizes,))
+    _simplify(program.graph_module)
+    return program
+
+
+def _simplify(graph_module: torch.fx.GraphModule) -> None:
+    """Remove operations that do nothing, and compute equal ones once (indices of windows): conversion takes long."""
+    graph, aten = graph_module.graph, torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif (node.target is aten.dropout.default and not node.args[2]) or (
+            node.target is aten.to.dtype and len(node.args) == 2 and node.args[0].meta["val"].dtype == node.args[1]
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    outputs = graph.output_node()
+    first: dict[Any, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure():
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        if (same := first.setdefault(key, node)) is not node and node not in outputs.all_input_nodes:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _hashable(value: Any) -> Any:
+    """Return arguments of an operation as a key; True and 1 differ."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    return type(value), value
+
+
+def write_onnx(program: torch.export.ExportedProgram, path: Path, notes: dict[str, str]) -> None:
+    """Write a graph as ONNX, simplified by onnxruntime, with notes in its metadata."""
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC  # standard operators only
+    options.log_severity_level = 3
+    with TemporaryDirectory() as folder, warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        raw, simple = Path(folder, "raw.onnx"), Path(folder, "simple.onnx")
+        exported = torch.onnx.export(
+            program, (), dynamo=True, optimize=False, verbose=False, input_names=["images"], output_names=["scores"]
+        )
+        assert exported is not None
+        exported.save(raw)
+        options.optimized_model_filepath = str(simple)
+        onnxruntime.InferenceSession(raw, options, providers=["CPUExecutionProvider"])
+        content = onnx.load(simple)
+        del content.graph.value_info[:]  # the quantizer transposes weights and does not correct their shapes here
+        used = {node.domain for node in content.graph.node}
+        for opset in [opset for opset in content.opset_import if opset.domain not in used]:
+            content.opset_import.remove(opset)
+        onnx.helper.set_model_props(content, notes)
+        onnx.save(content, path)
+
+
+def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> None:
+    """Write an ONNX file with linear layers in 8-bit integers.
+
+    Args:
+        source: File of `write_onnx`.
+        target: File to write.
+        images: Images `[B, 3, H, W]` that fix the ranges of activations. None to find them anew for every input, which
+            needs no images and is closer to the model.
+    """
+    import onnx
+    from onnxruntime import quantization
+
+    graph = onnx.load(source).graph
+    matrices = {weight.name for weight in graph.initializer if len(weight.dims) == 2}
+    options: dict[str, Any] = {
+        "weight_type": quantization.QuantType.QInt8,
+        "per_channel": True,
+        "op_types_to_quantize": ["MatMul", "Gemm"],
+        # Products of two activations stay as they are, and those of several matrices at once (the predictor of the
+        # local residual), for which onnxruntime has no kernel.
+        "nodes_to_exclude": [node.name for node in graph.node if len(node.input) > 1 and node.input[1] not in matrices],
+    }
+    logging.getLogger().addFilter(_is_not_advice)
+    try:
+        if images is None:
+            quantization.quantize_dynamic(source, target, **options)
+        else:
+            reader = _calibration_images(images)
+            quantization.quantize_static(source, target, reader, quant_format=quantization.QuantFormat.QDQ, **options)
+    finally:
+        logging.getLogger().removeFilter(_is_not_advice)
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    return "pre-processing" not in record.getMessage()  # `write_onnx` has done it
+
+
+def _calibration_images(images: Tensor) -> Any:
+    from onnxruntime import quantization
+
+    class Reader(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.batches = iter(images.split(8))
+
+        def get_next(self) -> dict[str, Any] | None:
+            batch = next(self.batches, None)
+            return None if batch is None else {"images": batch.numpy()}
+
+    return Reader()
+
+
+def onnx_runner(path: Path) -> Runner:
+    """Return a function that runs an ONNX file by onnxruntime on a CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def export_classifier(
+    classifier: ImageClassifier,
+    path: Path,
+    file_format: str,
+    images: Tensor,
+    targets: Tensor | None = None,
+    *,
+    dynamic: bool = False,
+    int8: bool = False,
+) -> list[Comparison]:
+    """Write a classifier to a file and compare it with the model. On an error there is no file.
+
+    Args:
+        classifier: Model on a CPU.
+        path: File to write.
+        file_format: "onnx" or "torch-export".
+        images: Prepared images `[B, 3, H, W]` to compare on.
+        targets: Their classes `[B]`, if known.
+        dynamic: Export for every image size, not only for that of the images.
+        int8: Write linear layers in 8-bit integers (ONNX).
+
+    Returns:
+        The model, the exported file and the quantized file, on the same images.
+
+    Raises:
+        ExportError: If the file's scores differ from the model's.
+    """
+    model, size = classifier.model, (images.shape[2], images.shape[3])
+    program = trace(model, size, dynamic=dynamic)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    compare = Comparer(model, images, targets)
+    results = [compare("PyTorch", weights, model)]
+    with TemporaryDirectory() as folder, replace_atomically(path) as temporary:
+        if file_format == "torch-export":
+            torch.export.save(program, temporary)
+            results.append(compare("torch.export", temporary.stat().st_size, program.module()))
+        else:
+            exact = Path(folder, "exact.onnx") if int8 else temporary
+            write_onnx(program, exact, _notes(classifier, None if dynamic else size))
+            results.append(compare("ONNX", exact.stat().st_size, onnx_runner(exact)))
+            if int8:
+                quantize_onnx(exact, temporary)
+                results.append(compare("ONNX int8", temporary.stat().st_size, onnx_runner(temporary)))
+        if not results[1].difference <= LARGEST_DIFFERENCE:
+            raise ExportError(
+                f"the exported graph's scores differ from the model's by {results[1].difference:.1e} of the largest, "
+                f"expected {LARGEST_DIFFERENCE:.0e} at most; nothing is written"
+            )
+    return results
+
+
+def _notes(classifier: ImageClassifier, size: tuple[int, int] | None) -> dict[str, str]:
+    """Return what a program needs to prepare images for an ONNX file, and to name its classes."""
+    config = classifier.preparation
+    notes: dict[str, Any] = {key: config[key] for key in ("mean", "std", "interpolation", "crop_pct")}
+    notes |= {"class_names": classifier.class_names, "size": size}
+    return {key: json.dumps(value) for key, value in notes.items()}
+
+
+class Comparer:
+    """Runs forms of a model on the same images."""
+
+    def __init__(self, model: nn.Module, images: Tensor, targets: Tensor | None):
+        self._images, self._targets = images, targets
+        self._expected = _scores(model, images)
+
+    def __call__(self, name: str, size: int, runner: Runner | nn.Module) -> Comparison:
+        """Run one form of the model, whose file or weights have `size` bytes."""
+        scores = _scores(runner, self._images)
+        classes, expected = scores.argmax(1), self._expected.argmax(1)
+        largest = self._expected.abs().max().clamp(min=1.0)
+        return Comparison(
+            name,
+            size,
+            _milliseconds(runner, self._images[:1]),
+            float((scores - self._expected).abs().max() / largest),
+            float((classes == expected).float().mean()),
+            None if self._targets is None else float((classes == self._targets).float().mean()),
+        )
+
+
+@torch.no_grad()
+def _scores(runner: Runner | nn.Module, images: Tensor) -> Tensor:
+    parts: Sequence[Tensor] = images.split(8)
+    return torch.cat([runner(part) for part in parts]).float()
+
+
+@torch.no_grad()
+def _milliseconds(runner: Runner | nn.Module, image: Tensor) -> float:
+    runner(image)
+    times: list[float] = []
+    for _ in range(TIMED_RUNS):
+        start = time.perf_counter()
+        runner(image)
+        times.append(1e3 * (time.perf_counter() - start))
+    return median(times)

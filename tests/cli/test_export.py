@@ -1,0 +1,114 @@
+"""`inline export` from the outside, on a tiny model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from inline_attention import create_model
+from inline_attention.cli.main import app
+from inline_attention.models.checkpoints import save_weights
+from inline_attention.models.hub import from_pretrained
+
+SMALL = {"embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 4, "img_size": 16, "num_classes": 10}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    model = create_model("inline_deit_tiny", **SMALL).eval()
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    notes = {"model_arguments": json.dumps(SMALL), "class_names": json.dumps([str(n) for n in range(10)])}
+    save_weights(model, path, metadata=notes | {"crop_pct": "1.0"})
+    return model, path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def rows(result):
+    lines = [line.split() for line in result.stdout.splitlines()]
+    return {line[0] if line[1] != "int8" else "int8": line[-5:] for line in lines if len(line) > 5 and "%" in line[-2]}
+
+
+def test_onnx_int8_beside_the_checkpoint(checkpoint):
+    runtime = pytest.importorskip("onnxruntime")
+    model, path = checkpoint
+    result = invoke(path, "--int8", "--images", 16)
+    assert result.exit_code == 0, result.output
+    target = path.with_suffix(".onnx")
+    assert f"Model written to {target}." in result.stdout
+    table = rows(result)
+    assert set(table) == {"PyTorch", "ONNX", "int8"}
+    assert float(table["int8"][0]) <= float(table["ONNX"][0])
+    assert float(table["ONNX"][2]) < 1e-3
+    assert table["ONNX"][3] == "100.0%"
+    assert all(row[4].endswith("%") for row in table.values()), "digits are labeled"
+    session = runtime.InferenceSession(target, providers=["CPUExecutionProvider"])
+    notes = session.get_modelmeta().custom_metadata_map
+    assert json.loads(notes["class_names"]) == [str(n) for n in range(10)]
+    assert json.loads(notes["size"]) == [16, 16]
+    images = torch.randn(3, 3, 16, 16)
+    (got,) = session.run(None, {"images": images.numpy()})
+    with torch.no_grad():
+        expected = model(images)
+    assert 0 < np.abs(got - expected.numpy()).max() < 0.05 * expected.abs().max()
+    assert "exists already" in invoke(path, "--int8").stderr
+
+
+def test_torch_export_on_own_pictures(checkpoint, tmp_path):
+    model, path = checkpoint
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "pictures" / "a.png")
+    (tmp_path / "pictures" / "b.png").write_bytes(b"broken")
+    target = tmp_path / "model.pt2"
+    result = invoke(
+        path, "--format", "torch-export", "--size", "16x24", "--pictures", tmp_path / "pictures", "-o", target
+    )
+    assert result.exit_code == 0, result.output
+    assert "b.png" in result.stderr
+    assert rows(result)["torch.export"][4] == "–"
+    images = torch.randn(2, 3, 16, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.load(target).module()(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_hub_folder(checkpoint, tmp_path):
+    model, path = checkpoint
+    result = invoke(path, "--format", "hub", "-o", tmp_path / "d")
+    assert result.exit_code == 0, result.output
+    images = torch.randn(2, 3, 16, 16)
+    other = from_pretrained(tmp_path / "d").eval()
+    assert torch.equal(other(images), model(images))
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["pretrained_cfg"]["crop_pct"] == 1.0
+    evaluated = CliRunner().invoke(app, ["eval", "-c", str(tmp_path / "d"), "--dataset", "digits", "-j", "0"])
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "360 images" in evaluated.stdout
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
+    predicted = CliRunner().invoke(app, ["predict", str(tmp_path / "photo.png"), "-c", str(tmp_path / "d")])
+    assert predicted.exit_code == 0, predicted.output
+    assert len(predicted.stdout.splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--format", "hub", "--int8"], "--int8 is for --format onnx"),
+        (["--format", "hub", "--size", "32"], "--size is for onnx"),
+        (["--data-dir", "x", "--pictures", "y"], "not both"),
+        (["--pictures", "/nowhere"], "no picture"),
+    ],
+)
+def test_options_that_do_not_fit(checkpoint, tmp_path, arguments, words):
+    result = invoke(checkpoint[1], *arguments, "-o", tmp_path / "x")
+    assert result.exit_code == 1
+    assert words in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "x").exists()
+
+
+def test_size_in_other_words(checkpoint):
+    assert "dynamic" in invoke(checkpoint[1], "--size", "large").stderr

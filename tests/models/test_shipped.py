@@ -1,0 +1,83 @@
+"""Weights that come with the package: a tag exists if its file does, and not otherwise."""
+
+import sys
+import warnings
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import inline_attention
+from inline_attention.cli.main import app
+from inline_attention.models import registry
+from inline_attention.models.deit import InLineDeiT
+from inline_attention.models.hub import save_pretrained
+
+SMALL = {"embed_dim": 16, "num_heads": 2, "depth": 1, "patch_size": 8, "img_size": 16, "num_classes": 3}
+# Not a family's name: it is registered for the rest of the process, and `list_models` must not list it.
+NAME = "inline_throwaway_model"
+MICRO_TAG = "inline_deit_micro.cifar10"
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    register()
+    torch.manual_seed(0)
+    model = inline_attention.create_model(NAME).eval()
+    save_pretrained(model, tmp_path / f"{NAME}.pets", class_names=["cat", "dog", "bird"], crop_pct=1.0)
+    register()
+    return model
+
+
+def register():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is registered again, with and without weights
+        registry.register_family(InLineDeiT, {NAME: SMALL}, first_conv="patch_embed.proj")
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}.pets"])
+@pytest.mark.parametrize("create", [timm.create_model, inline_attention.create_model])
+def test_created_with_weights(shipped, name, create):
+    model = create(name, pretrained=True).eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(model(images), shipped(images))
+    assert model.pretrained_cfg["tag"] == "pets"
+    assert model.pretrained_cfg["crop_pct"] == 1.0
+    assert list(model.pretrained_cfg["label_names"]) == ["cat", "dog", "bird"]
+    assert not torch.equal(create(name).eval()(images), shipped(images))
+
+
+def test_predict_without_a_checkpoint(shipped, tmp_path):
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.jpg")
+    result = CliRunner().invoke(app, ["predict", str(tmp_path / "photo.jpg")])
+    assert result.exit_code == 0, result.output
+    assert f"model: {NAME}.pets" in result.stderr
+    assert {"cat", "dog", "bird"} == {line.split()[-1] for line in result.stdout.splitlines()[1:]}
+
+
+def test_no_name_without_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path / "nothing")
+    assert registry.shipped_models() == {}
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.jpg")
+    result = CliRunner().invoke(app, ["predict", str(tmp_path / "photo.jpg")])
+    assert result.exit_code == 1
+    assert "--checkpoint" in result.stderr
+
+
+def test_the_tag_is_there_exactly_if_the_weights_are():
+    assert (MICRO_TAG in timm.list_pretrained("inline_*")) == (MICRO_TAG in registry.shipped_models())
+    assert timm.is_model("inline_deit_micro")
+
+
+def test_what_is_shipped_is_small_and_has_a_card():
+    for folder in registry.shipped_models().values():
+        assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+        assert "apache-2.0" in (folder / "README.md").read_text()
+
+
+def test_registration_leaves_the_module_as_it_was(shipped):
+    assert NAME in sys.modules[InLineDeiT.__module__].default_cfgs
+    assert NAME not in inline_attention.list_models()
