@@ -87,9 +87,16 @@ def test_check_of_boxes_without_masks(invoke, tmp_path):
     check = ("check", tmp_path, "--task", "detection")
     found = invoke(*check)
     assert found.exit_code == 0, found.output
-    assert found.output.count("(3 images, 3 objects; boxes only: fit for retinanet): nothing wrong") == 2
+    assert (
+        found.output.count("(3 images, 3 objects; boxes only: fit for faster_rcnn and retinanet): nothing wrong") == 2
+    )
     assert "boxes only:" not in invoke(*check, "--boxes-only").output
     required = invoke(*check, "--masks")
     assert required.exit_code == 1
-    assert required.output.count("1 annotation files without a single mask (boxes only: fit for retinanet)") == 2
+    assert (
+        required.output.count(
+            "1 annotation files without a single mask (boxes only: fit for faster_rcnn and retinanet)"
+        )
+        == 2
+    )
     assert required.output.count(": 1 faults") == 2

@@ -40,7 +40,7 @@ VANISHING_SHARE = 2.0**-20
 LEFT_OUT = "left out"
 WITH_OBJECTS = "left out with their objects"
 FROM_MASK = "box taken from the mask"
-BOXES_ONLY = "boxes only: fit for retinanet"
+BOXES_ONLY = "boxes only: fit for faster_rcnn and retinanet"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def check_annotations(
     report = DataReport(annotations.location, checked, repaired=repair)
     if boxes_only and masks:  # one fault, not one per object
         report.repaired = False
-        repairing = "not possible; set detection.head=retinanet, or add masks"
+        repairing = "not possible; set detection.head=faster_rcnn or retinanet, or add masks"
         report.add("annotation files without a single mask", BOXES_ONLY, repairing)
     masks = masks is not False and not boxes_only
     for entry in annotations.malformed:
