@@ -168,7 +168,7 @@ def test_wrong_data_are_said_before_the_first_update(tmp_path, pictures, damage,
 
 
 def test_another_number_of_classes_is_said_before_the_first_update(tmp_path):
-    with pytest.raises(ConfigError, match="has 10 classes, the model 7; use num_classes=10"):
+    with pytest.raises(ConfigError, match="has 10 classes, the model 7; leave --num-classes out"):
         train.train(config(tmp_path / "runs", "model.num_classes=7"))
 
 

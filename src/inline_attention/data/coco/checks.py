@@ -110,7 +110,7 @@ def open_and_check_coco(
     if ours is not None and theirs is not None:
         problems += check_same_categories(ours, theirs)
     if ours is not None and num_classes not in (None, count := len(ours.class_names)):
-        problems.append(f"{ours.location} has {count} categories, the model {num_classes}; use num_classes={count}")
+        problems.append(f"{ours.location} has {count} categories, the model {num_classes}; leave --num-classes out")
     return OpenedCoco(train, validation, each_once(problems), reports, theirs)
 
 
