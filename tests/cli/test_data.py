@@ -19,7 +19,7 @@ def test_scenes(invoke, tmp_path):
     small = ("--images", 12, "--size", 64, "--seed", 5)
     result = invoke("scenes", "--output", output, *small)
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == str(output)
+    assert result.output.splitlines()[-1] == f"Scenes written to {output}: preview.png shows some"
     assert "12 pictures to train on, 1 to validate on" in result.output
     manifest = json.loads((output / "scenes.json").read_text())
     assert manifest == {"kind": "inline scenes", "images": 12, "validation_images": 1, "size": 64, "seed": 5}

@@ -61,7 +61,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained(
         else:
             code, output = train_without("nothing", outer)
         assert code == 1
-        assert "run.output: may not write to" in output
+        assert "--output (run.output): may not write to" in output
         assert "--output" in output
         assert not list(Path(outer).iterdir())
 

@@ -52,8 +52,8 @@ def scenes(
         task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
         workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
         write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
-    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
-    say(output)
+    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on")
+    say(f"Scenes written to {output}: preview.png shows some")
 
 
 class LabelFormat(StrEnum):

@@ -99,6 +99,7 @@ def evaluate(
             results_file.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             fail(f"cannot write {results_file}: {error.strerror}; name another file with --results-file")
+        say(f"Metrics written to {results_file}")
 
 
 def _lines(table: MetricTable) -> list[str]:

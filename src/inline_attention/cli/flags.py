@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from inline_attention.cli.printing import fail, warn
-from inline_attention.engine.config import FLAGS, TrainConfig, check_recipe_file, read_config, with_overrides
+from inline_attention.engine.config import (
+    FLAGS,
+    ConfigError,
+    TrainConfig,
+    check_recipe_file,
+    read_config,
+    with_overrides,
+)
 from inline_attention.models.described import model_family
 from inline_attention.recipes import get_recipe
 from inline_attention.support.text import did_you_mean
@@ -40,6 +47,13 @@ def _with_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     if dropped:
         warn(f"--model {wanted.name}: the recipe's {', '.join(dropped)} fit {given.name} alone, and are not used")
     return with_overrides(replace(config, model=fitting), overrides)
+
+
+def with_flags(error: ConfigError) -> ConfigError:
+    """Return an error that names the flags of its settings, if they have any."""
+    flags = {flag.setting.path: f"{flag.names[0]} ({flag.setting.path})" for flag in reversed(FLAGS)}
+    problems = [replace(problem, path=flags.get(problem.path, problem.path)) for problem in error.problems]
+    return ConfigError(problems, error.source, error.advice)
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
