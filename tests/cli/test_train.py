@@ -9,6 +9,7 @@ from inline_attention.cli.flags import flags_help, overrides_of, read_settings
 from inline_attention.cli.main import app
 from inline_attention.engine.config import TrainConfig, check, with_overrides
 from inline_attention.engine.processes import Precision
+from inline_attention.recipes import list_recipes
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,14 @@ def test_a_twin_keeps_the_recipe_s_arguments_and_the_user_s_own_win(capsys):
     given = ["model.name=inline_swin_tiny", "model.arguments={embed_dim: 32}", "model.img_size=64"]
     chosen = read_settings("digits", given).model
     assert (chosen.arguments, chosen.img_size) == ({"embed_dim": 32}, 64)
+
+
+def test_the_classes_come_from_the_data_unless_they_are_set():
+    """The recipes' own are those of digits and CIFAR-10, which never change."""
+    fixed = ("digits", "cifar10")
+    assert all(recipe.config.model.num_classes is None for recipe in list_recipes() if recipe.name not in fixed)
+    for recipe in fixed:
+        assert read_settings(recipe, []).model.num_classes == 10
+        own = ["--dataset", "folder", "--data-dir", "pictures"]
+        assert read_settings(recipe, overrides_of(own)).model.num_classes is None
+        assert read_settings(recipe, overrides_of([*own, "--num-classes", "7"])).model.num_classes == 7

@@ -16,7 +16,7 @@ from engine import pair
 from engine.pair import in_pair
 from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
-from inline_attention.engine.config import read_config, with_overrides
+from inline_attention.engine.config import with_overrides
 from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.engine.train import train
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
@@ -253,12 +253,6 @@ def test_a_run_knows_its_data(digits_run, place):
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [metrics]
     assert "data of the run: digits, split validation" in done.stderr
-
-
-def test_the_classes_come_from_the_data(digits_run):
-    folder, _ = digits_run
-    assert read_config(folder / "args.yaml").model.num_classes is None
-    assert open_checkpoint(folder / "checkpoints" / "last" / "model.safetensors").weights["head.weight"].shape[0] == 10
 
 
 def test_a_stranger_s_run_downloads_nothing(digits_run, tmp_path, pictures, monkeypatch):

@@ -34,8 +34,11 @@ def read_settings(recipe: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def _with_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """Return changed settings, without what fits the recipe's model and not a chosen one of another family."""
-    wanted, given = with_overrides(config, overrides).model, config.model
+    """Return changed settings, without what fits the recipe's model or data and not a chosen one of another kind."""
+    changed = with_overrides(config, overrides)
+    if changed.data.dataset != config.data.dataset:  # which has classes of its own
+        config = replace(config, model=replace(config.model, num_classes=None))
+    wanted, given = changed.model, config.model
     family = model_family(wanted.name)
     if (family or wanted.name) == (model_family(given.name) or given.name):
         return with_overrides(config, overrides)

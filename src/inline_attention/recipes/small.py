@@ -37,6 +37,7 @@ DIGITS = Recipe(
         "model": {
             "name": "inline_deit_tiny",
             "arguments": {"patch_size": 2, "embed_dim": 64, "num_heads": 4, "depth": 3, "mlp_ratio": 2.0},
+            "num_classes": 10,
             "img_size": 8,
             "drop_path": 0.0,
         },
@@ -60,6 +61,7 @@ CIFAR10 = Recipe(
         "model": {
             "name": "inline_deit_tiny",
             "arguments": {"patch_size": 2},
+            "num_classes": 10,
             "img_size": 32,
             "drop_path": 0.1,
         },
