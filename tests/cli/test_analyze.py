@@ -68,7 +68,7 @@ def rows(path):
 
 def assert_files(result, folder, *names):
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-1] == str(folder)
+    assert result.stdout.splitlines()[-1].startswith(f"Analysis written to {folder}: ")
     assert sorted(file.name for file in folder.iterdir()) == sorted(names)
 
 

@@ -19,7 +19,7 @@ def test_scenes(invoke, tmp_path):
     small = ("--images", 12, "--size", 64, "--seed", 5)
     result = invoke("scenes", "--output", output, *small)
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == str(output)
+    assert result.output.splitlines()[-1] == f"Scenes written to {output}: preview.png shows some"
     assert "12 pictures to train on, 1 to validate on" in result.output
     manifest = json.loads((output / "scenes.json").read_text())
     assert manifest == {"kind": "inline scenes", "images": 12, "validation_images": 1, "size": 64, "seed": 5}
@@ -87,9 +87,16 @@ def test_check_of_boxes_without_masks(invoke, tmp_path):
     check = ("check", tmp_path, "--task", "detection")
     found = invoke(*check)
     assert found.exit_code == 0, found.output
-    assert found.output.count("(3 images, 3 objects; boxes only: fit for retinanet): nothing wrong") == 2
+    assert (
+        found.output.count("(3 images, 3 objects; boxes only: fit for faster_rcnn and retinanet): nothing wrong") == 2
+    )
     assert "boxes only:" not in invoke(*check, "--boxes-only").output
     required = invoke(*check, "--masks")
     assert required.exit_code == 1
-    assert required.output.count("1 annotation files without a single mask (boxes only: fit for retinanet)") == 2
+    assert (
+        required.output.count(
+            "1 annotation files without a single mask (boxes only: fit for faster_rcnn and retinanet)"
+        )
+        == 2
+    )
     assert required.output.count(": 1 faults") == 2

@@ -52,7 +52,7 @@ def test_demo_writes_pictures_and_tables_and_prints_the_path_last(invoke, tmp_pa
     output = tmp_path / "made" / "on demand"
     result = invoke("demo", "--output", output, "--sizes", "64,256", "--no-train")
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == str(output)
+    assert result.output.splitlines()[-1].startswith(f"Results written to {output}: injectivity.")
     for name in ("injectivity.png", "cost.png"):
         assert (output / name).read_bytes().startswith(PNG_SIGNATURE)
     verdicts = {(row["queries"], row["attention"]): row["verdict"] for row in rows(output / "injectivity.csv")}
@@ -75,7 +75,7 @@ def test_demo_trains_all_three_through_the_engine(invoke, tmp_path):
     result = invoke("demo", "--output", tmp_path, "--sizes", "64", "--epochs", "1")
     assert result.exit_code == 0, result.output
     report = tmp_path / "report.html"
-    assert result.output.splitlines()[-1] == str(report)
+    assert result.output.splitlines()[-1] == f"Report written to {report}: open it in a browser"
     assert "softmax_deit_tiny" in report.read_text(encoding="utf-8")
     assert "lr" not in result.output.split()  # the engine leaves the console to the demo
     for name in ("curves.png", "predictions.png"):

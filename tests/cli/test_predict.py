@@ -104,7 +104,7 @@ def test_all_broken_fails(invoke, broken):
 def test_save_one_picture(invoke, photos, tmp_path):
     target = tmp_path / "made" / "annotated.png"
     result = invoke(photos / "b.jpg", "--save", target)
-    assert result.stdout.splitlines()[-1] == f"annotated: {target}"
+    assert result.stdout.splitlines()[-1] == f"Annotated pictures written to {target}"
     assert Image.open(target).size == (400, 300)
     assert json.loads(invoke(photos / "b.jpg", "--save", target, "--json").stdout)
 

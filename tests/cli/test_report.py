@@ -24,7 +24,7 @@ def test_a_page_is_written_and_its_path_printed(invoke, tmp_path):
     page = tmp_path / "new" / "page.html"
     result = invoke(tmp_path / "runs", "--output", page, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == str(page)
+    assert result.output.splitlines()[-1] == f"Report written to {page}: open it in a browser"
     assert "left out of confusion: linear_deit_tiny" in result.output
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert sorted(file.name for file in page.parent.iterdir()) == ["page.html", "page.measurements.json"]

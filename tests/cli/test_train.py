@@ -5,10 +5,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from inline_attention.cli.flags import flags_help, overrides_of
+from inline_attention.cli.flags import flags_help, overrides_of, read_settings
 from inline_attention.cli.main import app
-from inline_attention.engine.config import TrainConfig, with_overrides
+from inline_attention.engine.config import TrainConfig, check, with_overrides
 from inline_attention.engine.processes import Precision
+from inline_attention.recipes import list_recipes
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,34 @@ def test_auto_is_what_the_device_has(has_bfloat16, dtype, monkeypatch):
     monkeypatch.setattr("inline_attention.engine.processes._has_bfloat16", lambda _: has_bfloat16)
     with Precision("auto", torch.device("cpu")).autocast():
         assert torch.get_autocast_dtype("cpu") == dtype
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "drop_path"),
+    [("inline_swin_tiny", 32, 0.0), ("softmax_pvt_tiny", 32, 0.0), ("vgg11", None, None)],
+)
+def test_a_model_of_another_family_drops_what_fits_the_recipe_s_alone(model, size, drop_path, capsys):
+    config = read_settings("digits", overrides_of(["--model", model]))
+    assert (config.model.arguments, config.model.img_size, config.model.drop_path) == ({}, size, drop_path)
+    assert [problem for problem in check(config) if problem.path.startswith("model")] == []
+    note = f"--model {model}: the recipe's patch_size, embed_dim, num_heads, depth, mlp_ratio, img_size fit"
+    assert note in capsys.readouterr().err
+
+
+def test_a_twin_keeps_the_recipe_s_arguments_and_the_user_s_own_win(capsys):
+    assert read_settings("digits", ["model.name=softmax_deit_tiny"]).model.arguments["depth"] == 3
+    assert capsys.readouterr().err == ""
+    given = ["model.name=inline_swin_tiny", "model.arguments={embed_dim: 32}", "model.img_size=64"]
+    chosen = read_settings("digits", given).model
+    assert (chosen.arguments, chosen.img_size) == ({"embed_dim": 32}, 64)
+
+
+def test_the_classes_come_from_the_data_unless_they_are_set():
+    """The recipes' own are those of digits and CIFAR-10, which never change."""
+    fixed = ("digits", "cifar10")
+    assert all(recipe.config.model.num_classes is None for recipe in list_recipes() if recipe.name not in fixed)
+    for recipe in fixed:
+        assert read_settings(recipe, []).model.num_classes == 10
+        own = ["--dataset", "folder", "--data-dir", "pictures"]
+        assert read_settings(recipe, overrides_of(own)).model.num_classes is None
+        assert read_settings(recipe, overrides_of([*own, "--num-classes", "7"])).model.num_classes == 7

@@ -115,10 +115,12 @@ def test_no_mask_at_all_is_one_fault_that_cannot_be_repaired(tmp_path, repair):
         ("annotation files without a single mask", 1),
         ("boxes without area", 1),
     ]
-    assert "boxes only: fit for retinanet); repairing: not possible" in checked.report.problems[0]
+    assert "boxes only: fit for faster_rcnn and retinanet); repairing: not possible" in checked.report.problems[0]
     either = check(tmp_path, good=boxes, masks=None)
     assert not either.report
-    assert str(either.report).endswith("(3 images, 3 objects; boxes only: fit for retinanet): nothing wrong")
+    assert str(either.report).endswith(
+        "(3 images, 3 objects; boxes only: fit for faster_rcnn and retinanet): nothing wrong"
+    )
 
 
 def test_masks_are_used_if_there_are_any(tmp_path):

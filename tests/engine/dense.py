@@ -15,6 +15,10 @@ SMALL = [
 DETECTION = ["detection.shorter_side=64", "detection.longest_side=96", "detection.smallest_anchor=8"]
 OF_TASK = {
     "mask_rcnn": ("scenes_detection", [*DETECTION, "detection.width=16", "detection.sampled_boxes=16"]),
+    "faster_rcnn": (
+        "scenes_detection",
+        [*DETECTION, "detection.width=16", "detection.head=faster_rcnn", "detection.sampled_boxes=16"],
+    ),
     "retinanet": (
         "scenes_detection",
         [*DETECTION, "detection.width=16", "detection.head=retinanet", "detection.sampled_boxes=512"],

@@ -399,7 +399,7 @@ class TestResolve:
             (64, 1024, None, 3, "try 960"),  # 3 devices cannot share it
             (128, 509, None, 1, "try 512"),  # a prime: one image at a time
             (64, 8, None, 16, "try 1024"),
-            (64, 1024, 2, 1, "set total_batch_size or grad_accum_steps to null"),
+            (64, 1024, 2, 1, "set one to null: --set training.total_batch_size=null"),
         ],
     )
     def test_what_cannot_be_shared_is_refused(self, batch, total, steps, devices, advice):

@@ -1,6 +1,7 @@
 """`inline eval` finds what timm and torchvision find, to the last digit, whoever shares the work."""
 
 import json
+import shutil
 
 import pytest
 import timm
@@ -15,8 +16,11 @@ from engine import pair
 from engine.pair import in_pair
 from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
+from inline_attention.engine.config import with_overrides
 from inline_attention.engine.evaluate import evaluate_checkpoint
+from inline_attention.engine.train import train
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
+from inline_attention.recipes import get_recipe
 from inline_attention.tasks.dense_prediction import ObjectFinder
 from inline_attention.tasks.detection.models import DetectionOptions, Detector
 from inline_attention.tasks.detection.task import DetectionTask
@@ -138,7 +142,7 @@ def test_too_little_memory_is_a_sentence(checkpoint, pictures, monkeypatch):
 
 
 def test_a_classifier_asks_for_data_of_either_kind(checkpoint):
-    with pytest.raises(ValueError, match="is of a classifier: name the data with --data-dir, or with --dataset digits"):
+    with pytest.raises(ValueError, match="in no run: name the data with --data-dir, or with --dataset digits"):
         evaluate_checkpoint(checkpoint[0], DataSection(workers=0))
 
 
@@ -231,3 +235,42 @@ def test_few_images_at_once_where_they_are_large(detector, monkeypatch):
     monkeypatch.setattr("inline_attention.engine.evaluate.OTHERS_BATCH", 2)
     evaluate_checkpoint(path, DataSection(dir=str(scenes), workers=0, repair=True), device="cpu")
     assert seen == [2, 1]
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory):
+    """A run of a tiny classifier on digits."""
+    settings = ["training.epochs=1", "model.arguments={depth: 1, embed_dim: 16, num_heads: 1, patch_size: 4}"]
+    output = [f"run.output={tmp_path_factory.mktemp('runs')}", "run.experiment=digits", "logging.tensorboard=false"]
+    folder, metrics = train(with_overrides(get_recipe("digits").config, [*settings, *output]))
+    return folder, str(metrics)
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints/best", "checkpoints/last/model.safetensors"])
+def test_a_run_knows_its_data(digits_run, place):
+    folder, metrics = digits_run
+    done = CliRunner().invoke(app, ["eval", "-c", str(folder / place), "-j", "0", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [metrics]
+    assert "data of the run: digits, split validation" in done.stderr
+
+
+def test_a_stranger_s_run_downloads_nothing(digits_run, tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr("inline_attention.engine.evaluate.open_dataset", lambda *_: pytest.fail("opened"))
+    run = tmp_path / "run"
+    shutil.copytree(digits_run[0], run)
+    settings = (run / "args.yaml").read_text()
+    assert "dataset: digits" in settings
+    (run / "args.yaml").write_text(settings.replace("dataset: digits", "dataset: hfds/someone/data"))
+    done = CliRunner().invoke(app, ["eval", "-c", str(run), "-j", "0"])
+    assert done.exit_code == 1
+    assert "would be downloaded; if you trust it, add --dataset hfds/someone/data" in done.output.replace("\n", " ")
+    (run / "args.yaml").write_text("data: [")
+    assert CliRunner().invoke(app, ["eval", "-c", str(run), "-j", "0"]).exit_code == 1
+
+
+def test_options_win_over_the_run_s_data(digits_run, pictures):
+    """Its ten digits are not the classes of the pictures."""
+    done = CliRunner().invoke(app, ["eval", "-c", str(digits_run[0]), "--data-dir", str(pictures), "-j", "0"])
+    assert done.exit_code == 1
+    assert "class_0" in done.output

@@ -61,7 +61,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained(
         else:
             code, output = train_without("nothing", outer)
         assert code == 1
-        assert "run.output: may not write to" in output
+        assert "--output (run.output): may not write to" in output
         assert "--output" in output
         assert not list(Path(outer).iterdir())
 
@@ -168,7 +168,7 @@ def test_wrong_data_are_said_before_the_first_update(tmp_path, pictures, damage,
 
 
 def test_another_number_of_classes_is_said_before_the_first_update(tmp_path):
-    with pytest.raises(ConfigError, match="has 10 classes, the model 7; use num_classes=10"):
+    with pytest.raises(ConfigError, match="has 10 classes, the model 7; leave --num-classes out"):
         train.train(config(tmp_path / "runs", "model.num_classes=7"))
 
 

@@ -283,14 +283,15 @@ def test_the_command_says_what_is_wrong():
 
 
 def test_recipes_are_listed_and_shown():
-    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    *lines, advice = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    assert "inline train RECIPE" in advice
     tasks = ("classification", "detection", "segmentation")
     assert [line.strip() for line in lines[1:] if not line.startswith(" ")] == [f"{task}:" for task in tasks]
     recipes = [recipe for task in tasks for recipe in list_recipes() if recipe.config.task.name == task]
     assert recipes[0].name == "digits"
     for line, recipe in zip([line for line in lines if line.startswith(" ")], recipes, strict=True):
         assert line.startswith(f"  {recipe.name} ")
-        assert line.rstrip().endswith(recipe.command)
+        assert line.rstrip().endswith(recipe.command.removeprefix(f"inline train {recipe.name}").strip() or "–")
         assert recipe.expected is None or f" {recipe.expected:.1f} % " in line
     shown = CliRunner().invoke(app, ["recipes", "show", "digits"]).output
     assert from_yaml(shown) == get_recipe("digits").config
@@ -312,7 +313,7 @@ def test_a_run_without_a_best_checkpoint_names_its_last(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, command(tmp_path, "--experiment", "run", "--set", "training.epochs=1")[3:])
     assert done.exit_code == 0, done.output
     run, place = tmp_path / "run", Path("checkpoints", "last", "model.safetensors")
-    assert f"last weights: {run / place}" in done.output
+    assert f"Last weights written to {run / place}: " in done.output
     assert find_weights(run) == find_weights(run / "checkpoints") == run / place
     with pytest.raises(CheckpointError, match="a folder without averaged weights"):
         find_weights(run, averaged=True)
@@ -321,8 +322,8 @@ def test_a_run_without_a_best_checkpoint_names_its_last(tmp_path, monkeypatch):
 def test_a_run_that_saved_nothing_says_so(tmp_path):
     done = CliRunner().invoke(app, command(tmp_path, "--set", "training.epochs=0")[3:])
     assert done.exit_code == 0, done.output
-    assert "no weights were saved in" in done.output
-    assert "best weights" not in done.output
+    assert "No weights were saved in" in done.output
+    assert "Best weights" not in done.output
 
 
 def test_a_run_starts_from_the_weights_of_another(tmp_path):

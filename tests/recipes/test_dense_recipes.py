@@ -28,7 +28,8 @@ def rates(config, updates, updates_per_epoch=UPDATES_PER_EPOCH):
 def test_every_combination_of_the_paper_is_there():
     expected = {"scenes_detection", "scenes_segmentation"}
     for backbone in BACKBONES:
-        expected |= {f"mask_rcnn_{backbone}_1x", f"mask_rcnn_{backbone}_3x", f"retinanet_{backbone}_1x"}
+        expected |= {f"mask_rcnn_{backbone}_1x", f"mask_rcnn_{backbone}_3x"}
+        expected |= {f"faster_rcnn_{backbone}_1x", f"retinanet_{backbone}_1x"}
     expected |= {f"semantic_fpn_inline_pvt_{size}_80k" for size in PVT}
     expected |= {f"upernet_inline_swin_{size}_160k" for size in SWIN}
     assert set(RECIPES) == expected

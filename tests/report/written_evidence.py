@@ -11,7 +11,7 @@ from inline_attention.analysis.training_curves import EpochFigures, TrainingCurv
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.report.measurement import Evidence, Run, ShownPicture
 
-VOID = {"meta", "img", "input", "br"}
+VOID = {"meta", "img", "input", "br", "wbr"}
 
 
 class Outline(HTMLParser):

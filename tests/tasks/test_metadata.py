@@ -31,7 +31,7 @@ def file_of(kind, tmp_path, **changes):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("detection", {"head": "other"}, "head: expected mask_rcnn or retinanet"),
+        ("detection", {"head": "other"}, "head: expected mask_rcnn, faster_rcnn or retinanet"),
         ("detection", {"width": "wide"}, "width: expected a whole number"),
         ("detection", {"width": 10**9}, "width: expected a whole number"),
         ("detection", {"width": 8192}, "far more than the file holds"),

@@ -32,7 +32,12 @@ def randomized(model):
 
 
 @pytest.mark.parametrize(
-    ("head", "name"), [*(("mask_rcnn", name) for name in BACKBONES), ("retinanet", "inline_swin_tiny")]
+    ("head", "name"),
+    [
+        *(("mask_rcnn", name) for name in BACKBONES),
+        ("faster_rcnn", "inline_pvt_tiny"),
+        ("retinanet", "inline_swin_tiny"),
+    ],
 )
 @torch.no_grad()
 def test_padding_does_not_reach_the_features_of_a_detector(head, name):
@@ -145,10 +150,11 @@ def test_a_detector_takes_a_detector_of_other_classes_and_a_segmenter_its_backbo
     ("theirs", "ours"),
     [
         (DetectionOptions("mask_rcnn", width=16), DetectionOptions("retinanet", width=16)),
+        (DetectionOptions("mask_rcnn", width=16), DetectionOptions("faster_rcnn", width=16)),
         (DetectionOptions("retinanet", width=16), DetectionOptions("retinanet", width=32)),
         (SegmentationOptions("semantic_fpn", width=16), SegmentationOptions("upernet", width=16)),
     ],
-    ids=["another head", "another width", "another head of segmenters"],
+    ids=["another head", "a head without masks", "another width", "another head of segmenters"],
 )
 def test_a_model_with_other_heads_takes_the_backbone(theirs, ours, tmp_path):
     is_detector = isinstance(ours, DetectionOptions)

@@ -16,7 +16,7 @@ SIZES = ((64, 96), (96, 64), (50, 40))
 
 def build(head):
     torch.manual_seed(0)
-    if head in ("mask_rcnn", "retinanet"):
+    if head in ("mask_rcnn", "faster_rcnn", "retinanet"):
         return build_detector(DetectionOptions(head=head, width=16), "inline_swin_tiny", SWIN, 3)
     return build_segmenter(SegmentationOptions(head=head, width=16), "inline_swin_tiny", SWIN, 3)
 
@@ -25,7 +25,7 @@ def flat(outputs):
     return [tensor for output in outputs for tensor in (output.values() if isinstance(output, dict) else [output])]
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet", "semantic_fpn", "upernet"])
+@pytest.mark.parametrize("head", ["mask_rcnn", "faster_rcnn", "retinanet", "semantic_fpn", "upernet"])
 @torch.no_grad()
 def test_forward_sets_no_attribute_and_threads_get_the_same_results(head, monkeypatch):
     model = build(head).eval()

@@ -134,9 +134,9 @@ def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: 
     """Write `attention-map.png` and `.svg`: a row per token, a column per model, kernels below."""
     tokens = len(maps[0].maps)
     small_print = (
-        f"{note} Weights in multiples of the uniform weight. Red is positive, blue negative; one scale per model, "
-        "cut at its 99.5th percentile. The green square is the query. Maps do not include the local term, whose "
-        "kernels (means over channels, per head) are shown below."
+        f"{note} Weights in multiples of the uniform weight, 1. Purple is above it, green below, also where "
+        "weights are negative; one scale per model, cut at its 99.5th percentile. The framed token is the query. Maps "
+        "do not include the local term, whose kernels (means over channels, per head) are shown below."
     )
     first = maps[0].pixels
     panel_height = 2.5 * min(1.6, max(0.55, first.shape[1] / first.shape[2]))
@@ -151,15 +151,16 @@ def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: 
             _mark(axes, token_map)
             axes.set_ylabel("row {}, column {}".format(*token_map.token))
         for column, item in enumerate(maps, start=1):
-            # One scale for all tokens of a model, diverging around zero if any weight is negative.
+            # One scale for all tokens of a model, diverging around uniform attention.
             values = torch.cat([token_map.times_uniform.flatten() for token_map in item.maps])
-            limit = max(values.abs().quantile(0.995).item(), 1e-9)
-            signed = values.min().item() < 0
-            scale = {"vmin": -limit * signed, "vmax": limit, "cmap": "RdBu_r" if signed else "Reds"}
+            limit = max((values - 1).abs().quantile(0.995).item(), 1e-9)
+            scale = {"vmin": 1 - limit, "vmax": 1 + limit, "cmap": "PRGn_r"}
             panels = list(grid[:tokens, column])
             for axes, token_map in zip(panels, item.maps, strict=True):
                 _draw_map(axes, item, token_map, scale)
-            figure.colorbar(panels[0].images[0], ax=panels, shrink=0.7, pad=0.02, aspect=24, label="× uniform")
+            figure.colorbar(
+                panels[0].images[0], ax=panels, shrink=0.7, pad=0.02, aspect=24, label="weight ÷ uniform weight"
+            )
             heads = f"head {item.heads[0]}" if len(item.heads) == 1 else f"mean of {len(item.heads)} heads"
             name = f"{KIND_LABELS[item.attention]}\n{item.label}, layer {item.layer}, {heads}"
             panels[0].set_title(name, fontsize=9.5)
@@ -193,7 +194,7 @@ def _draw_kernels(place: Axes, item: AttentionMaps) -> None:
     limit = max(item.kernels.abs().max().item(), 1e-9)
     for number, kernel in enumerate(kernels):
         axes: Any = place.figure.add_subplot(tiles[divmod(number, columns)])
-        draw_picture(axes, kernel.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
+        draw_picture(axes, kernel.numpy(), cmap="PRGn_r", vmin=-limit, vmax=limit)
         axes.set_title(f"head {item.heads[number]}", fontsize=7, color=MUTED, pad=2, loc="center")
         if number == len(kernels) - 1:
             axes.annotate(f"±{limit:.2g}", (1, 0), (2, 0), "axes fraction", "offset points", fontsize=7, color=MUTED)

@@ -23,13 +23,13 @@ from inline_attention.analysis.probes import LayerAttention, attention_layers, n
 from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
-from inline_attention.support.figures import INK, LIGHT, Axes, Chart, LegendEntry, Panel, Style, light_grid
+from inline_attention.support.figures import INK, LIGHT, PAPER, Axes, Chart, LegendEntry, Panel, Style, light_grid
 
 Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]  # in British spelling, as in result files
 LocalTerm: TypeAlias = Literal["none", "kept", "hidden"]
 BYTES_AT_ONCE = 1 << 28  # of weights
 WHERE_LABELS = {"neighbourhood": "neighborhood hidden", "random": "as many random tokens hidden"}
-WHERE_KINDS = {"neighbourhood": "inline", "random": "random"}  # kinds of `figures.Style`
+WHERE_KINDS = {"neighbourhood": "hidden", "random": "random"}  # kinds of `figures.Style`
 TERM_LABELS = {"none": "no 3×3 term", "hidden": "hidden from the 3×3 term too", "kept": "3×3 term sees all"}
 LEAST_FOR_LABEL = 12.0  # percent of top-1 that leave room for a label inside the bar
 
@@ -186,7 +186,7 @@ def draw_masking(results: Mapping[str, Sequence[MaskingResult]], note: str, fold
     images = max(item.images for items in results.values() for item in items)
     small_print = (
         f"{note} {images:,} images. Hidden tokens count nowhere for their query: weights are normalized over the rest, "
-        "in all layers and heads. Dashed: nothing hidden."
+        "in all layers and heads. Dashed: nothing hidden. Error bars: ± one standard error over the images."
     )
     title = "What hiding each query's neighborhood costs"
     return masking_chart(results).save(folder, "masking", title=title, small_print=small_print)
@@ -196,10 +196,14 @@ def _draw_masking(axes: Axes, items: Sequence[MaskingResult]) -> None:
     sides = sorted({item.hiding.side for item in items})
     for item in items:
         position = sides.index(item.hiding.side) + (-0.17 if item.hiding.where == "neighbourhood" else 0.17)
-        bar = axes.bar(position, item.top1, 0.32, color=LIGHT[WHERE_KINDS[item.hiding.where]])
-        inside = item.top1 > LEAST_FOR_LABEL  # above a high bar, the label would be on the dashed line
-        color = "#111111" if inside else INK
-        axes.bar_label(bar, fmt="{:.1f}", padding=-14 if inside else 2, color=color, fontweight="bold")
+        color = LIGHT[WHERE_KINDS[item.hiding.where]]
+        axes.bar(position, item.top1, 0.32, color=color)
+        axes.errorbar(position, item.top1, item.standard_error, color=INK, capsize=3, linewidth=1.2)
+        if item.top1 > LEAST_FOR_LABEL:  # above a high bar, the label would be on the dashed line
+            axes.text(position, 2, f"{item.top1:.1f}", color=PAPER, fontweight="bold", ha="center", va="bottom")
+        else:
+            top = item.top1 + item.standard_error + 1
+            axes.text(position, top, f"{item.top1:.1f}", fontweight="bold", ha="center", va="bottom")
     axes.axhline(items[0].baseline_top1, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_xticks(range(len(sides)), [f"{side}×{side}" for side in sides])
     axes.set(xlabel="tokens hidden around each token", ylabel="top-1 (%)", xlim=(-0.8, len(sides) - 0.2), ylim=(0, 105))

@@ -51,8 +51,7 @@ def run_ablate(
     console.print(make_table(header, rows, texts=len(trained[0].values), title=title))
     drawn = draw_if_possible(lambda: draw_ablation(trained, output, NAME, title=title, small_print=small_print))
     files += drawn or []
-    for path in files:
-        say(path)
+    say(f"Ablation written to {output}: {', '.join(path.name for path in files)}")
     if failed:
         fail(f"{failed} of the runs failed, as said above; the same command tries them again")
 

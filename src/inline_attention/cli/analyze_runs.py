@@ -134,8 +134,7 @@ def finish(
         described = [subject.described() for subject in subjects]
         files = write_results(output, name, rows, subjects=described, settings=settings)
         files += draw_if_possible(draw) or []
-    console.print(f"{', '.join(file.name for file in files)} are in", soft_wrap=True)
-    say(output)
+    say(f"Analysis written to {output}: {', '.join(file.name for file in files)}")
 
 
 def _open_source(options: PictureOptions, labelled: bool | None) -> ImageSource:

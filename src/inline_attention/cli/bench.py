@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from inline_attention.cli.options import Output, parse_numbers, split_names
-from inline_attention.cli.printing import draw_if_possible, fail, make_console, make_table, progress_bar, writing_to
+from inline_attention.cli.printing import (
+    draw_if_possible,
+    fail,
+    make_console,
+    make_table,
+    progress_bar,
+    say,
+    writing_to,
+)
 from inline_attention.support.files import read_bounded
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, parse_json
 
@@ -246,7 +254,8 @@ def _run(
         console.print(make_table(table.header, table.rows, title=table.title))
         for note in table.notes:
             console.print(f"  {note}", style="dim")
-    console.print(f"written to {base}.json, .md{', .png' if drawn else ''}", soft_wrap=True)
+    names = [f"{base.name}{suffix}" for suffix in (".json", ".md", *([".png"] if drawn else []))]
+    say(f"Results written to {base.parent}: {', '.join(names)}")
 
 
 def _each_of(option: str, given: str, known: Sequence[Name]) -> list[Name]:

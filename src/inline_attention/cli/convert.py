@@ -46,6 +46,6 @@ def convert(
         warn(f"warning: NaN or infinite values in {', '.join(report.nonfinite)}")
     classes = "".join(f", {key}={value}" for key, value in head.items())
     overlay = f"pretrained_cfg_overlay=dict(file={str(output)!r})"
-    say(f"written to {output} ({output.stat().st_size / 2**20:.1f} MiB). To use it:\n")
+    say(f"Weights written to {output} ({output.stat().st_size / 2**20:.1f} MiB). To use it:\n")
     say("    from inline_attention import create_model\n")
     say(f"    model = create_model({model!r}, pretrained=True{classes}, {overlay})")

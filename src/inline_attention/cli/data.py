@@ -1,4 +1,4 @@
-"""`inline data`: generate datasets and check them."""
+"""`inline data`: generate, convert and check datasets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import typer
 
 from inline_attention.cli.options import Output, OutsideFiles, Seed
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
+from inline_attention.support.text import some_of
 
-data_app = typer.Typer(no_args_is_help=True, help="Generate and check datasets.")
+data_app = typer.Typer(no_args_is_help=True, help="Generate, convert and check datasets.")
 MOST_WORKERS = 16
 
 
@@ -51,8 +52,52 @@ def scenes(
         task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
         workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
         write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
-    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on; preview.png shows some")
-    say(output)
+    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on")
+    say(f"Scenes written to {output}: preview.png shows some")
+
+
+class LabelFormat(StrEnum):
+    """Format of boxes."""
+
+    voc = "voc"
+    yolo = "yolo"
+
+
+@data_app.command("convert")
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder with pictures and annotations.", show_default=False)],
+    output: Output,
+    label_format: Annotated[
+        LabelFormat | None, typer.Option("--format", help="Annotation format.", show_default="by the files")
+    ] = None,
+    validation_share: Annotated[
+        float, typer.Option(min=0.001, max=0.999, help="Share to validate on, if there are no splits.")
+    ] = 0.1,
+    seed: Seed = 0,
+    allow_outside_files: OutsideFiles = False,
+) -> None:
+    """Convert boxes from Pascal VOC's XML or YOLO's text files to COCO's format.
+
+    Reports all that it repairs or leaves out. The source is not changed.
+    """
+    from inline_attention.data.coco.conversion import convert_to_coco
+
+    with writing_to(output), progress_bar(make_console(stderr=True)) as progress:
+        counter = progress.add_task("converting", total=None)
+        found = convert_to_coco(
+            source, output, label_format=None if label_format is None else label_format.value,
+            validation_share=validation_share, seed=seed, allow_outside=allow_outside_files,
+            on_progress=lambda: progress.advance(counter),
+        )  # fmt: skip
+    for report in found.reports:
+        say(report)
+    (train, train_objects), (validation, validation_objects) = found.counts.values()
+    say(f"{len(found.class_names)} classes: {some_of(found.class_names)}")
+    say(
+        f"{train:,} pictures with {train_objects:,} objects to train on, "
+        f"{validation:,} with {validation_objects:,} to validate on"
+    )
+    say(f"Dataset written to {output}: check it with `inline data check {output} --task detection`")
 
 
 @data_app.command("check")

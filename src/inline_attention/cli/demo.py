@@ -76,10 +76,8 @@ def run_demo(
     if training:
         files, runs = _show_training(output, console, epochs)
         written += files
-    say(f"{', '.join(written[:-1])} and {written[-1]} are in")
-    say(output)
+    say(f"Results written to {output}: {', '.join(written)}")
     if runs:
-        say("All of it as one page, to open in a browser:")
         run_report(runs, output / "report.html", device="cpu", cost=cost, console=console)
 
 

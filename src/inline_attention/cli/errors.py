@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from inline_attention.cli.printing import fail
+from inline_attention.support.settings import ConfigError
 from inline_attention.support.signals import stop_on_signal
 from inline_attention.support.text import install_command
 
@@ -53,6 +54,10 @@ def sentence(error: Exception) -> str:
     text = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         return _missing_module(error)
+    if isinstance(error, ConfigError):
+        from inline_attention.cli.flags import with_flags
+
+        return str(with_flags(error))
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
         return "the GPU's memory is too small for this; try a smaller --size or --batch-size, or --device cpu"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:  # torch has no other name for it on a CPU

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,12 +22,17 @@ def evaluate(
     checkpoint: Annotated[
         Path, typer.Option("--checkpoint", "-c", help="Weights file, checkpoint or run.", show_default=False)
     ],
-    data_dir: Annotated[Path | None, typer.Option(help="Data folder.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data folder.", show_default="the run's")] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="folder, digits, cifar10, hfds/NAME or wds/PATTERN (classifiers).", show_default="folder"),
+        typer.Option(
+            help="folder, digits, cifar10, hfds/NAME or wds/PATTERN (classifiers).",
+            show_default="the run's, or folder",
+        ),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split or subfolder.")] = "validation",
+    split: Annotated[
+        str | None, typer.Option(help="Split or subfolder.", show_default="the run's, or validation")
+    ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Repair faults of dense annotations.")] = False,
     allow_outside_files: OutsideFiles = False,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
@@ -58,7 +64,7 @@ def evaluate(
         if results_file.is_dir():
             fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
         results_file.parent.mkdir(parents=True, exist_ok=True)
-    from inline_attention.engine.evaluate import evaluate_checkpoint
+    from inline_attention.engine.evaluate import data_of_run, evaluate_checkpoint
     from inline_attention.tasks.task import DataSection
 
     notes: list[str] = []
@@ -67,9 +73,15 @@ def evaluate(
         notes.append(text)
         say(text, err=True)
 
-    data = DataSection(
-        dataset or "folder", None if data_dir is None else str(data_dir), val_split=split, repair=repair,
-        image_folder=image_folder, map_folder=map_folder, allow_outside_files=allow_outside_files, workers=workers,
+    data = data_of_run(checkpoint) if data_dir is None and dataset is None else None
+    if data is None:
+        data = DataSection(dataset or "folder", None if data_dir is None else str(data_dir))
+    elif int(os.environ.get("RANK", "0")) == 0:  # under torchrun the first process prints
+        say(f"data of the run: {data.dir or data.dataset}, split {split or data.val_split}", err=True)
+    data = dataclasses.replace(
+        data, val_split=split or data.val_split, repair=repair or data.repair,
+        image_folder=image_folder or data.image_folder, map_folder=map_folder or data.map_folder,
+        allow_outside_files=allow_outside_files, workers=workers,
     )  # fmt: skip
     metrics = evaluate_checkpoint(
         checkpoint, data, model_name=model, size=size, use_ema=use_ema, batch_size=batch_size, amp=amp, device=device,
@@ -87,6 +99,7 @@ def evaluate(
             results_file.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             fail(f"cannot write {results_file}: {error.strerror}; name another file with --results-file")
+        say(f"Metrics written to {results_file}")
 
 
 def _lines(table: MetricTable) -> list[str]:

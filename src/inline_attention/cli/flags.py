@@ -4,23 +4,59 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from inline_attention.cli.printing import fail
-from inline_attention.engine.config import FLAGS, TrainConfig, check_recipe_file, read_config, with_overrides
+from inline_attention.cli.printing import fail, warn
+from inline_attention.engine.config import (
+    FLAGS,
+    ConfigError,
+    TrainConfig,
+    check_recipe_file,
+    read_config,
+    with_overrides,
+)
+from inline_attention.models.described import model_family
 from inline_attention.recipes import get_recipe
 from inline_attention.support.text import did_you_mean
+from inline_attention.tasks.pyramid import SHORTEST_SIDE
 
 
 def read_settings(recipe: str, overrides: Sequence[str]) -> TrainConfig:
     """Return the settings of a recipe or of a YAML file, changed by overrides `key=value`."""
     path = Path(recipe)
     if path.suffix not in (".yaml", ".yml"):
-        return with_overrides(get_recipe(recipe).config, overrides)
+        return _with_overrides(get_recipe(recipe).config, overrides)
     config = read_config(path)
     check_recipe_file(config, overrides, str(path))
-    return with_overrides(config, overrides)
+    return _with_overrides(config, overrides)
+
+
+def _with_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """Return changed settings, without what fits the recipe's model or data and not a chosen one of another kind."""
+    changed = with_overrides(config, overrides)
+    if changed.data.dataset != config.data.dataset:  # which has classes of its own
+        config = replace(config, model=replace(config.model, num_classes=None))
+    wanted, given = changed.model, config.model
+    family = model_family(wanted.name)
+    if (family or wanted.name) == (model_family(given.name) or given.name):
+        return with_overrides(config, overrides)
+    fitting, dropped = replace(given, arguments={}), [*given.arguments]
+    if isinstance(given.img_size, int) and given.img_size < SHORTEST_SIDE and family != "deit":
+        fitting, dropped = replace(fitting, img_size=SHORTEST_SIDE if family else None), [*dropped, "img_size"]
+    if family is None and not given.drop_path:  # not all of timm's models have it
+        fitting = replace(fitting, drop_path=None)
+    if dropped:
+        warn(f"--model {wanted.name}: the recipe's {', '.join(dropped)} fit {given.name} alone, and are not used")
+    return with_overrides(replace(config, model=fitting), overrides)
+
+
+def with_flags(error: ConfigError) -> ConfigError:
+    """Return an error that names the flags of its settings, if they have any."""
+    flags = {flag.setting.path: f"{flag.names[0]} ({flag.setting.path})" for flag in reversed(FLAGS)}
+    problems = [replace(problem, path=flags.get(problem.path, problem.path)) for problem in error.problems]
+    return ConfigError(problems, error.source, error.advice)
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:

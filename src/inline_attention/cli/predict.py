@@ -84,10 +84,10 @@ def predict(
     broken = [file for file, content in zip(files, contents, strict=True) if "error" in content]
     if len(broken) == len(files):
         fail(f"no picture could be used, of {len(files)} tried")
-    if save:
-        say(f"annotated: {save}", err=as_json)
     if broken:
         warn(f"{len(broken)} of {len(files)} files skipped")
+    if save:
+        say(f"Annotated pictures written to {save}", err=as_json)
     if not set(broken).isdisjoint(images):
         raise typer.Exit(1)
 

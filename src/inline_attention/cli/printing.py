@@ -6,6 +6,7 @@ and lone surrogates are escaped, and rich's markup is not interpreted.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -58,16 +59,23 @@ def say_json(content: object) -> None:
 
 
 def make_console(*, stderr: bool = False, log_width: int | None = LOG_WIDTH) -> Console:
-    """Return a console that prints text as it is; `log_width` are its columns if it is no terminal."""
+    """Return a console that prints text as it is, and leaves out the last columns of a table that is too wide.
+
+    `log_width` are its columns if it is no terminal and COLUMNS is not set.
+    """
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     class PlainConsole(Console):
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(printable_lines(text), **options)
 
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(_fitted(item, self) if isinstance(item, Table) else item for item in objects), **options)
+
     console = PlainConsole(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if log_width is not None and not console.is_terminal:
+    if log_width is not None and not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = log_width
     return console
 
@@ -111,6 +119,41 @@ def make_table(
         ends = group_by is not None and index + 1 < len(rows) and keys[index] != keys[index + 1]
         table.add_row(row[0] if is_first else "", *row[1:], end_section=ends)
     return table
+
+
+def _fitted(table: Table, console: Console) -> Table:
+    """Return a table that is no wider than the console: without its last columns, which a note names, if need be."""
+    from rich.measure import Measurement
+
+    endless, columns = console.options.update(max_width=10**6), [copy.copy(column) for column in table.columns]
+    least, most = [], []
+    for column in columns:  # headers and text wrap between words, numbers and names do not
+        header, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
+        is_whole = column.no_wrap or column.justify == "right"
+        smallest = [header.maximum if column.no_wrap else header.minimum]
+        least.append(max(smallest + [cell.maximum if is_whole else cell.minimum for cell in cells]))
+        most.append(max(size.maximum for size in (header, *cells)))
+
+    def spare(widths: Sequence[int]) -> int:
+        lines = len(widths) + 1 if table.box else 0
+        return console.width - sum(widths) - lines - len(widths) * (table.padding[1] + table.padding[3])
+
+    if spare(most) >= 0:
+        return table
+    shown = len(columns)
+    while shown > 1 and spare(least[:shown]) < 0:
+        shown -= 1
+    left = max(spare(least[:shown]), 0)
+    for column, smallest, largest in zip(columns[:shown], least, most, strict=False):
+        column.width = min(smallest + left, largest)
+        left -= column.width - smallest
+    fitted = copy.copy(table)
+    fitted.columns = columns[:shown]
+    if shown < len(columns):
+        names = ", ".join(str(column.header) for column in columns[shown:])
+        note = f"Not shown in {console.width} columns: {names}. A wider terminal shows them."
+        fitted.caption, fitted.caption_justify = f"{table.caption}\n{note}" if table.caption else note, "left"
+    return fitted
 
 
 def draw_if_possible(draw: Callable[[], Result]) -> Result | None:

@@ -48,4 +48,4 @@ def run_report(
     for section, reasons in evidence.missing.items():
         for reason in reasons:
             warn(f"left out of {section}: {reason}")
-    say(output)
+    say(f"Report written to {output}: open it in a browser")

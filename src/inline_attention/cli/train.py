@@ -71,5 +71,5 @@ def _weights_line(folder: Path) -> str:
     checkpoints = folder / CHECKPOINTS
     for kind in (BEST, LAST):
         if (file := evaluated_weights(checkpoints / kind)) is not None:
-            return f"{kind} weights: {file}"
-    return f"no weights were saved in {checkpoints}"
+            return f"{kind.capitalize()} weights written to {file}: `inline eval -c {folder}` evaluates them again"
+    return f"No weights were saved in {checkpoints}"

@@ -201,7 +201,7 @@ def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
             f"{source.name(first)} with {source.targets[first]}; correct or remove them"
         )
     if num_classes is not None and num_classes != counted:
-        problems.append(f"{source.location} has {counted} classes, the model {num_classes}; use num_classes={counted}")
+        problems.append(f"{source.location} has {counted} classes, the model {num_classes}; leave --num-classes out")
     return problems
 
 

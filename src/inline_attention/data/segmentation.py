@@ -377,7 +377,7 @@ def open_and_check_pairs(
         return OpenedPairs(None, None, [str(error)])
     problems: list[str] = []
     if num_classes not in (None, len(names)):
-        problems.append(f"{data_dir} has {len(names)} classes, the model {num_classes}; use num_classes={len(names)}")
+        problems.append(f"{data_dir} has {len(names)} classes, the model {num_classes}; leave --num-classes out")
     reports: list[DataReport] = []
     sources: dict[bool, SegmentationSource | None] = {}
     seen: dict[tuple[Path, Path], str] = {}

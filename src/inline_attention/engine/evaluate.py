@@ -16,8 +16,10 @@ from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config.checks import DENSE_TASKS
+from inline_attention.engine.config.reading import read_config
 from inline_attention.engine.interruption import Interruption
 from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync, joined_processes
+from inline_attention.engine.run_folder import SETTINGS_FILE, find_run
 from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import Description, read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
@@ -45,6 +47,34 @@ def evaluate(
                 evaluator.add(model, batch)
     model.train(was_training)
     return evaluator.compute(processes)
+
+
+def data_of_run(path: Path) -> DataSection | None:
+    """Return the data that a run was trained on, by its args.yaml; None if `path` is in no run.
+
+    Only what is read from a local folder: a stranger's run must not make us download anything, or read files outside
+    of the data folder.
+
+    Raises:
+        ConfigError: If args.yaml cannot be read.
+        ValueError: If it names data to download.
+    """
+    run = find_run(path)
+    if run is None or not (run / SETTINGS_FILE).is_file():
+        return None
+    data = read_config(run / SETTINGS_FILE).data
+    if data.dataset.startswith("hfds/"):
+        advice = f"if you trust it, add --dataset {data.dataset}"
+        raise ValueError(f"{run} was trained on {data.dataset}, which would be downloaded; {advice}")
+    dataset = "folder" if data.dataset in {task.dataset for task in DENSE_TASKS.values()} else data.dataset
+    return DataSection(
+        dataset,
+        data.dir,
+        val_split=data.val_split,
+        repair=data.repair,
+        image_folder=data.image_folder,
+        map_folder=data.map_folder,
+    )
 
 
 CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images per forward pass; a detector's are about twenty times as large
@@ -87,7 +117,8 @@ def evaluate_checkpoint(
     kind = file.metadata.get(TASK)  # None for classifiers
     if kind is None:
         if data.dataset == "folder" and data.dir is None:
-            raise ValueError(f"{path} is of a classifier: name the data with --data-dir, or with --dataset digits")
+            message = f"{path} is of a classifier and in no run"
+            raise ValueError(f"{message}: name the data with --data-dir, or with --dataset digits")
     elif data.dataset != "folder" or model_name:
         raise ValueError(f"{path} is of a model for {kind}, which knows its model and kind of data; give --data-dir")
     elif data.dir is None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, to_mapping, to_yaml
-from inline_attention.engine.run_folder import CURVES
+from inline_attention.engine.run_folder import CURVES, SETTINGS_FILE
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import install_command, printable
 
@@ -66,7 +66,7 @@ class RunReport:
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "args.yaml", to_yaml(config))
+        write_atomically(folder / SETTINGS_FILE, to_yaml(config))
         write_atomically(folder / "environment.json", json.dumps(_environment(), indent=2) + "\n")
         if config.logging.tensorboard:
             self._curves += self._tensorboard()

@@ -28,6 +28,7 @@ from inline_attention.support.text import printable
 from inline_attention.support.untrusted import UntrustedDataError, build_dataclass, parse_json
 
 CHECKPOINTS, CURVES = "checkpoints", "tensorboard"
+SETTINGS_FILE = "args.yaml"
 WANDB = "wandb"  # written by Weights & Biases
 LOCK_FILE = ".run-lock"
 LONGEST_NOTE = 4096  # bytes
@@ -54,6 +55,11 @@ class Holder:
 
     def __str__(self) -> str:
         return printable(f"process {self.pid} on {self.host}, started {self.started}")
+
+
+def find_run(path: Path) -> Path | None:
+    """Return the run that a checkpoint, or anything inside a run, belongs to; None if there is none."""
+    return next((folder for folder in (path, *path.absolute().parents) if (folder / CHECKPOINTS).is_dir()), None)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from inline_attention.engine.config import ConfigError, Problem, TrainConfig, ch
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption, noted_interruptions
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.reporting import SUMMARY, RunReport
-from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed
+from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed, find_run
 from inline_attention.engine.trainer import Trainer
 from inline_attention.tasks.classification.distillation import DistillationTask
 from inline_attention.tasks.classification.task import ClassificationTask
@@ -93,7 +93,8 @@ def train(
                 folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
             )
             sizes = f"{len(data.train)} images to train on, {len(data.validation)} to evaluate on"
-            sizes = f"data: {sizes}, {len(trainer.class_names)} classes"
+            origin = "taken from the data" if config.model.num_classes is None else "as set"
+            sizes = f"data: {sizes}, {len(trainer.class_names)} classes ({origin})"
             with report, noted_interruptions() as interruption, closing(trainer):
                 for line in (*data.notes, f"run: {folder}", sizes, *resolved.describe(processes.device), *notes):
                     report.say(line)
@@ -164,10 +165,8 @@ def run_folder(config: TrainConfig, processes: Processes) -> Path:
 
 
 def _folder_of(path: Path) -> Path:
-    """Return the run that a checkpoint, or anything inside a run, belongs to."""
-    for folder in (path, *path.absolute().parents):
-        if (folder / CHECKPOINTS).is_dir():
-            return folder
+    if (folder := find_run(path)) is not None:
+        return folder
     message = f"expected auto, a run or one of its checkpoints, got {path}, which holds none"
     raise ConfigError([Problem("run.resume", message)])
 

@@ -346,7 +346,7 @@ class VisionModel(nn.Module):
             raise ValueError(
                 f"images must be at least {self.largest_stride} pixels high and wide, got "
                 f"{height}×{width if grid.extents is None else f'{width} with image sizes down to {shortest}'}; "
-                "enlarge them, or pad them and pass image_sizes"
+                "enlarge them (--img-size in training, else --size), or pad them and pass image_sizes"
             )
         mask = grid.mask()
         if mask is not None:

@@ -247,7 +247,7 @@ def argument_problems(name: str, arguments: object) -> dict[str, str]:
     """Return the problems of the arguments that a file gives for a registered model: a sentence by argument name."""
     if not isinstance(arguments, Mapping):
         return {"": f"expected a mapping of model arguments, got {_shown(arguments)}"}
-    family = _family(name)
+    family = model_family(name)
     rules = _TIMM_RULES if family is None else _FAMILY_RULES[family]
     problems: dict[str, str] = {}
     for argument, value in cast("Mapping[Any, Any]", arguments).items():
@@ -403,7 +403,7 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
     class_names, conversion = parse_class_names(file), conversion_of(file)
     if model_name is not None and model_name != noted:
         check_model_name(model_name)
-        if noted and _family(model_name) != _family(noted):
+        if noted and model_family(model_name) != model_family(noted):
             raise CheckpointError(
                 f"{file.path} is of {printable(noted)[:60]}, not of {model_name}; leave --model out, or name one of "
                 "the same family"
@@ -485,7 +485,7 @@ def check_model_size(name: str, model: nn.Module, weights: Mapping[str, Tensor] 
         )
 
 
-def _family(name: str) -> str | None:
+def model_family(name: str) -> str | None:
     """Return the family of a model of this library; None for another."""
     match = re.match(rf"(?:{'|'.join(ATTENTIONS)})_({'|'.join(FAMILIES)})_", name)
     return None if match is None else match[1]

@@ -10,7 +10,8 @@ Mask R-CNN trains for 12 and 36 epochs (1x, 3x) and RetinaNet for 12: sixteen im
 by ten after 8 and 11 of 12 epochs, or 27 and 33 of 36. Images have 800 × 1333 pixels; for 3x the shorter side is 480 to
 800. Semantic FPN on PVT trains for 80,000 updates, UPerNet on Swin for 160,000: sixteen crops of 512 × 512 pixels per
 update, AdamW at 2e-4 and 6e-5, polynomial decay to zero. Weight decay, the power of the polynomial and the warm-up are
-those of the backbones' authors; the paper does not give them. The stochastic depth rate is that of the backbone on
+those of the backbones' authors; the paper does not give them. It has no Faster R-CNN either: these recipes have the
+settings of Mask R-CNN, for data without masks. The stochastic depth rate is that of the backbone on
 ImageNet.
 """
 
@@ -24,7 +25,7 @@ from inline_attention.recipes.recipe import Recipe
 SIZES = {"pvt": ("tiny", "small", "medium", "large"), "swin": ("tiny", "small", "base")}
 IMAGES_PER_UPDATE, GPUS = 16, 8
 BATCHES = {"batch_size": IMAGES_PER_UPDATE // GPUS, "total_batch_size": IMAGES_PER_UPDATE}
-DETECTORS = {"mask_rcnn": "Mask R-CNN", "retinanet": "RetinaNet"}
+DETECTORS = {"mask_rcnn": "Mask R-CNN", "faster_rcnn": "Faster R-CNN", "retinanet": "RetinaNet"}
 # length: (epochs, epochs after which the learning rate falls, smallest shorter side)
 LENGTHS: dict[str, tuple[int, tuple[int, int], int | None]] = {"1x": (12, (8, 11), None), "3x": (36, (27, 33), 480)}
 DETECTION_DECAY = {"pvt": 1e-4, "swin": 0.05}
@@ -78,7 +79,7 @@ BACKBONES = [(family, size) for family, sizes in SIZES.items() for size in sizes
 RECIPES = (
     *(
         _detection(head, length, *backbone)
-        for head, length in (("mask_rcnn", "1x"), ("mask_rcnn", "3x"), ("retinanet", "1x"))
+        for head, length in (("mask_rcnn", "1x"), ("mask_rcnn", "3x"), ("faster_rcnn", "1x"), ("retinanet", "1x"))
         for backbone in BACKBONES
     ),
     *(_segmentation(*backbone) for backbone in BACKBONES),

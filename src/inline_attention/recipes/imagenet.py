@@ -61,7 +61,6 @@ def _recipe(name: str) -> Recipe:
         {
             "model": {
                 "name": f"inline_{name}",
-                "num_classes": 1000,
                 "drop_path": drop_path,
                 "require_checkpoint": name in FINE_TUNING,
             },

@@ -58,11 +58,11 @@ MAX_KEPT_BYTES = 2**28
 MAX_ABLATION_BYTES = 2**24
 SHOWN_PICTURES = 6
 SMALL = 100  # tokens up to which one thread is as fast as several
-# Pictures by the largest number of tokens, and by measurement: about a minute for three models.
+# Pictures by the largest number of tokens, and by measurement: a few minutes for three models on a CPU.
 SAMPLE_SIZES = {
-    SMALL: {"attention": 120, "masking": 360, "answers": 360},
-    400: {"attention": 12, "masking": 48, "answers": 128},
-    math.inf: {"attention": 2, "masking": 8, "answers": 32},
+    SMALL: {"attention": 360, "masking": 1000, "answers": 1000},
+    400: {"attention": 32, "masking": 128, "answers": 512},
+    math.inf: {"attention": 6, "masking": 24, "answers": 96},
 }
 MASKED_SIDES = 2  # neighborhoods to hide; each takes four passes over the pictures of a model with a local term
 LARGEST_SIDE = 256  # pixels; larger pictures are reduced, so that a page stays small

@@ -5,12 +5,14 @@ The template escapes all text. Only our own figures are inserted as markup.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import jinja2
 import numpy as np
+from markupsafe import Markup, escape
 from PIL import Image, ImageColor
 
 from inline_attention.ablation.tables import ablation_panel, mean_and_spread, text_rows
@@ -21,11 +23,12 @@ from inline_attention.analysis.masking import TERM_LABELS, WHERE_LABELS, masking
 from inline_attention.analysis.training_curves import curves_chart
 from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_chart
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
+from inline_attention.report import verdicts
 from inline_attention.report.measurement import Evidence, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
 from inline_attention.support.text import number, printable
 
-LEAST_FULL = 3.0  # times uniform: the weight of full color, unless a larger one exists
+LEAST_FULL = 2.0  # times uniform: the difference from uniform of full color, unless a larger one exists
 
 
 def render(evidence: Evidence) -> str:
@@ -41,11 +44,25 @@ def render(evidence: Evidence) -> str:
     styles = numbered_styles({run.label: run.kind for run in evidence.runs})
     missing = {name: [f"Left out: {reason}" for reason in reasons] for name, reasons in evidence.missing.items()}
     missing["answers"] = list(dict.fromkeys(missing.get("answers", []) + missing.get("pictures", [])))
+    environment.filters["breakable"] = _breakable
+    runs = evidence.runs
+    judged = {
+        "injectivity": [verdicts.judge_injectivity(measure_injectivity())],
+        "confusion": [verdicts.judge_confusion(runs)],
+        "locality": [verdicts.judge_locality(runs)],
+        "masking": [verdicts.judge_masking(runs)],
+        "ablation": [verdicts.judge_ablation(file) for file in evidence.ablations],
+        "cost": [verdicts.judge_cost(evidence.cost)],
+        "curves": [verdicts.judge_curves(runs)],
+        "answers": [verdicts.judge_answers(runs)],
+    }
     page = environment.get_template("page.html").render(
         light=LIGHT,
         dark=DARK,
         labels=KIND_LABELS,
         runs=_run_rows(evidence),
+        rule=verdicts.RULE,
+        verdicts={name: [verdict for verdict in found if verdict] for name, found in judged.items()},
         sections={
             "injectivity": _injectivity(),
             "confusion": _confusion(evidence, styles),
@@ -206,7 +223,7 @@ def _answers(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] 
         for run in evidence.runs
         for picture, answer in run.shown
     ]  # fmt: skip
-    return {"rights": rights, "full": f"{LEAST_FULL:g}", "cards": _cards(evidence, styles), "rows": rows}
+    return {"rights": rights, "full": f"{1 + LEAST_FULL:g}", "cards": _cards(evidence, styles), "rows": rows}
 
 
 def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, Any]]:
@@ -230,19 +247,28 @@ def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, An
             card = {"name": picture.name, "truth": answer.truth, "figures": []}
             cards.setdefault((picture.index, picture.name), card)["figures"].append(figure)
     for card in cards.values():
-        largest = max(LEAST_FULL, *(np.abs(figure["weights"]).max() for figure in card["figures"]))
+        largest = max(LEAST_FULL, *(np.abs(figure["weights"] - 1).max() for figure in card["figures"]))
+        card["scale"] = [f"{1 - largest:.1f}×", "uniform", f"{1 + largest:.1f}×"]
         for figure in card["figures"]:
             figure["map"] = map_address(figure["weights"], largest)
     return list(cards.values())
 
 
 def map_address(weights: np.ndarray, largest: float) -> str:
-    """Return weights `[h, w]` as a PNG address: InLine's color above zero, softmax's below, opaque at `largest`."""
-    positive, negative = (ImageColor.getrgb(LIGHT[kind]) for kind in ("inline", "softmax"))
+    """Return weights `[h, w]` in multiples of uniform as a PNG address: one color above uniform, another below.
+
+    A color is opaque where a weight differs from uniform by `largest`.
+    """
+    above, below = (ImageColor.getrgb(LIGHT[kind]) for kind in ("more", "less"))
     pixels = np.empty((*weights.shape, 4), dtype=np.uint8)
-    pixels[..., :3] = np.where(weights[..., None] >= 0, positive, negative)
-    pixels[..., 3] = np.clip(np.abs(weights) / max(largest, 1e-12) * 255, 0, 255).round()
+    pixels[..., :3] = np.where(weights[..., None] >= 1, above, below)
+    pixels[..., 3] = np.clip(np.abs(weights - 1) / max(largest, 1e-12) * 255, 0, 255).round()
     return png_address(Image.fromarray(pixels))
+
+
+def _breakable(text: str) -> Markup:
+    """Return text whose names may be broken after an underscore or a slash, not within a word."""
+    return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(printable(text)))))
 
 
 def _facts(environment: Mapping[str, str], names: Sequence[str]) -> str:

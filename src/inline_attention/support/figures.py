@@ -29,12 +29,14 @@ else:
 LIGHT = {
     "paper": "#ffffff", "raised": "#f6f6f4", "ink": "#1d1d1f", "muted": "#5c5c63", "faint": "#e2e2e0",
     "inline": "#c85000", "softmax": "#0072b2", "linear": "#b07a00", "magnitude": "#008060", "other": "#a0447e",
-    "uniform": "#6e6e75", "random": "#56b4e9", "link": "#0b5cad", "good": "#0a6b3d", "bad": "#b3261e",
+    "uniform": "#6e6e75", "hidden": "#6a3d9a", "random": "#8c8c94", "more": "#7b3294", "less": "#1b7837",
+    "link": "#0b5cad", "good": "#0a6b3d", "bad": "#b3261e",
 }  # fmt: skip
 DARK = {
     "paper": "#141416", "raised": "#1e1e22", "ink": "#ececf0", "muted": "#a6a6b0", "faint": "#35353b",
     "inline": "#ff8a4c", "softmax": "#5db8ee", "linear": "#f0b429", "magnitude": "#3fc99a", "other": "#e08cc0",
-    "uniform": "#9a9aa4", "random": "#7cc4f2", "link": "#7cb8f5", "good": "#58d68d", "bad": "#ff8a80",
+    "uniform": "#9a9aa4", "hidden": "#b794f4", "random": "#85858f", "more": "#c48ae0", "less": "#5dbb7a",
+    "link": "#7cb8f5", "good": "#58d68d", "bad": "#ff8a80",
 }  # fmt: skip
 PAPER, INK, MUTED, FAINT, ALARM = (LIGHT[name] for name in ("paper", "ink", "muted", "faint", "bad"))
 MARKERS = {"inline": "o", "softmax": "s", "linear": "^", "magnitude": "D", "other": "P", "uniform": ""}
@@ -66,7 +68,7 @@ PANEL = (4.4, 2.9)  # inches
 SMALL_PRINT_CHARACTERS, LEGEND_CHARACTERS, TITLE_CHARACTERS = 14.0, 11.0, 7.0
 ROW_HEIGHT = 0.53  # inches of one row of dots
 LONGEST_ROW_LABEL = 52  # characters of a row's label and text together
-MOST_MARKERS = 24  # points of a line beyond which markers would hide it
+MOST_MARKERS = 12  # of a line with many points
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,11 @@ def draw_line(
 ) -> None:
     """Draw a series; with empty markers and a thin line if hollow, dashed and without markers if secondary."""
     places = list(points)
-    marker = "" if secondary or len(places) > MOST_MARKERS else style.marker
+    marker = "" if secondary else style.marker
+    every = max(1, -(-len(places) // MOST_MARKERS))  # more would hide the line
     axes.plot(
         [x for x, _ in places], [y for _, y in places], color=style.color, marker=marker, markersize=6.5,
+        markevery=(every * style.number // len(DASHES), every),
         linestyle=DASHES[1] if secondary else style.dashes, linewidth=1.3 if secondary or hollow else 2.2,
         markerfacecolor=PAPER if hollow else style.color, alpha=0.8 if secondary else 1,
     )  # fmt: skip
@@ -281,7 +285,7 @@ def draw_picture(axes: Axes, picture: Any, grid_size: tuple[int, int] | None = N
 
 
 def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
-    """Add one legend for all panels: beside the title where it fits, else right of the panels."""
+    """Add one legend for all panels: beside the title where it fits, else below the panels."""
     from matplotlib.lines import Line2D
 
     handles = [
@@ -292,12 +296,15 @@ def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
         )
         for entry in entries
     ]  # fmt: skip
-    labels = [entry.label for entry in entries]
+    labels, width = [entry.label for entry in entries], figure.get_figwidth()
     needed = len(figure.get_suptitle()) / TITLE_CHARACTERS + sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels)
     if needed < figure.get_figwidth():
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=10)
-    else:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=10)
+        return
+    columns = len(labels)
+    while columns > 1 and sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels) / len(labels) * columns > width:
+        columns -= 1
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=10)
 
 
 def _page_svg(figure: Figure, prefix: str) -> tuple[str, str]:

@@ -88,6 +88,24 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+@contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `folder` at the end, or is removed on an error."""
+    target = folder.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new, replaced = unfinished(target), unfinished(target)
+    new.mkdir()
+    try:
+        yield new
+        if target.exists():
+            target.rename(replaced)
+        new.rename(target)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk; a file's own fsync covers only its content."""
     if sys.platform == "win32":

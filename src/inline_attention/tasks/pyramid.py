@@ -135,8 +135,8 @@ class DenseModel(nn.Module):
 class FeaturePyramid(nn.Module):
     """torchvision's feature pyramid network, with the padding cleared wherever a convolution could read it.
 
-    It adds coarser levels: "pooled", one that takes every second token of the last (Mask R-CNN); "convolved", two by
-    strided convolutions (RetinaNet).
+    It adds coarser levels: "pooled", one that takes every second token of the last (Faster and Mask R-CNN);
+    "convolved", two by strided convolutions (RetinaNet).
     """
 
     def __init__(self, backbone: PyramidBackbone, width: int, extra: Literal["pooled", "convolved"]):

@@ -10,6 +10,8 @@ from inline_attention.tasks.detection.models import DetectionOptions, build_dete
 from inline_attention.tasks.pyramid import STRIDES, edges_extended, masked, pad_images
 from tasks.small_backbones import SWIN
 
+HEADS = ["mask_rcnn", "faster_rcnn", "retinanet"]
+
 
 def detector(head, **options):
     return build_detector(DetectionOptions(head, smallest_anchor=8, width=16, **options), "inline_swin_tiny", SWIN, 4)
@@ -27,7 +29,7 @@ def batch():
     return images, targets
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("head", HEADS)
 def test_every_weight_gets_a_gradient_even_from_an_image_without_objects(head):
     model = detector(head, sampled_boxes=16).train()
     losses = model(*batch())
@@ -46,7 +48,7 @@ def finder(head):
     return model
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_what_is_found_in_an_image_depends_on_no_other(head):
     """Neither on those of its batch nor on the first that a process sees, here one of a few rows."""
@@ -84,7 +86,7 @@ def test_thin_boxes_at_the_edge_are_pooled_the_same_in_a_batch(size):
         torch.testing.assert_close(found, pooled[0])
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("head", HEADS)
 def test_gradients_reach_unequal_images_at_inference(head):
     """For whoever asks which pixels an object was found by."""
     images = [image.requires_grad_() for image in batch()[0]]
@@ -95,13 +97,13 @@ def test_gradients_reach_unequal_images_at_inference(head):
         assert gradient.any()
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_anchors_lie_where_their_tokens_are(head):
     """A canvas of 96 pixels has two tokens of stride 64; half of it is not their distance."""
     model = finder(head)
     seen = []
-    generator = model.heads.rpn.anchor_generator if head == "mask_rcnn" else model.heads.anchor_generator
+    generator = (model.heads if head == "retinanet" else model.heads.rpn).anchor_generator
     generator.register_forward_hook(lambda module, inputs, output: seen.append((inputs[1], output[0])))
     with torch.autocast("cpu", torch.bfloat16):
         model([torch.randn(3, 96, 96)])
@@ -116,7 +118,7 @@ def test_anchors_lie_where_their_tokens_are(head):
         first += count
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_coordinates_are_no_coarser_in_half_precision(head):
     """In bfloat16 those beyond 256 pixels are even numbers."""
@@ -131,7 +133,7 @@ def test_coordinates_are_no_coarser_in_half_precision(head):
     assert (right != right.bfloat16().float()).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_objects_lie_in_their_images_and_are_of_known_classes(head):
     model = finder(head)

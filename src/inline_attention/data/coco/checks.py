@@ -40,7 +40,7 @@ VANISHING_SHARE = 2.0**-20
 LEFT_OUT = "left out"
 WITH_OBJECTS = "left out with their objects"
 FROM_MASK = "box taken from the mask"
-BOXES_ONLY = "boxes only: fit for retinanet"
+BOXES_ONLY = "boxes only: fit for faster_rcnn and retinanet"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def open_and_check_coco(
     if ours is not None and theirs is not None:
         problems += check_same_categories(ours, theirs)
     if ours is not None and num_classes not in (None, count := len(ours.class_names)):
-        problems.append(f"{ours.location} has {count} categories, the model {num_classes}; use num_classes={count}")
+        problems.append(f"{ours.location} has {count} categories, the model {num_classes}; leave --num-classes out")
     return OpenedCoco(train, validation, each_once(problems), reports, theirs)
 
 
@@ -158,7 +158,7 @@ def check_annotations(
     report = DataReport(annotations.location, checked, repaired=repair)
     if boxes_only and masks:  # one fault, not one per object
         report.repaired = False
-        repairing = "not possible; set detection.head=retinanet, or add masks"
+        repairing = "not possible; set detection.head=faster_rcnn or retinanet, or add masks"
         report.add("annotation files without a single mask", BOXES_ONLY, repairing)
     masks = masks is not False and not boxes_only
     for entry in annotations.malformed:

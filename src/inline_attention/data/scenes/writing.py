@@ -33,7 +33,7 @@ from inline_attention.data.coco.masks import Extent, encode_mask, extent_of
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.scenes.rendering import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number, render_scene
 from inline_attention.data.sources import DataError
-from inline_attention.support.files import UNFINISHED, read_bounded, unfinished
+from inline_attention.support.files import UNFINISHED, read_bounded, replace_folder
 from inline_attention.support.signals import children_ignore_interrupts
 from inline_attention.support.untrusted import parse_json
 
@@ -92,10 +92,12 @@ def write_scenes(
     """
     folder = Path(folder)
     _check_free(folder, overwrite)
+    for old in leftovers(folder) if overwrite else ():
+        shutil.rmtree(old)
     if plan.images + plan.validation_images < FEW_FOR_PROCESSES:
         workers = 1
     categories = tuple(CocoCategory(category_number(kind), kind) for kind in OBJECT_KINDS)
-    with _replacing(folder, overwrite) as new, _mapping(workers) as mapped:
+    with replace_folder(folder) as new, _mapping(workers) as mapped:
         for (split, short_name), count in zip(SPLITS.items(), (plan.images, plan.validation_images), strict=True):
             for kind in ("images", "annotations"):
                 (new / kind / split).mkdir(parents=True)
@@ -208,24 +210,3 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         raise DataError(f"{folder} holds something else than scenes, and is left alone; give another folder")
     if not overwrite:
         raise DataError(f"{folder} already holds scenes; give another folder, or overwrite them with --overwrite")
-
-
-@contextmanager
-def _replacing(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` at the end, or is removed on an error."""
-    target = folder.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        for old in leftovers(target):
-            shutil.rmtree(old)
-    new, replaced = unfinished(target), unfinished(target)
-    new.mkdir()
-    try:
-        yield new
-        if target.exists():
-            target.rename(replaced)
-        new.rename(target)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -83,8 +83,9 @@ def _check_metric(config: TrainConfig) -> Iterator[Problem]:
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or f"; {', '.join(known)} are there"
         yield Problem("checkpoints.metric", f"expected a figure of {config.task.name}, got {metric!r}{hint}")
-    elif metric is not None and metric.startswith("mask_") and config.detection.head == "retinanet":
-        yield Problem("checkpoints.metric", f"expected a figure of boxes, as retinanet finds no masks, got {metric!r}")
+    elif metric is not None and metric.startswith("mask_") and not config.detection.finds_masks:
+        message = f"expected a figure of boxes, as {config.detection.head} finds no masks, got {metric!r}"
+        yield Problem("checkpoints.metric", message)
 
 
 def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:

@@ -106,7 +106,7 @@ def _batches(training: TrainingSection, world_size: int) -> tuple[int, int, int]
     if steps is not None and total != limit * steps * world_size:
         message = (
             f"expected batch_size {limit} × {devices} × grad_accum_steps {steps} = {limit * steps * world_size}, "
-            f"got {total}; set total_batch_size or grad_accum_steps to null"
+            f"got {total}; set one to null: --set training.total_batch_size=null or training.grad_accum_steps=null"
         )
         raise ConfigError([Problem("training.total_batch_size", message)])
     share, rest = divmod(total, world_size)

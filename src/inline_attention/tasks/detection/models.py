@@ -1,4 +1,4 @@
-"""Detectors: RetinaNet and Mask R-CNN with torchvision's heads over the backbones of the zoo.
+"""Detectors: RetinaNet, Faster R-CNN and Mask R-CNN with torchvision's heads over the backbones of the zoo.
 
 torchvision's `forward` gives a backbone only padded tensors. Ours also gives it the sizes of the images, so that the
 result for an image does not depend on the batch: attention, convolutions and box pooling do not read the padding, and
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection import FasterRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
@@ -54,11 +54,13 @@ Targets = list[dict[str, Tensor]]
 class DetectionOptions:
     """The detector around the model for task.name=detection, and its image sizes. Saved with the weights."""
 
-    head: Literal["mask_rcnn", "retinanet"] = setting(
-        "mask_rcnn", "mask_rcnn (boxes and masks) or retinanet (boxes), with torchvision's heads."
+    head: Literal["mask_rcnn", "faster_rcnn", "retinanet"] = setting(
+        "mask_rcnn", "mask_rcnn (boxes and masks), faster_rcnn or retinanet (boxes), with torchvision's heads."
     )
     width: int = setting(256, "Channels of the feature pyramid and the heads.", at_least=8, at_most=2**13)
-    sampled_boxes: int = setting(512, "Proposals per image in a training step of mask_rcnn.", at_least=1, at_most=2**16)
+    sampled_boxes: int = setting(
+        512, "Proposals per image in a training step of mask_rcnn or faster_rcnn.", at_least=1, at_most=2**16
+    )
     shorter_side: int = setting(800, "Shorter image side in pixels.", at_least=32, at_most=LARGEST_SIDE)
     longest_side: int = setting(1333, "Limit of the longer image side in pixels.", at_least=32, at_most=LARGEST_SIDE)
     multi_scale_from: int | None = setting(
@@ -99,7 +101,7 @@ class DetectionOptions:
 
 
 class Detector(DenseModel):
-    """What both detectors share: images in, features of their pyramid to the heads, losses or objects out."""
+    """What all detectors share: images in, features of their pyramid to the heads, losses or objects out."""
 
     strides: tuple[int, ...]  # of the backbone's features
 
@@ -142,8 +144,8 @@ class Detector(DenseModel):
         return [None if self.training else images.outside(stride) for stride in self.level_strides]
 
 
-class MaskRCNNDetector(Detector):
-    """Boxes and masks in two steps: proposals from every level, then a class, a box and a mask for each."""
+class RCNNDetector(Detector):
+    """Two steps: proposals from every level, then a class, a box and, of Mask R-CNN, a mask for each."""
 
     strides = STRIDES
 
@@ -151,22 +153,25 @@ class MaskRCNNDetector(Detector):
         super().__init__(backbone, options.width, "pooled")
         width, described = options.width, BOX_FEATURES * options.width  # channels, and numbers that describe a box
         anchors = _Anchors([(options.smallest_anchor * 2**level,) for level in range(LEVELS)], self.level_strides)
-        self.heads = MaskRCNN(
-            _Channels(width),
-            rpn_anchor_generator=anchors,
-            rpn_head=RPNHead(width, anchors.num_anchors_per_location()[0]),
-            rpn_score_thresh=IMPOSSIBLE,
-            box_roi_pool=_Pool(BOX_SIDE),
-            box_batch_size_per_image=options.sampled_boxes,
-            box_head=TwoMLPHead(width * BOX_SIDE**2, described),
-            box_predictor=FastRCNNPredictor(described, num_classes + 1),  # with the background
-            mask_roi_pool=_Pool(MASK_SIDE),
-            mask_head=MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
-            mask_predictor=MaskRCNNPredictor(width, width, num_classes + 1),
-        )
-        network: Any = self.heads
-        for head in (network.rpn.head, network.roi_heads.box_predictor, network.roi_heads.mask_predictor):
-            head.register_forward_hook(_precise_output)
+        parts: dict[str, Any] = {
+            "rpn_anchor_generator": anchors,
+            "rpn_head": RPNHead(width, anchors.num_anchors_per_location()[0]),
+            "rpn_score_thresh": IMPOSSIBLE,
+            "box_roi_pool": _Pool(BOX_SIDE),
+            "box_batch_size_per_image": options.sampled_boxes,
+            "box_head": TwoMLPHead(width * BOX_SIDE**2, described),
+            "box_predictor": FastRCNNPredictor(described, num_classes + 1),  # with the background
+        }
+        if options.finds_masks:
+            parts |= {
+                "mask_roi_pool": _Pool(MASK_SIDE),
+                "mask_head": MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
+                "mask_predictor": MaskRCNNPredictor(width, width, num_classes + 1),
+            }
+        self.heads = (MaskRCNN if options.finds_masks else FasterRCNN)(_Channels(width), **parts)
+        for name in ("rpn_head", "box_predictor", "mask_predictor"):
+            if name in parts:
+                parts[name].register_forward_hook(_precise_output)
 
     def run_without_values(self, images: Sequence[Tensor]) -> None:
         """Run the pyramid and the head of proposals, then the other heads on the largest possible number of boxes."""
@@ -175,7 +180,8 @@ class MaskRCNNDetector(Detector):
         network.rpn.head(features)
         boxes, width = network.roi_heads, features[0].shape[1]
         boxes.box_predictor(boxes.box_head(torch.empty(MOST_PROPOSALS, width, BOX_SIDE, BOX_SIDE)))
-        boxes.mask_predictor(boxes.mask_head(torch.empty(MOST_OBJECTS, width, MASK_SIDE, MASK_SIDE)))
+        if boxes.has_mask():
+            boxes.mask_predictor(boxes.mask_head(torch.empty(MOST_OBJECTS, width, MASK_SIDE, MASK_SIDE)))
 
     def _detect(self, images: PaddedImages, features: list[Tensor], targets: Targets) -> Any:
         if self.training:
@@ -250,7 +256,7 @@ def build_detector(
     options: DetectionOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
 ) -> Detector:
     """Build a detector with random weights around the model of that name and arguments."""
-    kind = MaskRCNNDetector if options.finds_masks else RetinaNetDetector
+    kind = RetinaNetDetector if options.head == "retinanet" else RCNNDetector
     return kind(PyramidBackbone(backbone, arguments, kind.strides), num_classes, options)
 
 

@@ -1,4 +1,4 @@
-"""The detection task: RetinaNet and Mask R-CNN on data of COCO's format."""
+"""The detection task: RetinaNet, Faster R-CNN and Mask R-CNN on data of COCO's format."""
 
 from __future__ import annotations
 

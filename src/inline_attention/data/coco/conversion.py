@@ -1,0 +1,387 @@
+"""Convert Pascal VOC's XML files and YOLO's text files to COCO's format.
+
+The parsers are ours because a dataset with one faulty file must still convert, with a report. Of the libraries,
+globox 2.9 (MIT) stops at the first faulty box and expands entities; supervision 0.31 (MIT) stops there too, decodes
+every picture and installs av and scipy; datumaro 1.13 restricts the versions of numpy, pandas and pillow; pylabel 0.1
+installs opencv with its windows. XML is parsed by defusedxml, which refuses entities and document types.
+
+This module only parses. `checks` finds and repairs faulty boxes, images and categories, as it does before training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
+from inline_attention.data.coco.checks import LEFT_OUT, WITH_OBJECTS, check_annotations
+from inline_attention.data.findings import DataReport
+from inline_attention.data.images import ImageError, find_images, image_size, read_in_threads
+from inline_attention.data.listed_files import ListedFiles
+from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
+from inline_attention.support.files import read_bounded, replace_folder
+from inline_attention.support.text import install_command
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
+
+LabelFormat = Literal["voc", "yolo"]
+SUFFIXES: dict[LabelFormat, str] = {"voc": ".xml", "yolo": ".txt"}
+CLASS_FILES = ("classes.txt", "obj.names")  # one name per line
+YOLO_CLASS_FILES = ("data.yaml", "data.yml", "dataset.yaml")
+LONGEST_CLASS_NAME = 200  # characters
+SPLITS = {"train": "train", "validation": "val"}  # our name of each, and COCO's
+
+
+class _Object(NamedTuple):
+    class_name: str
+    box: tuple[float, ...]  # left, top, width, height in pixels
+    polygon: list[float] | None = None  # x, y, x, y, … in pixels
+    is_difficult: bool = False
+
+
+class _Labeled(NamedTuple):
+    path: Path  # of the image, below the source folder
+    size: tuple[int, int]  # height and width as annotated, 0 if unknown
+    objects: list[_Object]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted: images and objects of each split, and what was repaired or left out."""
+
+    counts: dict[str, tuple[int, int]]
+    class_names: tuple[str, ...]
+    reports: list[DataReport]
+
+
+def convert_to_coco(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    label_format: LabelFormat | None = None,
+    validation_share: float = 0.1,
+    seed: int = 0,
+    allow_outside: bool = False,
+    on_progress: Callable[[], None] | None = None,
+) -> Conversion:
+    """Read a dataset of boxes and write it as a folder that `open_and_check_coco` reads without a fault.
+
+    Images are linked, or copied to another disk. Files of the source are not changed.
+
+    Args:
+        source: Folder with images and one annotation file per image, of the same name.
+        output: Folder to write; must be empty or not be there yet.
+        label_format: Format of the annotations; None: by the files that are there.
+        validation_share: Share of the images to validate on, if the source has no splits.
+        seed: Random seed of that choice.
+        allow_outside: Use images that are links to files outside of the source folder.
+        on_progress: Called after each image.
+
+    Raises:
+        DataError: If there is nothing to convert, or something else is in the output folder.
+        OSError: If nothing can be written there.
+    """
+    root, output = check_folder(source, "images with Pascal VOC's or YOLO's annotations"), Path(output)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise DataError(f"{output} is not an empty folder, and is left alone; give another one to write to")
+    report = DataReport(str(root), "", repaired=True)
+    labeled = list(_read(root, label_format, report, on_progress))
+    report.checked = f"{len(labeled):,} annotated images, {sum(len(item.objects) for item in labeled):,} objects"
+    names = _known_classes(root) or sorted({item.class_name for image in labeled for item in image.objects})
+    splits = _split(root, labeled, validation_share, seed, report)
+    annotations, reports = {}, [report]
+    for split, images in splits.items():
+        raw = _annotations(f"{root} ({split})", images, names, report)
+        annotations[split], found = check_annotations(
+            raw,
+            ListedFiles(root, allow_outside=allow_outside),
+            masks=_all_have_polygons(labeled),
+            every_category=False,
+            repair=True,
+        )
+        reports.append(found)
+    _leave_out_unlearned(annotations, report)
+    for split, content in annotations.items():
+        if not content.images or (split == "train" and not content.objects):
+            faults = (str(found) for found in reports if found)
+            raise DataError("\n".join([f"{root} has nothing left for the split {split!r}", *faults]))
+    _write(root, output, annotations)
+    counts = {split: (len(content.images), len(content.objects)) for split, content in annotations.items()}
+    return Conversion(counts, annotations["train"].class_names, [found for found in reports if found])
+
+
+def _read(
+    root: Path, label_format: LabelFormat | None, report: DataReport, on_progress: Callable[[], None] | None
+) -> Iterator[_Labeled]:
+    """Yield the images that have annotations, in order."""
+    images = [path.relative_to(root) for path in find_images([root])]
+    label_files = {kind: _files(root, suffix) for kind, suffix in SUFFIXES.items()}
+    kind = label_format or ("voc" if label_files["voc"] else "yolo")
+    paired = _pair(images, label_files[kind], kind, report)
+    if not paired:
+        raise DataError(
+            f"{root} has {len(images):,} images and no annotations for them; expected NAME.xml (Pascal VOC) or "
+            "NAME.txt (YOLO) for each, beside them or in folders such as Annotations or labels"
+        )
+    for image in images:
+        if image not in paired and kind == "voc":
+            report.add("images without an annotation file", str(image), LEFT_OUT)
+    if kind == "voc":
+        parse_xml = _xml_parser()
+        for image, label_file in sorted(paired.items()):
+            found = _voc_objects(root / label_file, parse_xml, str(label_file), report)
+            if found is not None:
+                yield _Labeled(image, *found)
+        return
+    names = _known_classes(root)
+    sizes = read_in_threads(lambda image: image_size(root / image), images, on_progress)
+    for image, size in zip(images, sizes, strict=True):
+        if isinstance(size, ImageError):
+            report.add("images whose file cannot be read", f"{image}: {size.reason}", WITH_OBJECTS)
+        elif image not in paired:
+            yield _Labeled(image, size, [])  # YOLO's way to say that nothing is there
+        else:
+            label_file = paired[image]
+            yield _Labeled(image, size, list(_yolo_objects(root / label_file, names, size, str(label_file), report)))
+
+
+def _files(root: Path, suffix: str) -> list[Path]:
+    found = (path.relative_to(root) for path in sorted(root.rglob(f"*{suffix}")))
+    return [path for path in found if not any(part.startswith(".") for part in path.parts)]
+
+
+def _pair(images: Sequence[Path], labels: Sequence[Path], kind: LabelFormat, report: DataReport) -> dict[Path, Path]:
+    """Return the annotation file of each image that has one: of the same name, in the most similar folder."""
+    by_stem: defaultdict[str, list[Path]] = defaultdict(list)
+    for image in images:
+        by_stem[image.stem].append(image)
+    paired: dict[Path, Path] = {}
+    for label in labels:
+        similarity = {image: len({*image.parts[:-1]} & {*label.parts[:-1]}) for image in by_stem[label.stem]}
+        best = [image for image, value in similarity.items() if value == max(similarity.values())]
+        if not best and (kind == "voc" or "labels" in label.parts):  # other texts are not about images
+            report.add("annotation files whose image is missing", str(label), LEFT_OUT)
+        elif len(best) > 1:
+            report.add("annotation files that several images fit", str(label), LEFT_OUT)
+        elif best and paired.setdefault(best[0], label) != label:
+            report.add("annotation files of an image that has one", str(label), LEFT_OUT)
+    return paired
+
+
+def _xml_parser() -> Callable[[bytes], Any]:
+    try:
+        from defusedxml import ElementTree
+    except ModuleNotFoundError:
+        message = "Pascal VOC's XML is read by defusedxml, which is not installed"
+        raise DataError(f"{message}; {install_command('detection')}") from None
+    return lambda text: ElementTree.fromstring(text, forbid_dtd=True)
+
+
+def _voc_objects(
+    path: Path, parse_xml: Callable[[bytes], Any], name: str, report: DataReport
+) -> tuple[tuple[int, int], list[_Object]] | None:
+    """Return (height, width) and the objects of an XML file, or None if it cannot be read."""
+    try:
+        root = parse_xml(read_bounded(path, MAX_TEXT_BYTES))
+        size = tuple(int(float(root.findtext(f"size/{side}") or 0)) for side in ("height", "width"))
+    except (OSError, ValueError, LookupError, SyntaxError, OverflowError) as error:  # ElementTree's is a SyntaxError
+        report.add("XML files that cannot be read", f"{name}: {error}", "left out with their images")
+        return None
+    objects: list[_Object] = []
+    for number, node in enumerate(root.iterfind("object"), start=1):
+        where, class_name = f"object {number} in {name}", _class_name(node.findtext("name"))
+        try:
+            left, top, right, bottom = (float(node.findtext(f"bndbox/{s}")) for s in ("xmin", "ymin", "xmax", "ymax"))
+        except (TypeError, ValueError):  # the former from what is missing
+            report.add("objects without a box of four numbers", where, LEFT_OUT)
+            continue
+        if class_name is None:
+            report.add("objects without a class", where, LEFT_OUT)
+        elif left == right or top == bottom:
+            report.add("boxes without area", where, LEFT_OUT)
+        else:
+            if left > right or top > bottom:
+                report.add("boxes with swapped corners", where, "swapped back")
+            (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
+            # Pixels count from 1, and the last one belongs to the box.
+            box = (left - 1, top - 1, right - left + 1, bottom - top + 1)
+            is_difficult = (node.findtext("difficult") or "0").strip() == "1"
+            objects.append(_Object(class_name, box, is_difficult=is_difficult))
+    return (max(size[0], 0), max(size[1], 0)), objects
+
+
+def _yolo_objects(
+    path: Path, names: Sequence[str], size: tuple[int, int], name: str, report: DataReport
+) -> Iterator[_Object]:
+    """Yield the objects of a text file: `class x y width height` or `class x1 y1 x2 y2 …` in parts of the sides."""
+    try:
+        lines = read_bounded(path, MAX_TEXT_BYTES).decode().splitlines()
+    except (OSError, ValueError) as error:
+        report.add("text files that cannot be read", f"{name}: {error}", "image kept without objects")
+        return
+    height, width = size
+    for number, line in enumerate(lines, start=1):
+        where, words = f"line {number} of {name}", line.split()
+        if not words:
+            continue
+        try:
+            class_number, values = int(words[0]), [float(word) for word in words[1:]]
+            is_polygon = len(values) >= 6 and len(values) % 2 == 0
+            if not is_polygon and len(values) not in (4, 5):  # a fifth one is a score
+                raise ValueError
+        except ValueError:
+            report.add("lines that are no box", where, LEFT_OUT)
+            continue
+        if names and not 0 <= class_number < len(names):
+            report.add("objects of an unknown category", f"{where}: category {class_number}", LEFT_OUT)
+            continue
+        class_name = names[class_number] if names else str(class_number)
+        if is_polygon:
+            polygon = [value * (height if place % 2 else width) for place, value in enumerate(values)]
+            xs, ys = polygon[::2], polygon[1::2]
+            yield _Object(class_name, (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), polygon)
+        else:
+            x, y, w, h = values[:4]
+            yield _Object(class_name, ((x - w / 2) * width, (y - h / 2) * height, w * width, h * height))
+
+
+def _known_classes(root: Path) -> list[str]:
+    """Return the class names that a file of the dataset lists, in order; none if there is no such file."""
+    for name in (*CLASS_FILES, *(f"labels/{name}" for name in CLASS_FILES)):
+        if (root / name).is_file():
+            lines = _text(root / name).splitlines()
+            return _checked_names([line for line in lines if line.strip()], root / name)
+    for name in YOLO_CLASS_FILES:
+        if (root / name).is_file():
+            try:
+                content = load_yaml(_text(root / name), yaml.SafeLoader)
+            except UntrustedDataError as error:
+                raise DataError(f"{root / name} cannot be read: {error}") from error
+            names = content.get("names") if isinstance(content, dict) else None
+            if isinstance(names, dict) and set(names) == set(range(len(names))):
+                names = [names[number] for number in range(len(names))]
+            if not isinstance(names, list):
+                raise DataError(f"{root / name} must have the entry names, a list of class names")
+            return _checked_names(names, root / name)
+    return []
+
+
+def _checked_names(names: Sequence[Any], path: Path) -> list[str]:
+    checked = [_class_name(str(name)) for name in names]
+    if None in checked or len(set(checked)) < len(checked):
+        raise DataError(f"{path} must list different class names of at most {LONGEST_CLASS_NAME} characters")
+    return [name for name in checked if name is not None]
+
+
+def _class_name(text: str | None) -> str | None:
+    text = (text or "").strip()
+    return text if 0 < len(text) <= LONGEST_CLASS_NAME else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bounded(path, MAX_TEXT_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _split(
+    root: Path, labeled: Sequence[_Labeled], share: float, seed: int, report: DataReport
+) -> dict[str, list[_Labeled]]:
+    """Return the images of each split: by lists in ImageSets/Main, by folders, or else by chance."""
+    lists = {path.stem: path for path in sorted(root.rglob("ImageSets/Main/*.txt"))}
+    named: defaultdict[str, list[_Labeled]] = defaultdict(list)
+    if _first(SPLIT_FOLDERS["train"], lists) and _first(SPLIT_FOLDERS["validation"], lists):
+        for name, path in lists.items():
+            members = {line.split()[0] for line in _text(path).splitlines() if line.strip()}
+            named[name] = [item for item in labeled if item.path.stem in members]
+    else:
+        known = {name for names in SPLIT_FOLDERS.values() for name in names}
+        for item in labeled:
+            found = [part.lower() for part in item.path.parts[:-1] if part.lower() in known]
+            named[found[0] if found else ""].append(item)
+    train = named.get(_first(SPLIT_FOLDERS["train"], named) or "", [])
+    validation = named.get(_first(SPLIT_FOLDERS["validation"], named) or "-", [])
+    if train and not validation:
+        chosen = {item.path for item in random.Random(seed).sample(train, max(1, round(share * len(train))))}
+        validation = [item for item in train if item.path in chosen]
+        train = [item for item in train if item.path not in chosen]
+    used = {item.path for item in (*train, *validation)}
+    for item in labeled:
+        if item.path not in used:
+            report.add("images of other splits", str(item.path), LEFT_OUT)
+    return {"train": train, "validation": validation}
+
+
+def _first(names: Sequence[str], known: Any) -> str | None:
+    return next((name for name in names if name in known), None)
+
+
+def _all_have_polygons(labeled: Sequence[_Labeled]) -> bool:
+    return all(item.polygon for image in labeled for item in image.objects)
+
+
+def _annotations(
+    location: str, images: Sequence[_Labeled], names: Sequence[str], report: DataReport
+) -> CocoAnnotations:
+    numbers = {name: number for number, name in enumerate(names, start=1)}
+    objects: list[CocoObject] = []
+    for image_id, image in enumerate(images, start=1):
+        for item in image.objects:
+            if item.class_name not in numbers:
+                report.add("objects of an unknown category", f"{item.class_name} in {image.path}", LEFT_OUT)
+                continue
+            polygons = None if item.polygon is None else [item.polygon]
+            # VOC's protocol neither trains on difficult objects nor counts them, which is what COCO does with crowds.
+            objects.append(
+                CocoObject(
+                    len(objects) + 1, image_id, numbers[item.class_name], item.box, None, polygons, item.is_difficult
+                )
+            )
+    return CocoAnnotations(
+        location,
+        tuple(CocoImage(number, image.path.as_posix(), *image.size) for number, image in enumerate(images, start=1)),
+        tuple(CocoCategory(number, name) for name, number in numbers.items()),
+        tuple(objects),
+    )
+
+
+def _leave_out_unlearned(annotations: dict[str, CocoAnnotations], report: DataReport) -> None:
+    """Leave out categories without an object to train on: a check would complain about them."""
+    learned = {item.category_id for item in annotations["train"].objects if not item.is_crowd}
+    for category in annotations["train"].categories:
+        if category.id not in learned:
+            report.add("categories without an object to train on", category.name, WITH_OBJECTS)
+    for split, content in annotations.items():
+        annotations[split] = replace(
+            content,
+            categories=tuple(category for category in content.categories if category.id in learned),
+            objects=tuple(item for item in content.objects if item.category_id in learned),
+        )
+
+
+def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) -> None:
+    with replace_folder(output) as new:
+        for content in annotations.values():
+            for image in content.images:
+                target = new / "images" / image.file_name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link_or_copy(root / image.file_name, target)
+        (new / "annotations").mkdir()
+        for split, content in annotations.items():
+            (new / "annotations" / f"instances_{SPLITS[split]}.json").write_text(json.dumps(content.to_json()))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(os.path.realpath(source), target)  # takes no space
+    except OSError:  # another disk, or a file of somebody else
+        shutil.copyfile(source, target)

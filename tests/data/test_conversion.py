@@ -1,0 +1,257 @@
+"""Pascal VOC and YOLO become COCO: boxes to the pixel, every fault counted, nothing a file says obeyed."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from inline_attention.cli.main import app
+from inline_attention.data.coco import open_and_check_coco
+from inline_attention.data.coco.conversion import convert_to_coco
+from inline_attention.data.sources import DataError
+
+CORNERS = "<bndbox><xmin>{1}</xmin><ymin>{2}</ymin><xmax>{3}</xmax><ymax>{4}</ymax></bndbox>"
+BOX = f"<object><name>{{0}}</name>{{5}}{CORNERS}</object>"
+
+
+def picture(path, size=(40, 30)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, "gray").save(path)
+
+
+def box(name, *corners, more=""):
+    return BOX.format(name, *corners, more)
+
+
+def voc(root, name, *objects, size=(40, 30), image=True):
+    if image:
+        picture(root / "JPEGImages" / f"{name}.jpg")
+    path = root / "Annotations" / f"{name}.xml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sides = f"<size><width>{size[0]}</width><height>{size[1]}</height></size>"
+    path.write_text(f"<annotation><filename>{name}.jpg</filename>{sides}{''.join(objects)}</annotation>")
+    return path
+
+
+def yolo(root, name, *lines, split="train"):
+    picture(root / "images" / split / f"{name}.jpg")
+    path = root / "labels" / split / f"{name}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+
+
+def ten_good(root):
+    for number in range(10):
+        voc(root, f"good{number}", box("cat", 5, 6, 20, 16), box("dog", 1, 1, 40, 30))
+
+
+def objects_of(folder, split="train"):
+    content = json.loads((folder / "annotations" / f"instances_{split}.json").read_text())
+    files = {image["id"]: image["file_name"] for image in content["images"]}
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    return {(files[item["image_id"]], names[item["category_id"]], *item["bbox"]) for item in content["annotations"]}
+
+
+def faults_of(conversion):
+    return {finding.fault: finding.count for report in conversion.reports for finding in report}
+
+
+def passes(folder, **options):
+    opened = open_and_check_coco(folder, masks=None, **options)
+    assert opened.problems == []
+    assert [report for report in opened.reports if report] == []
+    return opened
+
+
+def test_boxes_of_voc_are_exact(tmp_path):
+    root, output = tmp_path / "voc", tmp_path / "coco"
+    ten_good(root)
+    lists = root / "ImageSets" / "Main"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("".join(f"good{n}\n" for n in range(7)))
+    (lists / "val.txt").write_text("good7 1\ngood8 1\n")
+    found = convert_to_coco(root, output)
+    assert faults_of(found) == {"images of other splits": 1}
+    assert found.counts == {"train": (7, 14), "validation": (2, 4)}
+    # Pixels count from 1, and both corners belong to the box.
+    assert ("JPEGImages/good0.jpg", "cat", 4, 5, 16, 11) in objects_of(output)
+    assert ("JPEGImages/good8.jpg", "dog", 0, 0, 40, 30) in objects_of(output, "val")
+    assert len(passes(output).train) == 7
+
+
+def test_every_fault_of_voc_is_counted_and_the_rest_is_used(tmp_path):
+    root, output = tmp_path / "voc", tmp_path / "coco"
+    ten_good(root)
+    voc(root, "broken").write_text("<annotation><object>")
+    voc(root, "absent", box("cat", 1, 1, 5, 5), image=False)
+    voc(root, "other_size", box("cat", 1, 1, 5, 5), size=(400, 300))
+    voc(root, "no_size", box("cat", 1, 1, 5, 5), size=(0, 0))
+    voc(
+        root,
+        "boxes",
+        box("cat", 20, 16, 5, 6),
+        box("cat", 5, 5, 5, 9),
+        box("cat", 30, 20, 60, 29),
+        box("cat", 90, 90, 95, 95),
+        box("cat", 1, 1, "x", 9),
+        box("cat", 1, 1, "nan", 9),
+        box("", 1, 1, 9, 9),
+        box("dog", 2, 2, 9, 9, more="<difficult>1</difficult>"),
+    )
+    picture(root / "JPEGImages" / "alone.jpg")
+    (root / "JPEGImages" / "no_picture.jpg").write_text("no picture")
+    voc(root, "no_picture", box("cat", 1, 1, 5, 5), image=False)
+    found = convert_to_coco(root, output, validation_share=0.2)
+    assert faults_of(found) == {
+        "images without an annotation file": 1,
+        "annotation files whose image is missing": 1,
+        "XML files that cannot be read": 1,
+        "boxes with swapped corners": 1,
+        "boxes without area": 1,
+        "objects without a box of four numbers": 1,
+        "objects without a class": 1,
+        "images of another size than the annotations say": 1,
+        "images without a size": 1,
+        "images whose file cannot be read": 1,
+        "objects without a box of four finite numbers": 1,
+        "boxes that leave their image": 1,
+        "boxes wholly outside of their image": 1,
+    }
+    passes(output)
+    both = objects_of(output) | objects_of(output, "val")
+    mended = {item[1:] for item in both if item[0] == "JPEGImages/boxes.jpg"}
+    assert mended == {("cat", 4, 5, 16, 11), ("cat", 29, 19, 11, 10), ("dog", 1, 1, 8, 8)}
+    contents = [json.loads(path.read_text()) for path in (output / "annotations").iterdir()]
+    assert sum(item["iscrowd"] for content in contents for item in content["annotations"]) == 1
+
+
+def test_boxes_of_yolo_are_exact_and_pictures_without_labels_are_background(tmp_path):
+    root, output = tmp_path / "yolo", tmp_path / "coco"
+    (root).mkdir()
+    (root / "data.yaml").write_text("train: /etc\nval: ../outside\nnc: 3\nnames: [cat, dog, horse]\n")
+    yolo(root, "a", "0 0.5 0.5 0.25 0.5", "1 0.9 0.5 0.4 0.2 0.87")
+    yolo(root, "b", "7 0.5 0.5 0.1 0.1", "cat 1 1 1 1", "0 0.5", "", "1 0.5 0.5 0 0.1", "1 0.25 0.5 0.1 0.2")
+    picture(root / "images" / "train" / "empty.jpg")
+    yolo(root, "c", "0 0.5 0.5 0.5 0.5", "2 0.5 0.5 0.5 0.5", split="val")
+    found = convert_to_coco(root, output)
+    assert faults_of(found) == {
+        "objects of an unknown category": 1,
+        "lines that are no box": 2,
+        "boxes without area": 1,
+        "boxes that leave their image": 1,
+        "categories without an object to train on": 1,
+    }
+    assert found.class_names == ("cat", "dog")
+    assert found.counts == {"train": (3, 3), "validation": (1, 1)}
+    assert objects_of(output, "val") == {("images/val/c.jpg", "cat", 10, 7.5, 20, 15)}
+    train = {item[:2]: item[2:] for item in objects_of(output)}
+    assert train["images/train/a.jpg", "cat"] == (15, 7.5, 10, 15)
+    assert train["images/train/a.jpg", "dog"] == pytest.approx((28, 12, 12, 6))
+    passes(output)
+
+
+def test_polygons_of_yolo_become_masks_if_all_objects_have_one(tmp_path):
+    root = tmp_path / "yolo"
+    for name, split in (("a", "train"), ("b", "valid")):
+        yolo(root, name, "3 0.25 0.25 0.75 0.25 0.75 0.75 0.25 0.75", split=split)
+    convert_to_coco(root, tmp_path / "masks")
+    target = passes(tmp_path / "masks").train.target(0)
+    assert target["masks"].sum() == pytest.approx(20 * 15, abs=20)
+    yolo(root, "c", "3 0.5 0.5 0.5 0.5")
+    convert_to_coco(root, tmp_path / "boxes")
+    assert "masks" not in passes(tmp_path / "boxes").train.target(0)
+
+
+def test_a_random_split_depends_on_the_seed_alone(tmp_path):
+    ten_good(tmp_path / "voc")
+    splits = []
+    for place, seed in enumerate((1, 1, 2)):
+        convert_to_coco(tmp_path / "voc", tmp_path / str(place), validation_share=0.3, seed=seed)
+        splits.append(objects_of(tmp_path / str(place), "val"))
+    assert splits[0] == splits[1] != splits[2]
+    assert len(splits[0]) == 6
+
+
+LAUGHS = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'<!DOCTYPE a [<!ENTITY l0 "ha">{LAUGHS}]><annotation><object><name>&l9;</name></object></annotation>',
+        '<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><annotation><name>&x;</name></annotation>',
+        '<!DOCTYPE a SYSTEM "http://localhost:9/a.dtd"><annotation/>',
+        "<a>" * 100_000 + "</a>" * 100_000,
+        "<a>" * 300_000,
+        "<?xml version='1.0' encoding='no-such'?><annotation/>",
+        "<annotation><size><width>" + "9" * 5000 + "</width></size></annotation>",
+        "",
+    ],
+    ids=["laughs", "file", "network", "deep", "too_long", "encoding", "digits", "empty"],
+)
+def test_hostile_xml_is_refused_and_the_rest_is_converted(tmp_path, text):
+    root = tmp_path / "voc"
+    ten_good(root)
+    voc(root, "hostile").write_text(text)
+    started = time.process_time()
+    found = convert_to_coco(root, tmp_path / "coco")
+    assert time.process_time() - started < 5
+    counts = faults_of(found)
+    expected = {
+        "images of another size than the annotations say",
+        "XML files that cannot be read",
+        "images without a size",
+    }
+    assert sum(counts.values()) == 1, counts
+    assert set(counts) <= expected
+    assert not any("root:" in str(report) for report in found.reports)
+
+
+def test_class_names_from_files_are_bounded(tmp_path):
+    yolo(tmp_path / "yolo", "a", "0 0.5 0.5 0.5 0.5")
+    for text in ("names: 3", "names: [a, a]", f"names: [{'x' * 500}]", "[" * 1000, "names: &a [*a]"):
+        (tmp_path / "yolo" / "data.yaml").write_text(text)
+        with pytest.raises(DataError, match=r"data\.yaml"):
+            convert_to_coco(tmp_path / "yolo", tmp_path / "coco")
+    assert not (tmp_path / "coco").exists()
+
+
+def test_links_that_leave_the_folder_are_not_followed_unasked(tmp_path):
+    root = tmp_path / "voc"
+    ten_good(root)
+    picture(tmp_path / "private.jpg")
+    voc(root, "link", box("cat", 1, 1, 5, 5), image=False)
+    (root / "JPEGImages" / "link.jpg").symlink_to(tmp_path / "private.jpg")
+    found = convert_to_coco(root, tmp_path / "coco")
+    assert faults_of(found) == {"images whose file is outside of the data folder": 1}
+    assert faults_of(convert_to_coco(root, tmp_path / "allowed", allow_outside=True)) == {}
+
+
+def test_the_output_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    ten_good(tmp_path / "voc")
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        convert_to_coco(tmp_path / "voc", tmp_path / "coco")
+    assert [path.name for path in tmp_path.iterdir()] == ["voc"]
+
+
+def test_the_command_reports_and_says_what_comes_next(tmp_path):
+    root, output = tmp_path / "voc", tmp_path / "coco"
+    ten_good(root)
+    voc(root, "broken").write_text("<annotation")
+    done = CliRunner().invoke(app, ["data", "convert", str(root), "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    assert "1 XML files that cannot be read (Annotations/broken.xml" in done.output
+    assert "2 classes: cat, dog" in done.output
+    assert done.output.splitlines()[-1].startswith(f"Dataset written to {output}: check it with `inline data check")
+    checked = CliRunner().invoke(app, ["data", "check", str(output), "--task", "detection"])
+    assert checked.exit_code == 0, checked.output
+    assert "boxes only: fit for faster_rcnn and retinanet): nothing wrong" in checked.output
+    again = CliRunner().invoke(app, ["data", "convert", str(root), "--output", str(output)])
+    assert again.exit_code == 1
+    assert "is not an empty folder" in again.output
+    empty = CliRunner().invoke(app, ["data", "convert", str(output), "--output", str(tmp_path / "x")])
+    assert "no annotations for them; expected NAME.xml" in empty.output.replace("\n", " ")
