@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.layers.row_shards import ContextGroup
-from inline_attention.models.base import VisionModel
+from inline_attention.models.base import VisionModel, blocks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,33 +42,36 @@ def parallelize_context(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
     Raises:
         ValueError: A mesh of several dimensions, a module without such a model, or one with dropout of tokens.
     """
-    backbones = [module for module in model.modules() if isinstance(module, VisionModel)]
-    if not backbones:
-        raise ValueError(
-            f"expected a model of this library (inline_deit_*, inline_pvt_*, inline_swin_*, inline_cswin_*), got "
-            f"{type(model).__name__}; create one with inline_attention.create_model"
-        )
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f'mesh must have one dimension, got {mesh.ndim}; pass one of them, such as mesh["context"]')
-    for backbone in backbones if mesh is not None else []:
-        for name, rate in dropout_rates(backbone).items():
-            raise ValueError(
-                f"dropout of tokens would differ between ranks, got {name} with rate {rate}; create the model with "
-                "proj_drop_rate=0 and attn_drop_rate=0 (drop_path_rate and drop_rate are possible)"
-            )
-    for backbone in backbones:
-        backbone.context_group = None if mesh is None else ContextGroup(mesh)
+    if (reason := unsupported_reason(model)) is not None:
+        raise ValueError(reason)
+    group = None if mesh is None else ContextGroup(mesh)
+    for backbone in _backbones(model):
+        backbone.context_group = group
     return model
 
 
-def dropout_rates(model: nn.Module) -> dict[str, float]:
-    """Return the rates of dropout on tokens that are not zero, by the name of the module."""
-    rates = {
-        name: float(getattr(module, "attn_drop_rate", getattr(module, "p", 0.0)))
-        for name, module in model.named_modules()
-        if name != "head_drop" and (isinstance(module, nn.Dropout) or hasattr(module, "attn_drop_rate"))
-    }
-    return {name: rate for name, rate in rates.items() if rate > 0}
+def unsupported_reason(model: nn.Module) -> str | None:
+    """Return why ranks cannot share the rows of a model's images; None if they can."""
+    backbones = _backbones(model)
+    if not backbones:
+        return (
+            "expected a model of this library (inline_deit_*, inline_pvt_*, inline_swin_*, inline_cswin_*), got "
+            f"{type(model).__name__}; create one with inline_attention.create_model"
+        )
+    for module in (block for backbone in backbones for blocks in blocks_of(backbone) for block in blocks.modules()):
+        rate = getattr(module, "attn_drop_rate", module.p if isinstance(module, nn.Dropout) else 0.0)
+        if rate > 0:
+            return (
+                f"dropout of tokens would differ between ranks, got a rate of {rate}; create the model with "
+                "proj_drop_rate=0 and attn_drop_rate=0 (drop_path_rate and drop_rate are possible)"
+            )
+    return None
+
+
+def _backbones(model: nn.Module) -> list[VisionModel]:
+    return [module for module in model.modules() if isinstance(module, VisionModel)]
 
 
 def own_rows(height: int, mesh: DeviceMesh) -> slice:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from inline_attention.layers.hooks import has_private_output
 from inline_attention.layers.local_weights import LocalWeightPredictor, token_sum
 from inline_attention.layers.patch_grids import PatchGrid
-from inline_attention.layers.row_shards import RowShards, whole_rows
+from inline_attention.layers.row_shards import RowShards
 from inline_attention.ops import local_residual, states, validation
 from inline_attention.ops.api import attend
 from inline_attention.ops.call import AttentionCall, Normalization

@@ -11,6 +11,7 @@ Shapes: `B` batch, `C` channels, `H`, `W` height and width of a map.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ class ContextGroup:
         height = whole.size[0]
         step = -(-height // self.size)  # DTensor's shares: the last ranks may have fewer rows, or none
         edges = [min(step * rank, height) for rank in range(self.size + 1)]
-        return images.to_local(), RowShards(whole, self, list(zip(edges, edges[1:], strict=False)))
+        return images.to_local(), RowShards(whole, self, list(itertools.pairwise(edges)))
 
     def gather(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the tensors of each rank. All are `[B, ...]` and of one dtype; they travel in one message."""
@@ -65,9 +66,7 @@ class ContextGroup:
         flat = [tensor.flatten(1) for tensor in tensors]
         gathered: Tensor = all_gather(torch.cat(flat, dim=1).contiguous(), 0, self.mesh)
         parts = torch.split(gathered, [part.shape[1] for part in flat], dim=1)
-        shaped = [
-            part.reshape(self.size, *tensor.shape).unbind(0) for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        shaped = [part.reshape(self.size, *tensor.shape).unbind(0) for part, tensor in zip(parts, tensors, strict=True)]
         return list(zip(*shaped, strict=True))
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ class RowShards(Grid):
         height, width = whole.size
         if ranges is None:
             edges = [height * rank // group.size for rank in range(group.size + 1)]
-            ranges = list(zip(edges, edges[1:], strict=False)) if height >= group.size else whole_rows(whole, group)
+            ranges = list(itertools.pairwise(edges)) if height >= group.size else whole_rows(whole, group)
         first, end = ranges[group.rank]
         super().__init__(end - first, width, None, whole.device)
         if whole.extents is not None:
@@ -117,7 +116,9 @@ class RowShards(Grid):
         """
         rank, height = self.group.rank, self.whole.size[0]
         first, end = wanted[rank]
-        pieces = self._pieces(x, wanted, dim) if self.is_split else [_rows(x, dim, 0, _overlap((0, height), (first, end)))]
+        pieces = (
+            self._pieces(x, wanted, dim) if self.is_split else [_rows(x, dim, 0, _overlap((0, height), (first, end)))]
+        )
         for place, missing in ((0, min(end, 0) - first), (len(pieces) + 1, end - max(first, height))):
             if missing > 0:
                 shape = list(x.shape)
@@ -176,7 +177,10 @@ class RowShards(Grid):
         moves = [(i, j) for i in ranks for j in ranks if i != j and _length(_overlap(self.ranges[i], wanted[j]))]
         if not moves:
             return [own]
-        sent = [_rows(x, dim, first, _overlap(self.ranges[rank], wanted[peer]) if peer != rank else (0, 0)) for peer in ranks]
+        sent = [
+            _rows(x, dim, first, _overlap(self.ranges[rank], wanted[peer]) if peer != rank else (0, 0))
+            for peer in ranks
+        ]
         shapes = [list(x.shape) for _ in ranks]
         for peer in ranks:
             shapes[peer][dim] = _length(_overlap(self.ranges[peer], wanted[rank])) if peer != rank else 0
