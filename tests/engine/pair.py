@@ -1,4 +1,4 @@
-"""Two processes that work together as torchrun would have them, forked from one that has imported torch before."""
+"""Processes that work together as torchrun would have them, forked from one that has imported torch before."""
 
 import multiprocessing
 import os
@@ -29,15 +29,15 @@ class Outcome:
     exit_code: int | None = None
 
 
-def in_pair(function, *arguments, seconds=120):
-    """Call a function of this module in two processes, with their number as its last argument; both outcomes."""
+def in_pair(function, *arguments, seconds=120, ranks=2):
+    """Call a function in two or more processes, with their number as its last argument; all outcomes."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     children = []
-    for rank in range(2):
+    for rank in range(ranks):
         ours, theirs = forks.context.Pipe()
-        process = forks.context.Process(target=_work, args=(rank, port, function, arguments, theirs))
+        process = forks.context.Process(target=_work, args=(rank, ranks, port, function, arguments, theirs))
         process.start()
         theirs.close()
         children.append((process, ours))
@@ -51,9 +51,9 @@ def in_pair(function, *arguments, seconds=120):
             process.kill()
 
 
-def _work(rank, port, function, arguments, pipe):
+def _work(rank, ranks, port, function, arguments, pipe):
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in any process that is not forked so

@@ -67,7 +67,8 @@ class Processes:
         with_same_rows = [list(ranks) for ranks in zip(*sharing, strict=True)]
         rows, _ = dist.new_subgroups_by_enumeration(sharing, timeout=timeout)
         images, _ = dist.new_subgroups_by_enumeration(with_same_rows, timeout=timeout)
-        assert rows is not None
+        assert isinstance(rows, dist.ProcessGroup)
+        assert isinstance(images, dist.ProcessGroup)
         others = Processes(self.rank // context, len(sharing), self.device, images)
         return others, DeviceMesh.from_group(rows, self.device.type)
 
@@ -125,6 +126,21 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:
         dist.destroy_process_group()
+
+
+class LostRankError(RuntimeError):
+    """Another rank has ended or hangs."""
+
+
+def lost_rank_error(error: BaseException, folder: Path) -> LostRankError | None:
+    """Return a clear error if PyTorch's is about a connection to another rank, None otherwise."""
+    if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        return None
+    reason = str(error).splitlines()[0].rpartition("] ")[2][:200].rstrip(".")
+    return LostRankError(
+        f"another rank of the run has ended or hangs, so this one stops ({reason}); see what that rank printed, then "
+        f"resume with --resume {folder}"
+    )
 
 
 class Precision:

@@ -58,11 +58,9 @@ class ContextGroup:
 
     def gather(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the tensors of each rank. All are `[B, ...]` and of one dtype; they travel in one message."""
-        import torch.distributed._functional_collectives as collectives
-
+        collectives = _functional_collectives()
         # PyTorch 2.15 has renamed it.
-        all_gather: Any = getattr(collectives, "all_gather_single_autograd", None)
-        all_gather = all_gather or collectives.all_gather_tensor_autograd
+        all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
         flat = [tensor.flatten(1) for tensor in tensors]
         gathered: Tensor = all_gather(torch.cat(flat, dim=1).contiguous(), 0, self.mesh)
         parts = torch.split(gathered, [part.shape[1] for part in flat], dim=1)
@@ -75,11 +73,10 @@ class ContextGroup:
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send `sent[rank]` to each rank. Returns what came from each, of the given shapes."""
-        import torch.distributed._functional_collectives as collectives
-
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.cat([part.reshape(-1) for part in sent])
-        received = collectives.all_to_all_single_autograd(flat, sizes, [part.numel() for part in sent], self.mesh)
+        all_to_all = _functional_collectives().all_to_all_single_autograd
+        received: Tensor = all_to_all(flat, sizes, [part.numel() for part in sent], self.mesh)
         return [part.reshape(shape) for part, shape in zip(torch.split(received, sizes), shapes, strict=True)]
 
 
@@ -192,6 +189,12 @@ class RowShards(Grid):
 def whole_rows(whole: Grid, group: ContextGroup) -> list[RowRange]:
     """Return the ranges of ranks that all have all rows."""
     return [(0, whole.size[0])] * group.size
+
+
+def _functional_collectives() -> Any:
+    import torch.distributed._functional_collectives as collectives  # takes a second
+
+    return collectives
 
 
 def _overlap(one: RowRange, other: RowRange) -> RowRange:

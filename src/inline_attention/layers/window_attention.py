@@ -87,7 +87,8 @@ class WindowAttention(_GridAttention):
         for index, (height, width) in enumerate(pairs):
             groups.setdefault(self._shift(height, width), []).append(index)
         if len(groups) == 1:
-            return self._mix(qkv, grid_size, key_padding_mask, *groups, shards)
+            (shift,) = groups
+            return self._mix(qkv, grid_size, key_padding_mask, shift, shards)
         out = torch.empty_like(x)
         for shift, members in groups.items():
             mixed = self._mix(qkv[members], grid_size, key_padding_mask[members], shift, shards, members)

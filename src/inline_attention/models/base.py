@@ -131,9 +131,11 @@ class VisionModel(nn.Module):
         tokens, grid = self._encode(x, image_sizes, pixel_mask, self.num_head_tokens())
         if self.global_pool == "":
             tokens, grid = self._gathered(tokens, grid)
-        mask = grid.whole.mask()
+        mask, shards = grid.whole.mask(), _split_rows(grid)
         counts = None if mask is None else mask.sum(1)
-        return self._head(self._shape_features(tokens, grid), counts, shards=_split_rows(grid))
+        if shards is not None and counts is None:
+            counts = torch.full(tokens.shape[:1], math.prod(grid.whole.size), device=tokens.device)
+        return self._head(self._shape_features(tokens, grid), counts, shards=shards)
 
     def forward_features(
         self, x: Tensor, image_sizes: ImageSizes | None = None, pixel_mask: Tensor | None = None
@@ -273,20 +275,19 @@ class VisionModel(nn.Module):
     ) -> Tensor:
         """Pool and classify features that are zero outside each image; `counts` `[B]` are its tokens, None for all.
 
-        With `shards`, the features are those of this rank's rows, and the counts those of all.
+        With `shards`, the features are those of this rank's rows, and the counts are given for all rows.
         """
         pooled = features
         if self.global_pool == "token":
             pooled = features[:, 0]
         elif self.global_pool == "avg":
             tokens = features.flatten(1, -2)[:, self.num_prefix_tokens :]
-            if counts is None and shards is None:
+            if counts is None:
                 pooled = tokens.mean(1)
             else:
                 total = tokens.sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
                 total = total if shards is None else shards.group.sum(total)
-                number = math.prod(shards.whole.size) if counts is None else counts[:, None]
-                pooled = (total / number).to(tokens.dtype)
+                pooled = (total / counts[:, None]).to(tokens.dtype)
         pooled = self.head_drop(pooled)
         return pooled if pre_logits else self.head(pooled)
 
