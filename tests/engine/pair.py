@@ -44,11 +44,18 @@ def in_pair(function, *arguments, seconds=120, ranks=2):
     try:
         for _, pipe in children:
             assert pipe.poll(seconds), f"a process said nothing for {seconds} s"
-        return [pipe.recv() for _, pipe in children]
+        return [_received(pipe) for _, pipe in children]
     finally:
         for process, _ in children:
             process.join(5)
             process.kill()
+
+
+def _received(pipe):
+    try:
+        return pipe.recv()
+    except EOFError:
+        return Outcome(error="killed")
 
 
 def _work(rank, ranks, port, function, arguments, pipe):
@@ -97,6 +104,21 @@ def train_until_told_in_evaluation(overrides, rank):
         return count(logits, targets)
 
     task._count = count_and_tell
+    return train(overrides, rank)
+
+
+def train_until_killed(overrides, rank):
+    """The second process is killed in its third update."""
+    losses = []
+    loss = task.Objective.loss
+
+    def count_and_kill(self, logits, targets):
+        losses.append(None)
+        if rank == 1 and len(losses) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(self, logits, targets)
+
+    task.Objective.loss = count_and_kill
     return train(overrides, rank)
 
 
