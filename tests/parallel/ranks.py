@@ -77,6 +77,8 @@ def compare(ranks, rank):
         found = {name: compare_case(mesh, *case) for name, case in CASES.items()}
         for family in FAMILIES:
             found[f"{family} float32"] = compare_case(mesh, family, {}, SMALL, None, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            found["bfloat16"] = compare_case(mesh, "cswin", {}, LARGE, PADDED, dtype=torch.float32)
         found["sharded images"] = compare_case(mesh, "deit", {}, (2, 3, 41, 40), None, sharded=True)
         found["recomputed blocks"] = compare_case(mesh, "swin", {}, LARGE, None, recomputed=True)
         found["stochastic depth"] = compare_case(mesh, "deit", {"drop_path_rate": 0.5}, LARGE, None)

@@ -303,7 +303,7 @@ class TokenAttention(ProjectedAttention):
         local = local_residual(v, weight, grid_size=(rows + 2, width))[:, width:-width]
         return torch.cat([out[:, :prefix], out[:, prefix:] + local], dim=1)
 
-    def _skip_counted(self, tokens: Tensor, shards: RowShards) -> Tensor:
+    def _counted_once(self, tokens: Tensor, shards: RowShards) -> Tensor:
         """Leave out the prefix tokens on all ranks but the first, in a sum over ranks."""
         return tokens if shards.group.rank == 0 else tokens[:, self.num_prefix_tokens :]
 
@@ -359,8 +359,8 @@ class KernelAttention(TokenAttention):
 
     def mix_shards(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> tuple[Tensor, Tensor | None]:
         """Merge the states of all ranks' keys: they travel with the sums of tokens, in one message."""
-        mask = None if call.key_padding_mask is None else self._skip_counted(call.key_padding_mask, shards)
-        k, v, tokens = (self._skip_counted(part, shards) for part in (call.k, call.v, tokens))
+        mask = None if call.key_padding_mask is None else self._counted_once(call.key_padding_mask, shards)
+        k, v, tokens = (self._counted_once(part, shards) for part in (call.k, call.v, tokens))
         state = states.attention_state(k, v, feature_map=call.feature_map, key_padding_mask=mask)
         count = state.key_count[:, None].to(state.covariance.dtype)
         total = token_sum(tokens, mask).to(count.dtype)
@@ -434,8 +434,8 @@ class SoftmaxAttention(TokenAttention):
         out = self.mix(call._replace(k=k, v=v, qkv=None, key_padding_mask=mask))
         if self.residual is None:
             return out, None
-        own = None if call.key_padding_mask is None else self._skip_counted(call.key_padding_mask, shards)
-        total = shards.group.sum(token_sum(self._skip_counted(tokens, shards), own))
+        own = None if call.key_padding_mask is None else self._counted_once(call.key_padding_mask, shards)
+        total = shards.group.sum(token_sum(self._counted_once(tokens, shards), own))
         count = k.shape[1] if mask is None else mask.sum(1, keepdim=True)
         return out, (total / count).to(tokens.dtype)
 
