@@ -1,4 +1,4 @@
-"""Two processes that work together as torchrun would have them, forked from one that has imported torch before."""
+"""Processes that work together as torchrun would have them, forked from one that has imported torch before."""
 
 import multiprocessing
 import os
@@ -30,31 +30,38 @@ class Outcome:
     exit_code: int | None = None
 
 
-def in_pair(function, *arguments, seconds=120):
-    """Call a function of this module in two processes, with their number as its last argument; both outcomes."""
+def in_pair(function, *arguments, seconds=120, ranks=2):
+    """Call a function in two or more processes, with their number as its last argument; all outcomes."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     children = []
-    for rank in range(2):
+    for rank in range(ranks):
         ours, theirs = forks.context.Pipe()
-        process = forks.context.Process(target=_work, args=(rank, port, function, arguments, theirs))
+        process = forks.context.Process(target=_work, args=(rank, ranks, port, function, arguments, theirs))
         process.start()
         theirs.close()
         children.append((process, ours))
     try:
         for _, pipe in children:
             assert pipe.poll(seconds), f"a process said nothing for {seconds} s"
-        return [pipe.recv() for _, pipe in children]
+        return [_received(pipe) for _, pipe in children]
     finally:
         for process, _ in children:
             process.join(5)
             process.kill()
 
 
-def _work(rank, port, function, arguments, pipe):
+def _received(pipe):
+    try:
+        return pipe.recv()
+    except EOFError:
+        return Outcome(error="killed")
+
+
+def _work(rank, ranks, port, function, arguments, pipe):
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in any process that is not forked so
@@ -105,6 +112,21 @@ def train_until_told_in_evaluation(overrides, rank):
         return count(logits, targets)
 
     task._count = count_and_tell
+    return train(overrides, rank)
+
+
+def train_until_killed(overrides, rank):
+    """The second process is killed in its third update."""
+    losses = []
+    loss = task.Objective.loss
+
+    def count_and_kill(self, logits, targets):
+        losses.append(None)
+        if rank == 1 and len(losses) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(self, logits, targets)
+
+    task.Objective.loss = count_and_kill
     return train(overrides, rank)
 
 

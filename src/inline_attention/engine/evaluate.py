@@ -27,14 +27,22 @@ from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.pyramid import DenseModel
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataSection, Evaluator, Metrics, ModelSection, Task
+from inline_attention.tasks.task import Collectives, DataSection, Evaluator, Metrics, ModelSection, Task
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: Loader[Any], evaluator: Evaluator, precision: Precision, sync: RankSync
+    model: nn.Module,
+    loader: Loader[Any],
+    evaluator: Evaluator,
+    precision: Precision,
+    sync: RankSync,
+    collectives: Collectives | None = None,
 ) -> Metrics:
-    """Evaluate in eval mode, then restore the mode. Signals and too many broken images end it."""
+    """Evaluate in eval mode, then restore the mode. Signals and too many broken images end it.
+
+    `collectives` are over the ranks that have different images, if some have the same.
+    """
     processes = sync.processes
     was_training = model.training
     model.eval()
@@ -46,7 +54,7 @@ def evaluate(
             with precision.autocast():
                 evaluator.add(model, batch)
     model.train(was_training)
-    return evaluator.compute(processes)
+    return evaluator.compute(collectives or processes)
 
 
 def data_of_run(path: Path) -> DataSection | None:

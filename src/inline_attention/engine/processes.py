@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from inline_attention.data.broken import BrokenImage, BrokenImages, BrokenImagesError, write_report
@@ -34,11 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Processes:
-    """This rank, its device, and collectives over all ranks, which all of them must call."""
+    """This rank, its device, and collectives over all ranks, which all of them must call.
+
+    `group` is the process group, if the ranks are some of those of the run.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -49,10 +54,28 @@ class Processes:
         """Return how this rank reads batches of the data."""
         return Reading(batch_size, self.device, seed, data.workers, self.rank, self.world_size, data.timeout)
 
+    def divided(self, context: int, timeout_minutes: float) -> tuple[Processes, DeviceMesh | None]:
+        """Form groups of `context` consecutive ranks that share the rows of their images. All ranks must call it.
+
+        Returns:
+            The ranks that have the same rows as this one, of other images, and the mesh of this rank's group.
+        """
+        if context == 1:
+            return self, None
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        sharing = [list(range(first, first + context)) for first in range(0, self.world_size, context)]
+        with_same_rows = [list(ranks) for ranks in zip(*sharing, strict=True)]
+        rows, _ = dist.new_subgroups_by_enumeration(sharing, timeout=timeout)
+        images, _ = dist.new_subgroups_by_enumeration(with_same_rows, timeout=timeout)
+        assert isinstance(rows, dist.ProcessGroup)
+        assert isinstance(images, dist.ProcessGroup)
+        others = Processes(self.rank // context, len(sharing), self.device, images)
+        return others, DeviceMesh.from_group(rows, self.device.type)
+
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks, in each."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def any(self, *conditions: bool) -> tuple[bool, ...]:
@@ -60,7 +83,7 @@ class Processes:
         if self.world_size == 1:
             return conditions
         flags = torch.tensor(conditions, dtype=torch.float32, device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return tuple(flag > 0 for flag in flags.tolist())
 
     def adopt_main(self, tensors: Iterable[Tensor]) -> None:
@@ -74,7 +97,7 @@ class Processes:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
 
@@ -106,6 +129,21 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:
         dist.destroy_process_group()
+
+
+class LostRankError(RuntimeError):
+    """Another rank has ended or hangs."""
+
+
+def lost_rank_error(error: BaseException, folder: Path) -> LostRankError | None:
+    """Return a clear error if PyTorch's is about a connection to another rank, None otherwise."""
+    if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        return None
+    reason = str(error).splitlines()[0].rpartition("] ")[2][:200].rstrip(".")
+    return LostRankError(
+        f"another rank of the run has ended or hangs, so this one stops ({reason}); see what that rank printed, then "
+        f"resume with --resume {folder}"
+    )
 
 
 class Precision:

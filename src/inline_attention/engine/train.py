@@ -21,7 +21,7 @@ from inline_attention.engine.checkpoints import (
 )
 from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption, noted_interruptions
-from inline_attention.engine.processes import Processes, joined_processes
+from inline_attention.engine.processes import Processes, joined_processes, lost_rank_error
 from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed, find_run
 from inline_attention.engine.trainer import Trainer
@@ -109,7 +109,7 @@ def _run(trainer: Trainer, report: RunReport, interruption: Interruption) -> Met
         raise
     except RuntimeError as error:
         # Torch reports a dead worker wherever the program happens to be, not only in the loader.
-        if (named := named_worker_error(error)) is not None:
+        if (named := named_worker_error(error) or lost_rank_error(error, trainer.folder)) is not None:
             raise named from error
         raise
 

@@ -40,6 +40,7 @@ from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.strategies import Replicated, Sharded
 from inline_attention.models.checkpoints import model_metadata
 from inline_attention.models.described import parse_class_names
+from inline_attention.parallel import parallelize_context
 from inline_attention.support.text import printable, show_difference
 from inline_attention.tasks.task import Metrics, Task, TaskData
 
@@ -105,7 +106,12 @@ class Trainer:
             # One device has few images in dense tasks: batch norms use those of all.
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(processes.device)
-        reading = processes.reading(config.data, resolved.batch_size, config.training.seed)
+        distributed = config.distributed
+        # Ranks that share the rows of their images read the same images and draw the same random numbers.
+        self.images, mesh = processes.divided(distributed.context_parallel, distributed.timeout_minutes)
+        if mesh is not None:
+            parallelize_context(self.model, mesh)
+        reading = self.images.reading(config.data, resolved.batch_size, config.training.seed)
         validation = replace(reading, batch_size=config.training.validation_batch_size or resolved.batch_size)
         limit = BrokenImageLimit(config.limits.broken_image_count, config.limits.broken_image_share)
         broken = [BrokenImages(len(images), limit) for images in (data.train, data.validation)]
@@ -134,7 +140,7 @@ class Trainer:
                 self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
             )
         self.precision = Precision(config.training.amp, processes.device)
-        self.objective = task.objective(self.class_names, processes.rank)
+        self.objective = task.objective(self.class_names, self.images.rank)
         self.wrapped = self.strategy.wrap(self.model)
         self.runnable = self.wrapped
         if config.training.compile:
@@ -155,7 +161,7 @@ class Trainer:
             if isinstance(module, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
             for buffer in module.buffers(recurse=False)
         ]
-        torch.manual_seed(derived_seed("model", config.training.seed, processes.rank))
+        torch.manual_seed(derived_seed("model", config.training.seed, self.images.rank))
 
     def run(self, report: RunReport, interruption: Interruption) -> Metrics | None:
         """Train to the end, or to a signal. Returns the last evaluation, or None if there was nothing to do."""
@@ -227,7 +233,8 @@ class Trainer:
         self._saved_at = self.position.epoch, self.position.updates
         generators = state["generators"]
         if len(generators) == self.processes.world_size:
-            own = generators[self.processes.rank]
+            context = self.config.distributed.context_parallel
+            own = generators[self.processes.rank // context * context]  # equal in all ranks that share images
             torch.set_rng_state(own["cpu"])
             if "cuda" in own and self.processes.device.type == "cuda":
                 torch.cuda.set_rng_state(own["cuda"], self.processes.device)
@@ -374,7 +381,7 @@ class Trainer:
         self.processes.adopt_main(model.buffers())
         with self.strategy.gathered(model):
             evaluator = self.task.evaluator(self.data.validation, self.processes.device)
-            return evaluate(model, self.validation_loader, evaluator, self.precision, sync)
+            return evaluate(model, self.validation_loader, evaluator, self.precision, sync, self.images)
 
     def _accumulate_gradients(self, batches: list[Any]) -> torch.Tensor:
         """Accumulate gradients over batches. Returns their mean loss on this rank."""

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.layers.hooks import has_private_output
-from inline_attention.layers.local_weights import LocalWeightPredictor
+from inline_attention.layers.local_weights import LocalWeightPredictor, token_sum
 from inline_attention.layers.patch_grids import PatchGrid
-from inline_attention.ops import local_residual, validation
+from inline_attention.layers.row_shards import RowShards
+from inline_attention.ops import local_residual, states, validation
 from inline_attention.ops.api import attend
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
@@ -166,6 +167,7 @@ class TokenAttention(ProjectedAttention):
         rope: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        shards: RowShards | None = None,
     ) -> Tensor:
         """Mix the tokens.
 
@@ -180,6 +182,7 @@ class TokenAttention(ProjectedAttention):
             attn_mask: Argument of timm's blocks: None, or a key padding mask `[B, 1, 1, N]`. It is bool, or added to
                 scores: 0 for a real token, -inf or the dtype's least number for padding.
             is_causal: Argument of timm's blocks; must be False.
+            shards: Rows of the grid that this rank has, if ranks share them: x holds the prefix tokens and these rows.
 
         Returns:
             `[B, N, C]`.
@@ -190,7 +193,7 @@ class TokenAttention(ProjectedAttention):
             if key_padding_mask is not None:
                 raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
             key_padding_mask = self._as_key_padding_mask(attn_mask, x, grid_size)
-        mixed = self.attend(x, grid_size, key_padding_mask, local_input=local_input, rope=rope)
+        mixed = self.attend(x, grid_size, key_padding_mask, local_input=local_input, rope=rope, shards=shards)
         return self.proj_drop(self.proj(mixed))
 
     def attend(
@@ -201,14 +204,19 @@ class TokenAttention(ProjectedAttention):
         *,
         local_input: Tensor | None = None,
         rope: Tensor | None = None,
+        shards: RowShards | None = None,
     ) -> Tensor:
         """`forward` without the output projection."""
         grid_size = plain_sizes(grid_size)
         with unrecorded():
             self._check_inputs(x, grid_size, key_padding_mask, local_input)
-        local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
-        grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
-        out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size, rope)).flatten(2)
+        local_input = x if local_input is None else local_input
+        if shards is None:
+            local_weight = self._local_weight(local_input, key_padding_mask)
+            grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
+            out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size, rope)).flatten(2)
+        else:
+            out = self._mix_rows(self._project(x, key_padding_mask, None, None, rope), local_input, shards).flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
@@ -229,6 +237,14 @@ class TokenAttention(ProjectedAttention):
     @abstractmethod
     def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call; return `[B, N, H, D]`, local term included."""
+
+    @abstractmethod
+    def mix_shards(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> tuple[Tensor, Tensor | None]:
+        """Mix the values of all ranks for the queries of this rank, without the local term.
+
+        Returns:
+            `[B, N, H, D]`, and the mean of all ranks' `tokens` `[B, C]` if the layer predicts local weights.
+        """
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
@@ -308,11 +324,33 @@ class TokenAttention(ProjectedAttention):
             )
         return mask == 0
 
-    def _local_weight(self, tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
-        """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none."""
+    def _mix_rows(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> Tensor:
+        """Mix the values of all ranks for the queries of this rank, local term included."""
+        out, mean = self.mix_shards(call, tokens, shards)
+        weight = self._local_weight(tokens, call.key_padding_mask, mean)
+        if weight is None:
+            return out
+        prefix, mask = self.num_prefix_tokens, call.key_padding_mask
+        v = call.v[:, prefix:] if mask is None else call.v.masked_fill(~mask[:, :, None, None], 0)[:, prefix:]
+        rows, width = shards.size
+        v = shards.take_tokens(v, [(first - 1, end + 1) for first, end in shards.ranges])
+        local = local_residual(v, weight, grid_size=(rows + 2, width))[:, width:-width]
+        return torch.cat([out[:, :prefix], out[:, prefix:] + local], dim=1)
+
+    def _counted_once(self, tokens: Tensor, shards: RowShards) -> Tensor:
+        """Leave out the prefix tokens on all ranks but the first, in a sum over ranks."""
+        return tokens if shards.group.rank == 0 else tokens[:, self.num_prefix_tokens :]
+
+    def _local_weight(
+        self, tokens: Tensor, key_padding_mask: Tensor | None, mean: Tensor | None = None
+    ) -> Tensor | None:
+        """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none; `mean` is the mean token, if known."""
         weight = None
         if self.residual is not None:
-            weight = self.residual.predict(tokens, key_padding_mask, fused=self.backend == "auto")
+            if mean is None:
+                weight = self.residual.predict(tokens, key_padding_mask, fused=self.backend == "auto")
+            else:
+                weight = self.residual(mean)
         if self.static_local is not None:
             static = self.static_local.weight.view(1, self.num_heads, self.head_dim, 3, 3)
             if weight is None:
@@ -352,6 +390,23 @@ class KernelAttention(TokenAttention):
     def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call by the op."""
         return self.attn_drop(attend(call, self.backend))
+
+    def mix_shards(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> tuple[Tensor, Tensor | None]:
+        """Merge the states of all ranks' keys: they travel with the sums of tokens, in one message."""
+        mask = None if call.key_padding_mask is None else self._counted_once(call.key_padding_mask, shards)
+        k, v, tokens = (self._counted_once(part, shards) for part in (call.k, call.v, tokens))
+        state = states.attention_state(k, v, feature_map=call.feature_map, key_padding_mask=mask)
+        count = state.key_count[:, None].to(state.covariance.dtype)
+        total = token_sum(tokens, mask).to(count.dtype)
+        gathered = shards.group.gather(count, *state[1:], total)
+        merged = states.merge_states(
+            *(states.AttentionState(part[0].squeeze(1).round().long(), *part[1:4]) for part in gathered)
+        )
+        mean = torch.stack([part[4] for part in gathered]).sum(0) / merged.key_count[:, None]
+        out = states.attend(
+            call.q, merged, scale=call.scale, feature_map=call.feature_map, normalization=call.normalization
+        )
+        return out, mean.to(tokens.dtype)
 
 
 class InLineAttention(KernelAttention):
@@ -402,6 +457,21 @@ class SoftmaxAttention(TokenAttention):
         return out + local_residual(
             call.v, call.local_weight, grid_size=call.grid_size, num_prefix_tokens=prefix, key_padding_mask=mask
         )
+
+    def mix_shards(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> tuple[Tensor, Tensor | None]:
+        """Gather the keys and values of all ranks."""
+        keys_values, whole = shards.gather_tokens(torch.stack([call.k, call.v], dim=2), self.num_prefix_tokens)
+        k, v = keys_values.unbind(2)
+        mask = whole.mask()
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix_tokens), mask], dim=1)
+        out = self.mix(call._replace(k=k, v=v, qkv=None, key_padding_mask=mask))
+        if self.residual is None:
+            return out, None
+        own = None if call.key_padding_mask is None else self._counted_once(call.key_padding_mask, shards)
+        total = shards.group.sum(token_sum(self._counted_once(tokens, shards), own))
+        count = k.shape[1] if mask is None else mask.sum(1, keepdim=True)
+        return out, (total / count).to(tokens.dtype)
 
 
 def rotate(x: Tensor, rope: Tensor, half: bool) -> Tensor:

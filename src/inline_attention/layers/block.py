@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import ProjectedAttention
 from inline_attention.layers.hooks import must_be_called
+from inline_attention.layers.row_shards import RowShards
 from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.feed_forward import FeedForwardParameters, fused_feed_forward, unsupported_reason
 from inline_attention.ops.tracing import is_exporting
@@ -77,14 +78,18 @@ class Block(nn.Module):
         key_padding_mask: Tensor | None = None,
         wanted: int | None = None,
         extents: Sequence[tuple[int, int]] | None = None,
+        shards: RowShards | None = None,
     ) -> Tensor:
         """Run the block on tokens `[B, N, C]` of a grid; return the first `wanted` tokens, or all.
 
-        `extents` are the rows and columns of each image, so that attention need not read them from the mask.
+        `extents` are the rows and columns of each image, so that attention need not read them from the mask. `shards`
+        are the rows that this rank has, if ranks share them.
         """
         options: dict[str, Any] = {"local_input": x} if self.local_from_input else {}
         if isinstance(self.attn, WindowAttention):
             options["extents"] = extents
+        if shards is not None:
+            options["shards"] = shards
         attention, parameters = self.attn, self._fusable_parameters()
         if parameters is not None and unsupported_reason(x, parameters) is None:
             attended = cast(ProjectedAttention, attention).attend(self.norm1(x), grid_size, key_padding_mask, **options)

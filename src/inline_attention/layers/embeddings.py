@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.layers.grids import Grid, pad_to_multiple, positions_for, resample_positions
+from inline_attention.layers.row_shards import RowShards
 
 
 class PatchConvolution(nn.Conv2d):
@@ -69,9 +70,17 @@ class ConvEmbedding(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """`[B, C, H, W]` → tokens `[B, N, dim]`."""
-        x = pad_to_multiple(x, self.stride)
-        tokens = self.norm(self.proj(x).flatten(2).transpose(1, 2))
-        grid = grid.coarser(self.stride)
+        coarser = grid.coarser(self.stride)
+        if isinstance(grid, RowShards):
+            rows, columns = self.proj.kernel_size[0], self.proj.padding[1]
+            x = pad_to_multiple(grid.take_for(x, coarser, rows, self.stride, int(self.proj.padding[0])), self.stride)
+            if self.proj.padding == (0, 0):
+                x = self.proj(x)
+            else:  # its rows of padding are there already
+                x = F.conv2d(x, self.proj.weight, self.proj.bias, self.stride, (0, int(columns)))
+        else:
+            x = self.proj(pad_to_multiple(x, self.stride))
+        tokens, grid = self.norm(x.flatten(2).transpose(1, 2)), coarser
         if self.positions is not None and self.position_grid is not None:
             tokens = tokens + positions_for(self.positions, self.position_grid, grid).to(tokens.dtype)
         return tokens, grid
@@ -94,7 +103,10 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """`[B, C, H, W]` → tokens `[B, N, 2C]`."""
+        coarser = grid.coarser(2)
+        if isinstance(grid, RowShards):
+            x = grid.take_for(x, coarser, kernel=2, stride=2)
         x = pad_to_multiple(x, 2).permute(0, 2, 3, 1)
         # Down the first column, then down the second: the order of the published weights.
         x = torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], dim=-1)
-        return self.reduction(self.norm(x)).flatten(1, 2), grid.coarser(2)
+        return self.reduction(self.norm(x)).flatten(1, 2), coarser

@@ -23,7 +23,13 @@ class Grid:
 
     `extents` are the rows and columns of each image, from the top left; None if all images fill the grid. They are
     host numbers: reading them from a device would wait for all work that was launched before.
+
+    `whole` is the grid that this one has the rows of, from `first_row` on: itself, unless ranks share the rows.
     """
+
+    whole: Grid
+    first_row = 0
+    is_split = False
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class Grid:
         extents = tuple(extents or ())
         self.extents = None if all(extent == self.size for extent in extents) else extents
         self.device = device
+        self.whole = self
         self._mask: Tensor | None = None  # no cached_property: Dynamo cannot follow its lock
 
     def mask(self) -> Tensor | None:
@@ -291,12 +298,21 @@ def _divide(index: Tensor, size: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def resample_positions(
-    positions: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int = 0
+    positions: Tensor,
+    old: tuple[int, int],
+    new: tuple[int, int],
+    num_prefix_tokens: int = 0,
+    rows: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Resample position embeddings `[1, prefix + h·w, C]` bilinearly to a new grid; those of the prefix stay."""
-    if not are_open(*new) and old == new:
+    """Resample position embeddings `[1, prefix + h·w, C]` bilinearly to a new grid; those of the prefix stay.
+
+    `rows` are the first row and the row after the last to return; all by default.
+    """
+    if not are_open(*new) and old == new and rows is None:
         return positions
     image = torch.unflatten(positions[:, num_prefix_tokens:], 1, old).permute(0, 3, 1, 2)
+    if rows is not None:
+        image, new = _resized_rows(image, new[0], rows), (max(rows[1] - rows[0], 0), new[1])
     if are_open(*new) or image.shape[1] * new[0] * new[1] <= MOST_INTERPOLATED:
         resampled = _interpolated(image, new)
     else:
@@ -308,23 +324,43 @@ def resample_positions(
     return torch.cat([positions[:, :num_prefix_tokens], resampled], dim=1)
 
 
+def _resized_rows(image: Tensor, height: int, rows: tuple[int, int]) -> Tensor:
+    """Resize `[B, C, h, w]` bilinearly to a height, and return some of its rows."""
+    if image.shape[2] == height:
+        return image[:, :, rows[0] : rows[1]]
+    wide = image.to(torch.promote_types(image.dtype, torch.float32))
+    row = torch.arange(rows[0], max(rows), device=image.device, dtype=wide.dtype)
+    place = ((row + 0.5) * (image.shape[2] / height) - 0.5).clamp(min=0)
+    above = place.floor().long()
+    below = (above + 1).clamp(max=image.shape[2] - 1)
+    return torch.lerp(wide[:, :, above], wide[:, :, below], (place - above)[:, None]).to(image.dtype)
+
+
 def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
     # In float32 at least: half-precision interpolation is missing or coarse on some devices.
+    if not is_exporting() and image.shape[2:] == size:
+        return image
+    if not is_exporting() and size[0] == 0:  # rows below the image, in a padded batch whose rows ranks share
+        return image[:, :, :, :1].expand(*image.shape[:3], size[1])
     wide = image.to(torch.promote_types(image.dtype, torch.float32))
     return F.interpolate(wide, size=size, mode="bilinear", align_corners=False).to(image.dtype)
 
 
 def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Tensor:
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
-    if grid.extents is None:
-        return resample_positions(positions, native, grid.size)
+    whole, first, end = grid.whole, grid.first_row, grid.first_row + grid.size[0]
+    if whole.extents is None:
+        return resample_positions(positions, native, whole.size, rows=(first, end) if grid.is_split else None)
     canvases: list[Tensor] = []  # not a dict by extent: torch.compile would compile again for every new key
     distinct = 0
-    for index, (height, width) in enumerate(grid.extents):
-        if index > 0 and (height, width) == grid.extents[index - 1]:
+    for index, (height, width) in enumerate(whole.extents):
+        if index > 0 and (height, width) == whole.extents[index - 1]:
             canvases.append(canvases[-1])
             continue
-        resampled = torch.unflatten(resample_positions(positions, native, (height, width)), 1, (height, width))
-        canvases.append(F.pad(resampled, (0, 0, 0, grid.size[1] - width, 0, grid.size[0] - height)).flatten(1, 2))
+        rows = (first, max(min(end, height), first)) if grid.is_split else None
+        resampled = resample_positions(positions, native, (height, width), rows=rows)
+        resampled = torch.unflatten(resampled, 1, (-1, width))
+        below = grid.size[0] - resampled.shape[1]
+        canvases.append(F.pad(resampled, (0, 0, 0, grid.size[1] - width, 0, below)).flatten(1, 2))
         distinct += 1
     return canvases[0] if distinct == 1 else torch.cat(canvases)

@@ -109,7 +109,12 @@ def mean_token(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """Mean over the real tokens, `[B, N, C]` → `[B, C]`, summed in float32 at least."""
     if key_padding_mask is None:
         return tokens.mean(1)
-    sum_dtype = torch.promote_types(tokens.dtype, torch.float32)
-    total = tokens.masked_fill(~key_padding_mask[:, :, None], 0).sum(1, dtype=sum_dtype)
     count = key_padding_mask.sum(1, keepdim=True).clamp(min=1)
-    return (total / count).to(tokens.dtype)
+    return (token_sum(tokens, key_padding_mask) / count).to(tokens.dtype)
+
+
+def token_sum(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Sum over the real tokens, `[B, N, C]` → `[B, C]`, in float32 at least."""
+    if key_padding_mask is not None:
+        tokens = tokens.masked_fill(~key_padding_mask[:, :, None], 0)
+    return tokens.sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))

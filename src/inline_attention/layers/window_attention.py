@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from inline_attention.layers.attention import ProjectedAttention, heads_last
 from inline_attention.layers.cache import cache_by_shape
 from inline_attention.layers.grids import Windows, extents_of
+from inline_attention.layers.row_shards import RowShards, whole_rows
 from inline_attention.ops import validation
 from inline_attention.ops.tracing import are_open, plain_sizes, unrecorded
 
@@ -67,25 +68,31 @@ class WindowAttention(_GridAttention):
         key_padding_mask: Tensor | None = None,
         *,
         extents: Sequence[tuple[int, int]] | None = None,
+        shards: RowShards | None = None,
     ) -> Tensor:
         """Mix tokens `[B, N, C]` within windows, without the output projection.
 
         `key_padding_mask` `[B, N]` is True inside each image's rectangle; `extents` are the rectangles, where known.
+        `shards` are the rows that this rank has, if ranks share them.
         """
         _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = self.qkv(x)
+        if shards is not None:
+            grid_size, extents = shards.whole.size, shards.whole.extents
         if key_padding_mask is None:
-            return self._mix(qkv, grid_size, None, self._shift(*grid_size))
+            return self._mix(qkv, grid_size, None, self._shift(*grid_size), shards)
         # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
         groups: dict[tuple[int, int], list[int]] = {}
         pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents
         for index, (height, width) in enumerate(pairs):
             groups.setdefault(self._shift(height, width), []).append(index)
         if len(groups) == 1:
-            return self._mix(qkv, grid_size, key_padding_mask, *groups)
+            (shift,) = groups
+            return self._mix(qkv, grid_size, key_padding_mask, shift, shards)
         out = torch.empty_like(x)
         for shift, members in groups.items():
-            out[members] = self._mix(qkv[members], grid_size, key_padding_mask[members], shift).to(out.dtype)
+            mixed = self._mix(qkv[members], grid_size, key_padding_mask[members], shift, shards, members)
+            out[members] = mixed.to(out.dtype)
         return out
 
     def set_window_size(self, window_size: int) -> None:
@@ -109,9 +116,25 @@ class WindowAttention(_GridAttention):
         return (half if height > self.window_size else 0), (half if width > self.window_size else 0)
 
     def _mix(
-        self, qkv: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None, shift: tuple[int, int]
+        self,
+        qkv: Tensor,
+        grid_size: tuple[int, int],
+        key_padding_mask: Tensor | None,
+        shift: tuple[int, int],
+        shards: RowShards | None = None,
+        members: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attention within windows, `[B, N, 3C]` → `[B, N, C]`."""
+        """Attention within windows, `[B, N, 3C]` → `[B, N, C]`; `members` are the images of `shards` in the batch."""
+        if shards is not None:
+            # Rows of padding above the grid shift the windows as the roll does, whose first rows see no others.
+            above = (self.window_size - shift[0]) % self.window_size
+            wanted = shards.windows(self.window_size, above)
+            rows = wanted[shards.group.rank]
+            mask = shards.mask_of(rows)
+            mask = mask if mask is None or members is None else mask[members]
+            size = rows[1] - rows[0], grid_size[1]
+            out = self._mix(shards.take_tokens(qkv, wanted), size, mask, (0, shift[1]))
+            return shards.own_tokens(out, rows)
         batch = qkv.shape[0]
         windows = Windows.cover(grid_size, (self.window_size, self.window_size))
         tokens = torch.unflatten(windows.flatten(windows.split(qkv, shift)), -1, (3, self.num_heads, -1))
@@ -171,11 +194,28 @@ class StripeAttention(_GridAttention):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def attend(self, x: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None = None) -> Tensor:
-        """Mix tokens within stripes, without the output projection; the mask is True inside each image's rectangle."""
+    def attend(
+        self,
+        x: Tensor,
+        grid_size: tuple[int, int],
+        key_padding_mask: Tensor | None = None,
+        *,
+        shards: RowShards | None = None,
+    ) -> Tensor:
+        """Mix tokens within stripes, without the output projection; the mask is True inside each image's rectangle.
+
+        `shards` are the rows that this rank has, if ranks share them.
+        """
         _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = torch.unflatten(self.qkv(x), 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
         stripe = self.stripe_width
+        if shards is not None:
+            shapes = [(None, None)] if stripe is None else [(None, stripe), (stripe, None)]
+            branches = [
+                self._mix_shards(branch, cast(nn.Conv2d, convolution), shape, shards)
+                for branch, convolution, shape in zip(qkv.unbind(3), self.static_local, shapes, strict=True)
+            ]
+            return torch.cat(branches, dim=-1)
         if stripe is None:
             convolution = cast(nn.Conv2d, self.static_local[0])
             real = None if key_padding_mask is None else torch.unflatten(key_padding_mask, 1, grid_size)
@@ -193,10 +233,43 @@ class StripeAttention(_GridAttention):
             branches.append(windows.join(out, x.shape[0]))
         return torch.cat(branches, dim=-1)
 
-    def _mix(self, tokens: Tensor, convolution: nn.Conv2d, windows: Windows | None, real: Tensor | None) -> Tensor:
+    def _mix_shards(
+        self, qkv: Tensor, convolution: nn.Conv2d, shape: tuple[int | None, int | None], shards: RowShards
+    ) -> Tensor:
+        """Attention and 3×3 of this rank's rows within stripes, `[B, N, 3, c]` → `[B, N, c]`.
+
+        Stripes over the whole height need the keys and values of all ranks, others the rows of their neighbors.
+        """
+        height, (batch, width) = shape[0], (qkv.shape[0], shards.size[1])
+        wanted = whole_rows(shards.whole, shards.group) if height is None else shards.windows(height)
+        rows = wanted[shards.group.rank]
+        windows = Windows.cover((rows[1] - rows[0], width), shape)
+        mask = shards.mask_of(rows)
+        real = None
+        if mask is not None or not windows.is_exact():
+            real = windows.repeat(windows.inside(mask, (0, 0), qkv.device), batch)
+        if height is not None:
+            out = self._mix(windows.split(shards.take_tokens(qkv, wanted)), convolution, windows, real)
+            return shards.own_tokens(windows.join(out, batch), rows)
+        keys_values = windows.split(shards.take_tokens(qkv[:, :, 1:], wanted))
+        own = Windows.cover(shards.size, shape)
+        out = self._mix(keys_values, convolution, None, real, own.split(qkv[:, :, 0]), shards.first_row)
+        return own.join(out, batch)
+
+    def _mix(
+        self,
+        tokens: Tensor,
+        convolution: nn.Conv2d,
+        windows: Windows | None,
+        real: Tensor | None,
+        queries: Tensor | None = None,
+        first_row: int = 0,
+    ) -> Tensor:
         """Attention and 3×3 within maps, `[maps, height, width, 3, c]` → `[maps, height, width, c]`.
 
         Maps are stripes, or whole images where `windows` is None. `real` `[maps, height, width]` marks real tokens.
+        With `queries` `[maps, rows, width, c]` from row `first_row` on, `tokens` are keys and values only
+        (`[maps, height, width, 2, c]`), and the result has the rows of the queries.
         """
 
         def flatten(x: Tensor) -> Tensor:
@@ -208,9 +281,14 @@ class StripeAttention(_GridAttention):
             flat = flatten(real)
             mask = (flat | ~flat.any(-1, keepdim=True))[:, None, None, :]  # padding only: any weights, but no NaN
         heads = self.num_heads // len(self.static_local)
-        q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [maps, H, L, D]
+        *q, k, v = torch.unflatten(flatten(tokens), -1, (heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [maps, H, L, D]
+        q = q[0] if queries is None else torch.unflatten(flatten(queries), -1, (heads, -1)).transpose(1, 2)
         drop = self.attn_drop_rate if self.training else 0.0
         out = heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)).flatten(2)
+        if queries is not None:
+            out = torch.unflatten(out, 1, queries.shape[1:3])
+            local = _depthwise(tokens[:, :, :, 1], convolution)
+            return out + local[:, first_row : first_row + queries.shape[1]]
         out = torch.unflatten(out, 1, tokens.shape[1:3]) if windows is None else windows.unflatten(out)
         return out + _depthwise(tokens[:, :, :, 2], convolution)
 

@@ -23,6 +23,7 @@ from inline_attention.layers.attention import InLineAttention, LinearAttention, 
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, as_pairs, extents_of, rectangle_mask, resample_positions, tokens_to_map
 from inline_attention.layers.local_weights import BlockDiagonalLinear
+from inline_attention.layers.row_shards import ContextGroup, RowShards
 from inline_attention.models.registry import AttentionKind
 from inline_attention.ops.tracing import is_exporting, plain_sizes
 from inline_attention.ops.validation import FLOATING_DTYPES, check_count, check_dense, check_rate, unknown_name
@@ -37,6 +38,7 @@ class VisionModel(nn.Module):
     largest_stride: int
     norm: nn.Module  # between the last level and the head
     global_pools: tuple[str, ...] = ("avg", "")
+    context_group: ContextGroup | None = None  # ranks that share the rows of each image, see `parallelize_context`
 
     def __init__(
         self,
@@ -128,8 +130,13 @@ class VisionModel(nn.Module):
             Logits `[B, num_classes]`.
         """
         tokens, grid = self._encode(x, image_sizes, pixel_mask, self.num_head_tokens())
-        mask = grid.mask()
-        return self._head(self._shape_features(tokens, grid), None if mask is None else mask.sum(1))
+        if self.global_pool == "":
+            tokens, grid = self._gathered(tokens, grid)
+        mask, shards = grid.whole.mask(), _split_rows(grid)
+        counts = None if mask is None else mask.sum(1)
+        if shards is not None and counts is None:
+            counts = torch.full(tokens.shape[:1], math.prod(grid.whole.size), device=tokens.device)
+        return self._head(self._shape_features(tokens, grid), counts, shards=shards)
 
     def forward_features(
         self, x: Tensor, image_sizes: ImageSizes | None = None, pixel_mask: Tensor | None = None
@@ -138,8 +145,7 @@ class VisionModel(nn.Module):
 
         `forward_head` turns them into the output of `forward`, if it gets the same image sizes.
         """
-        tokens, grid = self._encode(x, image_sizes, pixel_mask)
-        return self._shape_features(tokens, grid)
+        return self._shape_features(*self._gathered(*self._encode(x, image_sizes, pixel_mask)))
 
     def forward_head(
         self,
@@ -194,12 +200,13 @@ class VisionModel(nn.Module):
         for index, (tokens, grid) in enumerate(self.levels(images, pixels, last)):
             if index in take:
                 normed = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
-                image = nchw_to(tokens_to_map(normed[:, self.num_prefix_tokens :], grid), format_)
+                normed, whole = self._gathered(normed, grid)
+                image = nchw_to(tokens_to_map(normed[:, self.num_prefix_tokens :], whole), format_)
                 prefix = normed[:, : self.num_prefix_tokens]
                 intermediates.append((image, prefix) if return_prefix_tokens and self.num_prefix_tokens else image)
         if intermediates_only:
             return intermediates
-        return self._shape_features(self.norm(tokens), grid), intermediates
+        return self._shape_features(*self._gathered(self.norm(tokens), grid)), intermediates
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -260,7 +267,7 @@ class VisionModel(nn.Module):
 
     def run_block(self, block: nn.Module, tokens: Tensor, grid: Grid, num_tokens: int | None = None) -> Tensor:
         """Run a block on tokens `[B, N, C]`, with gradient checkpointing if enabled; return `num_tokens`, or all."""
-        arguments = grid.size, self._token_mask(tokens, grid), num_tokens, grid.extents
+        arguments = grid.size, self._token_mask(tokens, grid), num_tokens, grid.extents, _split_rows(grid)
         return checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
 
     def _encode(
@@ -270,6 +277,10 @@ class VisionModel(nn.Module):
         for tokens, grid in self.levels(images, pixels, len(self.feature_info) - 1, num_tokens):  # noqa: B007
             pass  # the last level is used below
         return self.norm(tokens), grid
+
+    def _gathered(self, tokens: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+        """Return the tokens of all ranks and their grid, if ranks share the rows."""
+        return grid.gather_tokens(tokens, self.num_prefix_tokens) if isinstance(grid, RowShards) else (tokens, grid)
 
     def _shape_features(self, tokens: Tensor, grid: Grid) -> Tensor:
         return tokens_to_map(tokens, grid).permute(0, 2, 3, 1)
@@ -282,8 +293,13 @@ class VisionModel(nn.Module):
         prefix = mask.new_ones(tokens.shape[0], self.num_prefix_tokens)
         return torch.cat([prefix, mask], dim=1)
 
-    def _head(self, features: Tensor, counts: Tensor | None, pre_logits: bool = False) -> Tensor:
-        """Pool and classify features that are zero outside each image; `counts` `[B]` are its tokens, None for all."""
+    def _head(
+        self, features: Tensor, counts: Tensor | None, pre_logits: bool = False, shards: RowShards | None = None
+    ) -> Tensor:
+        """Pool and classify features that are zero outside each image; `counts` `[B]` are its tokens, None for all.
+
+        With `shards`, the features are those of this rank's rows, and the counts are given for all rows.
+        """
         pooled = features
         if self.global_pool == "token":
             pooled = features[:, 0]
@@ -293,6 +309,7 @@ class VisionModel(nn.Module):
                 pooled = tokens.mean(1)
             else:
                 total = tokens.sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+                total = total if shards is None else shards.group.sum(total)
                 pooled = (total / counts[:, None]).to(tokens.dtype)
         pooled = self.head_drop(pooled)
         return pooled if pre_logits else self.head(pooled)
@@ -348,10 +365,17 @@ class VisionModel(nn.Module):
                 f"{height}×{width if grid.extents is None else f'{width} with image sizes down to {shortest}'}; "
                 "enlarge them (--img-size in training, else --size), or pad them and pass image_sizes"
             )
+        if self.context_group is not None:
+            x, grid = self.context_group.place(x, grid)
         mask = grid.mask()
         if mask is not None:
             x = x.masked_fill(~mask.unflatten(1, grid.size)[:, None], 0)
         return x, grid
+
+
+def _split_rows(grid: Grid) -> RowShards | None:
+    """Return the grid if ranks share its rows."""
+    return grid if isinstance(grid, RowShards) and grid.is_split else None
 
 
 def global_attention(

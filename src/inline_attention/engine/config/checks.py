@@ -18,6 +18,7 @@ from inline_attention.engine.config.resolving import ResolvedValues, optimizer_a
 from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, TrainConfig
 from inline_attention.models.described import ModelDescriptionError, create_described_model
 from inline_attention.models.registry import create_model
+from inline_attention.parallel import unsupported_reason
 from inline_attention.support.settings import ConfigError, Problem, shown
 from inline_attention.support.text import did_you_mean, install_command
 from inline_attention.tasks.classification.distillation import DistillationSection, FeatureMetrics
@@ -50,6 +51,7 @@ def check(config: TrainConfig, *, world_size: int = 1) -> list[Problem]:
         for field, message in section.problems()
     ]
     problems += [*_check_each(config), *_check_metric(config), *_check_optimizer(config)]
+    problems += _check_context(config, world_size)
     try:
         problems += _check_batches(resolve(config, world_size))
     except ConfigError as error:
@@ -103,6 +105,15 @@ def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
         create_optimizer_v2([torch.nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception as error:
         yield Problem("optimizer.name", f"{name} cannot be created: {error}")
+
+
+def _check_context(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+    context, path = config.distributed.context_parallel, "distributed.context_parallel"
+    if world_size % context:
+        message = f"expected a divisor of the number of ranks, {world_size}, got {context}"
+        yield Problem(path, f"{message}; start the run with torchrun --nproc-per-node {context}")
+    if context > 1 and config.training.compile:
+        yield Problem(path, f"expected 1 with training.compile, got {context}; set training.compile=false")
 
 
 def _check_batches(resolved: ResolvedValues) -> Iterator[Problem]:
@@ -200,6 +211,8 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("model.attention", str(error))
         return
+    if config.distributed.context_parallel > 1 and (reason := unsupported_reason(model)) is not None:
+        yield Problem("distributed.context_parallel", reason)
     channels, height, width = settings.input_size(model)
     try:
         with torch.no_grad(), torch.device("meta"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from timm.optim import get_optimizer_class, get_optimizer_info  # pyright: ignore[reportPrivateImportUsage]
 
-from inline_attention.engine.config.schema import TrainConfig, TrainingSection
+from inline_attention.engine.config.schema import TrainConfig
 from inline_attention.support.settings import ConfigError, Problem
 
 
@@ -17,7 +17,8 @@ from inline_attention.support.settings import ConfigError, Problem
 class ResolvedValues:
     """Values that a run uses: the settings, and what follows from them for a number of devices.
 
-    `batch_size` is per forward pass and device, `total_batch_size` per update. `ema_decay` is None without averaging.
+    `world_size` is the number of devices, or of groups of devices that share the rows of their images. `batch_size` is
+    per forward pass and device, `total_batch_size` per update. `ema_decay` is None without averaging.
     """
 
     config: TrainConfig
@@ -68,9 +69,9 @@ class ResolvedValues:
         cooldown = f" + {schedule.cooldown_epochs} of cool-down" if schedule.cooldown_epochs else ""
         length = f"epochs: {training.epochs}{cooldown}" if training.updates is None else f"updates: {training.updates}"
         rates = "in steps" if "step" in schedule.name else f"{schedule.name} down to {self.min_lr:g}"
+        devices, steps = _devices(config, self.world_size), self.grad_accum_steps
         lines = [
-            f"batch: {self.batch_size} images × {_devices(self.world_size)} × {self.grad_accum_steps} accumulated = "
-            f"{total} per update",
+            f"batch: {self.batch_size} images × {devices} × {steps} accumulated = {total} per update",
             f"learning rate: {self.lr:g} ({rule}), {rates}",
             f"{length}{warmup}",
         ]
@@ -86,7 +87,8 @@ class ResolvedValues:
 
 def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
     """Compute the values that follow from the settings. `ConfigError`: the devices cannot share the total batch."""
-    batch, steps, total = _batches(config.training, world_size)
+    world_size = max(1, world_size // config.distributed.context_parallel)
+    batch, steps, total = _batches(config, world_size)
     base_size, ema = config.optimizer.lr_base_size, config.ema
     factor = 1.0 if base_size is None else total / base_size
     power = 1.0 if ema.decay_base_size is None else total / ema.decay_base_size
@@ -96,13 +98,14 @@ def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
     return ResolvedValues(config, world_size, batch, steps, total, lr, min_lr, warmup_lr, ema_decay)
 
 
-def _batches(training: TrainingSection, world_size: int) -> tuple[int, int, int]:
+def _batches(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
     """Return images per forward pass, forward passes per update, and images per update."""
+    training = config.training
     limit, total, steps = training.batch_size, training.total_batch_size, training.grad_accum_steps
     if total is None:
         steps = steps or 1
         return limit, steps, limit * steps * world_size
-    devices = _devices(world_size)
+    devices = _devices(config, world_size)
     if steps is not None and total != limit * steps * world_size:
         message = (
             f"expected batch_size {limit} × {devices} × grad_accum_steps {steps} = {limit * steps * world_size}, "
@@ -118,8 +121,10 @@ def _batches(training: TrainingSection, world_size: int) -> tuple[int, int, int]
     return batch, share // batch, total
 
 
-def _devices(world_size: int) -> str:
-    return f"{world_size} device{'s' if world_size > 1 else ''}"
+def _devices(config: TrainConfig, count: int) -> str:
+    context = config.distributed.context_parallel
+    unit = "device" if context == 1 else "group"
+    return f"{count} {unit}{'s' if count > 1 else ''}" + (f" of {context} devices" if context > 1 else "")
 
 
 def optimizer_arguments(resolved: ResolvedValues, device: torch.device | None = None) -> dict[str, Any]:

@@ -149,6 +149,9 @@ class DistributedSection:
     strategy: Literal["ddp", "fsdp2"] = setting(
         "ddp", "ddp: whole model per device. fsdp2: parameters and optimizer states sharded."
     )
+    context_parallel: int = setting(
+        1, "Ranks that share the rows of each image, for large images; 1: none.", tasks=CLASSIFICATION, at_least=1
+    )
     timeout_minutes: float = setting(10.0, "Minutes to wait for other ranks before the run fails.", above=0)
 
 
