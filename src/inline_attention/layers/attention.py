@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from inline_attention.layers.hooks import has_private_output
 from inline_attention.layers.local_weights import LocalWeightPredictor
 from inline_attention.layers.patch_grids import PatchGrid
-from inline_attention.ops import local_residual, validation
+from inline_attention.ops import local_residual, states, validation
 from inline_attention.ops.api import attend
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
+from inline_attention.ops.states import AttentionState, attention_state
 from inline_attention.ops.tracing import as_autocast, is_exporting, plain_sizes, unrecorded
 
 
@@ -190,7 +191,7 @@ class TokenAttention(ProjectedAttention):
             self._check_inputs(x, grid_size, key_padding_mask, local_input)
         local_weight = self._local_weight(x if local_input is None else local_input, key_padding_mask)
         grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
-        out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size)).flatten(2)
+        out = self.mix(self.project(x, key_padding_mask, local_weight, grid_size)).flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
@@ -210,10 +211,14 @@ class TokenAttention(ProjectedAttention):
         """Sizes, for `print(model)`."""
         return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
 
-    def _project(
-        self, x: Tensor, key_padding_mask: Tensor | None, local_weight: Tensor | None, grid_size: tuple[int, int] | None
+    def project(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        local_weight: Tensor | None = None,
+        grid_size: tuple[int, int] | None = None,
     ) -> AttentionCall:
-        """Project tokens to queries, keys and values."""
+        """Project tokens `[B, N, C]` to queries, keys and values."""
         qkv, owns_queries = None, False
         if self.qkv is not None:
             qkv = torch.unflatten(self.qkv(x), -1, (3, self.num_heads, self.head_dim))
@@ -317,6 +322,34 @@ class KernelAttention(TokenAttention):
     def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call by the op."""
         return self.attn_drop(attend(call, self.backend))
+
+    def state(self, x: Tensor) -> AttentionState:
+        """Return the state of the keys and values of tokens `[B, N, C]`. States of disjoint sets of tokens merge."""
+        call = self.project(x)
+        return attention_state(call.k, call.v, feature_map=self.feature_map)
+
+    def attend_to(
+        self, x: Tensor, state: AttentionState, mean_token: Tensor, grid_size: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Mix tokens `[B, N, C]` as `attend` does, but over the keys of a state instead of their own.
+
+        Args:
+            x: Some rows of the grid, normalized; or prefix tokens.
+            state: State of all tokens, see `state`.
+            mean_token: `[B, C]` mean of all tokens, which predicts the local weights.
+            grid_size: Rows and columns of x. The local term takes rows beyond its edge for zeros. None for prefix
+                tokens, which have no local term.
+        """
+        call = self.project(x)
+        local: dict[str, Any] = {}
+        if grid_size is not None and self.has_local_term:
+            local_weight = self._local_weight(mean_token[:, None], None)
+            local = {"v": call.v, "local_weight": local_weight, "grid_size": grid_size}
+        options: dict[str, Any] = {"feature_map": self.feature_map, "normalization": self.normalization}
+        out = states.attend(call.q, state, scale=self.scale, **options, **local).flatten(2)
+        if local and self.static_local is not None and self.static_local.bias is not None:
+            out = out + self.static_local.bias
+        return self.attn_drop(out)
 
 
 class InLineAttention(KernelAttention):

@@ -22,7 +22,8 @@ class Grid:
     """The token grid of a batch.
 
     `extents` are the rows and columns of each image, from the top left; None if all images fill the grid. They are
-    host numbers: reading them from a device would wait for all work that was launched before.
+    host numbers: reading them from a device would wait for all work that was launched before. `band` is for some rows
+    of a taller grid: the number of the first one there, and the height of the whole.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Grid:
         width: int,
         extents: Iterable[tuple[int, int]] | None = None,
         device: torch.device | None = None,
+        band: tuple[int, int] | None = None,
     ) -> None:
         self.size = height, width
         extents = tuple(extents or ())
         self.extents = None if all(extent == self.size for extent in extents) else extents
         self.device = device
+        self.band = band
         self._mask: Tensor | None = None  # no cached_property: Dynamo cannot follow its lock
 
     def mask(self) -> Tensor | None:
@@ -50,7 +53,8 @@ class Grid:
             (ceil_divide(rows, stride), ceil_divide(columns, stride))
             for rows, columns in (self.size, *(self.extents or ()))
         ]
-        return Grid(*size, extents, self.device)
+        band = None if self.band is None else (self.band[0] // stride, ceil_divide(self.band[1], stride))
+        return Grid(*size, extents, self.device, band)
 
 
 def rectangle_mask(size: tuple[int, int], extents: Sequence[tuple[int, int]], device: torch.device | None) -> Tensor:
@@ -303,6 +307,30 @@ def resample_positions(
     return torch.cat([positions[:, :num_prefix_tokens], resampled], dim=1)
 
 
+def resample_position_rows(
+    positions: Tensor, old: tuple[int, int], new: tuple[int, int], start: int, stop: int
+) -> Tensor:
+    """Return rows `start` to `stop` of `resample_positions`, `[1, rows·w, C]`, without computing the others."""
+    if old == new:
+        return positions[:, start * new[1] : stop * new[1]]
+    image = torch.unflatten(positions, 1, old).permute(0, 3, 1, 2)
+    # PyTorch's bilinear rule. Rows and columns are independent, so the few rows that are read can be widened first.
+    dtype = torch.promote_types(positions.dtype, torch.float32)
+    row = torch.arange(start, stop, device=positions.device, dtype=dtype)
+    row = ((row + 0.5) * (old[0] / new[0]) - 0.5).clamp(min=0)
+    upper = row.floor().long().clamp(max=old[0] - 1)
+    lower = (upper + 1).clamp(max=old[0] - 1)
+    # Host numbers, not read from a device; one row more on each side, since float32 rounds otherwise.
+    first, last = (int((place + 0.5) * old[0] / new[0] - 0.5) for place in (start, stop - 1))
+    first, last = max(0, first - 1), min(last + 2, old[0] - 1)
+    wide = image[:, :, first : last + 1].to(dtype)
+    wide = F.interpolate(wide, size=(wide.shape[2], new[1]), mode="bilinear", align_corners=False)
+    wide = wide.permute(0, 2, 3, 1)  # [1, rows, w, C]
+    share = (row - upper)[None, :, None, None]
+    rows = torch.lerp(wide[:, upper - first], wide[:, lower - first], share)
+    return rows.flatten(1, 2).to(positions.dtype)
+
+
 def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
     # In float32 at least: half-precision interpolation is missing or coarse on some devices.
     wide = image.to(torch.promote_types(image.dtype, torch.float32))
@@ -311,6 +339,9 @@ def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Tensor:
     """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
+    if grid.band is not None:
+        start, height = grid.band
+        return resample_position_rows(positions, native, (height, grid.size[1]), start, start + grid.size[0])
     if grid.extents is None:
         return resample_positions(positions, native, grid.size)
     canvases: list[Tensor] = []  # not a dict by extent: torch.compile would compile again for every new key
