@@ -288,7 +288,7 @@ class _Run:
         self.tokens: _Tokens | None = None  # after the steps so far
         self.prefix: Tensor | None = None  # [1, P, C]
         self.summary: _Summary | None = None  # of the input of the next step
-        self.band_bytes = 0
+        self.held = 0  # bytes of stored tokens on the device
 
     def execute(self, sinks: dict[int, list[Sink]], until: Block | None = None) -> None:
         """Run all steps, or those before a block, and hand the grid tokens of levels to sinks, in order."""
@@ -361,6 +361,7 @@ class _Run:
             x = x if finer is None else torch.unflatten(x, 2, (-1, in_width))
             out, _ = level.embed(x, Grid(last - first, in_width, band=(first, in_height)))
             self._finish_band(tokens, start, out[:, (start - low) * width : (stop - low) * width], work, sinks)
+        self.held -= 0 if finer is None else finer.device_bytes
         self.tokens = tokens
 
     def _run_block(self, block: Block, work: float, sinks: Sequence[Sink], *, skip_grid: bool) -> None:
@@ -404,12 +405,13 @@ class _Run:
             inner = slice((start - low) * width, (stop - low) * width)
             attended = attend(x, start, (x.shape[1] // width, width))[:, inner]
             self._finish_band(tokens, start, block.after_attention(x[:, inner], attended), work, sinks)
+        self.held = tokens.device_bytes  # vertical stripes are no longer needed
 
     def _run_whole(self, block: Block, tokens: _Tokens, work: float, sinks: Sequence[Sink]) -> None:
         """Run a block with softmax attention over the whole map: all tokens at once."""
         height, width, _ = tokens.data.shape
         needed = height * width * self._block_bytes(block)
-        if needed > self.memory - tokens.device_bytes:
+        if needed > self.memory - self.held:
             raise ValueError(
                 f"softmax attention over {height * width:,} tokens takes about {needed / 2**30:.1f} GiB; allow more "
                 "memory, take a coarser level of the image, or an InLine model"
@@ -423,7 +425,7 @@ class _Run:
         """Return the first half of the channels of CSWin's attention, which runs down columns."""
         attention = cast(StripeAttention, block.attn)
         stripe, (height, width, channels) = cast(int, attention.stripe_width), tokens.data.shape
-        out = self._allocate(height, width, channels // 2, beside=tokens)
+        out = self._allocate(height, width, channels // 2)
         for start, stop in self._bands(width, height, self._block_bytes(block), align=stripe):
             columns = tokens.data[:, start:stop].to(self.device).flatten(0, 1)[None]
             attended = attention.attend(block.norm1(columns), (height, stop - start))[0, :, : channels // 2]
@@ -457,7 +459,7 @@ class _Run:
         self, height: int, width: int, bytes_per_token: int, *, halo: int = 0, align: int = 1, offset: int = 0
     ) -> Iterator[tuple[int, int]]:
         """Yield first and last row of bands that fit into memory. They end at `offset` and multiples of `align`."""
-        free = self.memory - (0 if self.tokens is None else self.tokens.device_bytes)
+        free = self.memory - self.held
         rows = free // (bytes_per_token * width) - 2 * halo
         if rows < align and rows < height:
             least = self.memory - free + (min(align, height) + 2 * halo) * bytes_per_token * width
@@ -479,10 +481,10 @@ class _Run:
         attention = channels * (7 * item + 6 * 4)  # sums are in float32
         return max(attention, item * (6 * channels + 2 * _hidden(block)))
 
-    def _allocate(self, height: int, width: int, channels: int, beside: _Tokens | None = None) -> _Tokens:
+    def _allocate(self, height: int, width: int, channels: int) -> _Tokens:
         shape, size = (height, width, channels), height * width * channels * self.dtype.itemsize
-        held = 0 if beside is None else beside.device_bytes
-        if size + held <= self.memory * SHARE_FOR_TOKENS:
+        if size + self.held <= self.memory * SHARE_FOR_TOKENS:
+            self.held += size
             return _Tokens(torch.empty(shape, device=self.device, dtype=self.dtype), self.device, size)
         if self.device.type != "cpu" and size <= _free_host_memory() * SHARE_OF_HOST:
             return _Tokens(torch.empty(shape, dtype=self.dtype, pin_memory=True), self.device, 0)
