@@ -83,9 +83,9 @@ def test_tokens_in_a_file(tmp_path, monkeypatch):
     """Tokens that take more than their share of the memory are in a file, which does not stay."""
     files, in_file = [], streaming._in_file
     monkeypatch.setattr(streaming, "_in_file", lambda *a: files.append(a[1]) or in_file(*a))
-    model, pixels = create("inline_pvt_tiny"), image(260, 257)
-    found = streamed(model, "1300KiB", folder=tmp_path)(pixels)
-    assert files == [65 * 65 * 64 * 4]
+    model, pixels = create("inline_pvt_tiny"), image(340, 257)
+    found = streamed(model, "2MiB", folder=tmp_path)(pixels)
+    assert files == [85 * 65 * 64 * 4]
     assert list(tmp_path.iterdir()) == []
     with torch.inference_mode():
         torch.testing.assert_close(found, model(pixels[None]), rtol=1e-5, atol=1e-5)
@@ -141,7 +141,7 @@ def test_too_small_a_disk_is_known_before(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="are free"):
         streamed(create("inline_deit_tiny")).write_features(image(100, 70), tmp_path)
     with pytest.raises(OSError, match="are free"):
-        streamed(create("inline_pvt_tiny"), "1300KiB")(image(260, 257))
+        streamed(create("inline_pvt_tiny"), "2MiB")(image(340, 257))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from inline_attention.data.images import READERS, ImageError
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError
 from inline_attention.support.files import NotARegularFileError, open_regular
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
@@ -116,15 +117,24 @@ def open_slide(path: str | os.PathLike[str], level: int = 0) -> Slide:
         return (_VendorSlide if path.suffix.lower() in VENDOR_SUFFIXES else _TiffSlide)(path, level)
 
 
-def is_tiled(path: str | os.PathLike[str]) -> bool:
-    """True if a file can be read in rows by `open_slide` with bounded memory; False if it cannot be opened."""
-    if Path(path).suffix.lower() not in SLIDE_SUFFIXES:
+def needs_streaming(path: str | os.PathLike[str], max_pixels: int = DEFAULT_MAX_PIXELS) -> bool:
+    """True if a file is too large to decode whole, but `open_slide` can read it in rows.
+
+    Raises:
+        ModuleNotFoundError: If it is of a vendor's format, whose reader is not installed.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SLIDE_SUFFIXES:
         return False
     try:
-        open_slide(path).close()
+        with open_slide(path) as slide:
+            return suffix in VENDOR_SUFFIXES or slide.size[0] * slide.size[1] > max_pixels
     except ImageError:
-        return False
-    return True
+        return suffix not in SUFFIXES  # to be named when it is opened
+    except ModuleNotFoundError:
+        if suffix in SUFFIXES:
+            return False  # small ones need no extra
+        raise
 
 
 @contextmanager
@@ -157,11 +167,14 @@ class _TiffSlide(Slide):
             self._bytes = os.fstat(self._file.fileno()).st_size
             if self._bytes == 0:
                 raise ImageError(path, "is empty; expected a TIFF")
-            # Its `series` are not used: those of some formats name other files.
+            # Not its `series`: those of some formats name other files.
             pages = _level_pages(tifffile.TiffFile(self._file, name=path.name))
             super().__init__(path, [(page.imagelength, page.imagewidth) for page in pages], level)
             self._page = pages[level]
             self._check()
+            # All that is read from the file lazily is read now: threads that decode must not move in it.
+            tables: Any = {"jpegtables": self._page.jpegtables, "jpegheader": self._page.jpegheader}
+            self._decode = partial(self._page.decode, **tables)
             self._cached: tuple[int, np.ndarray] | None = None
             self._threads = ThreadPoolExecutor(READERS)
         except BaseException:
@@ -247,13 +260,12 @@ class _TiffSlide(Slide):
 
         def decode(tile: tuple[int, int, int, bytes]) -> None:
             plane, column, number, content = tile
-            tables: Any = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader}
             try:
                 if int(page.compression) in WITH_SIZE:
                     with Image.open(io.BytesIO(content), formats=["JPEG", "JPEG2000", "WEBP"]) as image:
                         if image.width > tile_width or image.height > tile_height:
                             raise ValueError(f"it has {image.width}×{image.height} pixels of its own")
-                decoded = page.decode(content, number, **tables)[0]
+                decoded = self._decode(content, number)[0]
             except Exception as error:
                 raise ImageError(
                     self.path, f"is damaged: tile {column} of row {row} cannot be decoded ({_line(error)})"

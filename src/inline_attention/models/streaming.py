@@ -162,6 +162,12 @@ class StreamedModel:
             run.execute(sinks)
         return list(paths.values())
 
+    def grid_size(self, source: PixelSource | Tensor, layer: int) -> tuple[int, int]:
+        """Return rows and columns of the tokens of an image in a block."""
+        block = self._block(layer)
+        level = next(i for i, item in enumerate(self.model.network()) if any(b is block for b in item.blocks))
+        return _Run(self, source, level).grids[-1]
+
     def attention_maps(
         self, source: PixelSource | Tensor, layer: int, tokens: Sequence[tuple[int, int] | None], most_cells: int = 512
     ) -> TokenMaps:
@@ -173,21 +179,25 @@ class StreamedModel:
             tokens: Row and column of each query token; None for the class token.
             most_cells: Largest side of the maps.
         """
-        blocks = blocks_of(self.model)
-        if not -len(blocks) <= layer < len(blocks):
-            raise ValueError(f"the model has {len(blocks)} layers, 0 to {len(blocks) - 1}, got {layer}")
-        block = blocks[layer]
-        if not isinstance(block.attn, KernelAttention):
-            linear = [str(index) for index, block in enumerate(blocks) if isinstance(block.attn, KernelAttention)]
-            raise ValueError(
-                f"layer {layer} has softmax attention, whose weights need quadratic memory; "
-                + (f"choose one of the layers {', '.join(linear)}" if linear else "use an InLine model")
-            )
+        block = self._block(layer)
         level = next(i for i, item in enumerate(self.model.network()) if any(b is block for b in item.blocks))
         run = _Run(self, source, level)
         with torch.inference_mode():
             run.execute({}, until=block)
             return run.token_maps(tokens, most_cells)
+
+    def _block(self, layer: int) -> Block:
+        """Return the block of a layer, which must have linear-time attention."""
+        blocks = blocks_of(self.model)
+        if not -len(blocks) <= layer < len(blocks):
+            raise ValueError(f"the model has {len(blocks)} layers, 0 to {len(blocks) - 1}, got {layer}")
+        if not isinstance(blocks[layer].attn, KernelAttention):
+            linear = [str(index) for index, block in enumerate(blocks) if isinstance(block.attn, KernelAttention)]
+            raise ValueError(
+                f"layer {layer} has softmax attention, whose weights need quadratic memory; "
+                + (f"choose one of the layers {', '.join(linear)}" if linear else "use an InLine model")
+            )
+        return blocks[layer]
 
 
 class _Mean:
