@@ -126,7 +126,7 @@ def measure_slide_maps(
     grid = reader.grid_size(slide, layer)
     cell = -(-max(grid) // SLIDE_CELLS)
     cells = -(-grid[0] // cell), -(-grid[1] // cell)
-    chosen = [tuple(place) for place in tokens or ()] or [
+    chosen = list(tokens or ()) or [
         (min(row * cell + cell // 2, grid[0] - 1), min(column * cell + cell // 2, grid[1] - 1))
         for row, column in interesting_tokens(thumbnail, cells, count)
     ]

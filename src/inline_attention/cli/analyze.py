@@ -272,9 +272,10 @@ def attention_map(
             lambda: maps.draw_attention_maps(found, image.name, weights_note(subjects), options.output),
         )  # fmt: skip
         return
-    picture = (
-        digits("validation").load(options.seed % 360) if image is None else load_image(image, max_pixels=max_pixels)
-    )
+    if image is None:
+        picture = digits("validation").load(options.seed % 360)
+    else:
+        picture = load_image(image, max_pixels=max_pixels)
     name = "a digit" if image is None else image.name
     subjects = load_subjects(options, for_digits=image is None)
     found: list[maps.AttentionMaps] = []

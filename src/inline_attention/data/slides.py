@@ -249,7 +249,7 @@ class _TiffSlide(Slide):
         rows = min(tile_height, height - row * tile_height)
         samples = min(page.samplesperpixel, 3) if page.samplesperpixel >= 3 else 1
         planes = samples if self._planes > 1 else 1
-        pixels = np.empty((rows, width, samples), dtype=page.dtype)
+        pixels: np.ndarray = np.empty((rows, width, samples), dtype=page.dtype)
 
         def numbers() -> Iterator[tuple[int, int, int, bytes]]:
             for plane in range(planes):
@@ -283,7 +283,7 @@ class _TiffSlide(Slide):
 
         list(self._threads.map(decode, numbers()))
         if pixels.dtype == np.uint16:
-            pixels = (pixels >> 8).astype(np.uint8)
+            pixels = np.right_shift(pixels, 8).astype(np.uint8)
         if page.photometric.name == "MINISWHITE":
             pixels = 255 - pixels
         return pixels if samples == 3 else np.repeat(pixels, 3, axis=2)
