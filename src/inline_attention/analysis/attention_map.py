@@ -196,14 +196,14 @@ def kernel_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
 def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: str, folder: Path) -> list[Path]:
     """Write `attention-map.png` and `.svg`: a row per token, a column per model, kernels below."""
     tokens = len(maps[0].maps)
+    with_kernels = any(item.kernels is not None for item in maps)
     small_print = (
         f"{note} Weights in multiples of the uniform weight. Red is positive, blue negative; one scale per model, "
-        "cut at its 99.5th percentile. The green square is the query. Maps do not include the local term, whose "
-        "kernels (means over channels, per head) are shown below."
+        "cut at its 99.5th percentile. The green square is the query. Maps do not include the local term"
+        + (", whose kernels (means over channels, per head) are shown below." if with_kernels else ".")
     )
     first = maps[0].pixels
     panel_height = 2.5 * min(1.6, max(0.55, first.shape[1] / first.shape[2]))
-    with_kernels = any(item.kernels is not None for item in maps)
     height = tokens * panel_height + (1.7 if with_kernels else 0) + 1.7
     title = f"Where tokens of {printable(picture_name)} look"
     with new_figure(max(8.5, 3.1 * (1 + len(maps))), height, title, small_print) as figure:
