@@ -68,6 +68,7 @@ class AttentionMaps:
     pixels: Tensor  # [3, height, width] uint8, as the model sees them
     maps: tuple[TokenMap, ...]
     kernels: Tensor | None  # [heads, 3, 3] float64, of the local term, means over channels
+    cell_pixels: int = 0  # of a slide: pixels along a side of a place of the grid
 
 
 def measure_attention_maps(
@@ -143,9 +144,9 @@ def measure_slide_maps(
             chosen, found.weights.double(), found.prefix_weights.double(), strict=True
         )
     )  # fmt: skip
-    name = list(attention_layers(subject.model))[layer]
+    name, index = list(attention_layers(subject.model))[layer], layer % len(blocks)
     return AttentionMaps(
-        subject.label, subject.kind, layer % len(blocks), name, tuple(picked), cells, thumbnail, maps, None
+        subject.label, subject.kind, index, name, tuple(picked), cells, thumbnail, maps, None, found.cell_pixels
     )
 
 

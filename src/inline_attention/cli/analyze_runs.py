@@ -13,6 +13,7 @@ from rich.table import Table
 
 from inline_attention.analysis.attention_map import AttentionMaps, measure_slide_maps
 from inline_attention.analysis.scaling import twins_of
+from inline_attention.analysis.slide_page import write_slide_page
 from inline_attention.analysis.subjects import (
     PictureSample,
     Subject,
@@ -148,7 +149,7 @@ def finish(
 def measure_slide(
     options: ModelOptions, path: Path, streaming: Streaming, **arguments: Any
 ) -> tuple[list[Subject], list[AttentionMaps]]:
-    """Return the models whose attention can be streamed, and their maps of a slide."""
+    """Return the models whose attention can be streamed, and their maps of a slide; write the page of the slide."""
     if options.size is not None:
         fail(f"{path.name} is too large to be resized; choose a --level instead of a --size")
     subjects = [subject for subject in load_subjects(options, for_digits=False) if subject.kind != "softmax"]
@@ -163,6 +164,9 @@ def measure_slide(
             found.append(
                 measure_slide_maps(subject, slide, memory=streaming.memory, on_progress=on_progress, **arguments)
             )
+        with writing_to(options.output):
+            write_slide_page(options.output / "slide", slide, found, weights_note(subjects))
+    say(f"to zoom into: {options.output / 'slide' / 'index.html'}", err=True)
     return subjects, found
 
 

@@ -60,6 +60,7 @@ class TokenMaps(NamedTuple):
 
     grid_size: tuple[int, int]
     cell: int  # tokens along a side of a square
+    cell_pixels: int  # pixels of the image along a side of a square
     weights: Tensor  # [tokens, H, ceil(h / cell), ceil(w / cell)], times N + P: 1 is the uniform weight
     prefix_weights: Tensor  # [tokens, H, P], times N + P
 
@@ -353,7 +354,8 @@ class _Run:
             for _, _, _, x in self._rows(tokens, 0, self._block_bytes(summary.block) + extra, align=cell)
         ]
         prefix_weights = q.new_empty(len(places), attention.num_heads, 0) if prefix is None else weights(prefix)
-        return TokenMaps((height, width), cell, torch.cat(cells, dim=2).cpu(), prefix_weights.cpu())
+        pixels = cell * self.model.feature_info[self.last]["reduction"]
+        return TokenMaps((height, width), cell, pixels, torch.cat(cells, dim=2).cpu(), prefix_weights.cpu())
 
     def _run_embedding(self, level: Level, grid_size: tuple[int, int], work: float, sinks: Sequence[Sink]) -> None:
         assert level.embed is not None
