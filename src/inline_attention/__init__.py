@@ -12,7 +12,7 @@ from inline_attention import registration
 
 if TYPE_CHECKING:
     from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
-    from inline_attention.models import create_model, list_models, load_checkpoint
+    from inline_attention.models import create_model, list_models, load_checkpoint, streamed
     from inline_attention.ops import (
         AttentionState,
         attend,
@@ -43,11 +43,12 @@ __all__ = [
     "load_checkpoint",
     "local_residual",
     "merge_states",
+    "streamed",
 ]
 
 _PUBLIC = {
     "layers": ("InLineAttention", "LinearAttention", "SoftmaxAttention", "convert_attention"),
-    "models": ("create_model", "list_models", "load_checkpoint"),
+    "models": ("create_model", "list_models", "load_checkpoint", "streamed"),
     "ops": (
         "AttentionState",
         "attend",

@@ -259,3 +259,24 @@ def test_results_from_before_are_not_replaced_without_a_word(trained, tmp_path):
     again = trained(*command)
     assert again.exit_code == 0
     assert f"{tmp_path / 'out' / 'locality.json'} and what belongs to it will be replaced" in again.stderr
+
+
+def test_attention_maps_of_a_slide(invoke, checkpoints, tmp_path):
+    """A tiled file above the limit is streamed; softmax models are left out."""
+    pytest.importorskip("tifffile")
+    from inline_attention.data.marked_slides import Mark, write_slide
+
+    write_slide(tmp_path / "slide.tif", 300, (Mark("ring", 40, 40), Mark("cross", 250, 200)), 24, 0)
+    models = [option for folder in checkpoints for option in ("--checkpoint", folder / "model.safetensors")]
+    limited = ("attention-map", tmp_path / "slide.tif", "--max-pixels", 1000, "--token", "20,21", *models)
+    result = invoke(*limited)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("slide.tif: streaming 300×300 pixels through") == 2
+    with (tmp_path / "out" / "attention-map.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["model"] for row in rows} == {"inline_deit_tiny", "linear_deit_tiny"}
+    assert len(rows) == 2 * 150 * 150
+    total = sum(float(row["weight"]) for row in rows if row["model"] == "inline_deit_tiny")
+    assert total == pytest.approx(1, abs=0.01), "the rest is the class token's"
+    assert "outside the grid of 150×150 tokens" in invoke(*limited[:-6], "--token", "150,0", *models[:2]).output
+    assert "choose a --level instead of a --size" in invoke(*limited, "--size", 64).output

@@ -100,3 +100,23 @@ def test_check_of_boxes_without_masks(invoke, tmp_path):
         == 2
     )
     assert required.output.count(": 1 faults") == 2
+
+
+def test_slides(invoke, tmp_path):
+    small = ("--images", 2, "--validation-images", 2, "--size", 128, "--mark-size", 8)
+    result = invoke("slides", "--output", tmp_path / "new", *small)
+    assert result.exit_code == 0, result.output
+    assert "2 slides to train on, 2 to validate on" in result.output
+    names = [str(path.relative_to(tmp_path / "new")) for path in (tmp_path / "new").rglob("*.tif")]
+    assert sorted(names)[0] == "train/different/000001.tif"
+    assert len(names) == 4
+    from inline_attention.data.datasets import open_dataset
+
+    source = open_dataset("folder", tmp_path / "new", "train")
+    assert list(source.class_names) == ["different", "same"]
+    assert source.load(0).size == (128, 128)
+    assert invoke("slides", "--output", tmp_path / "new", *small, "--seed", 1).exit_code == 1
+    assert (
+        "mark_size must be 8 to 16 pixels"
+        in invoke("slides", "--output", tmp_path / "x", "--size", 128, "--mark-size", 99).output
+    )

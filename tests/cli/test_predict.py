@@ -167,3 +167,33 @@ def test_a_photograph_of_twelve_megapixels(invoke, tmp_path):
     result = invoke(tmp_path / "photo.jpg", "--save", tmp_path / "annotated.jpg")
     assert result.exit_code == 0, result.output
     assert Image.open(tmp_path / "annotated.jpg").size == (4000, 3000)
+
+
+def test_a_tiled_file_that_is_too_large_is_streamed(invoke, checkpoint, tmp_path):
+    from inline_attention import streamed
+    from inline_attention.data.marked_slides import write_slide
+    from inline_attention.data.slides import open_slide
+
+    slide = tmp_path / "slide.tif"
+    write_slide(slide, 300, (), 16, 0)
+    few = ("--max-pixels", 50_000, "--json", "--top", 3)
+    result = invoke(slide, *few, "--memory", "8MiB", "--save", tmp_path / "new" / "a.png")
+    assert result.exit_code == 0, result.output
+    assert "slide.tif: streaming 300×300 pixels, level 0 of 2" in result.stderr
+    found = {item["index"]: item["probability"] for item in json.loads(result.stdout)[0]["predictions"]}
+    classifier = ImageClassifier.from_checkpoint(checkpoint, device="cpu")
+    with open_slide(slide) as opened:
+        expected = streamed(classifier.model)(opened).softmax(-1)[0].tolist()
+    assert found == pytest.approx(dict(enumerate(expected)), abs=1e-5)
+    assert Image.open(tmp_path / "new" / "a.png").width >= 300
+
+    assert "streaming 38×38 pixels, level 1 of 2" in invoke(slide, "--level", 1).stderr
+    assert "expected 0 to 1, got level 5" in invoke(slide, "--level", 5).stderr
+    assert "choose a level instead of a size" in invoke(slide, *few, "--size", 64).stderr
+    assert "memory must be at least" in invoke(slide, *few, "--memory", "10KiB").stderr
+    write_slide(tmp_path / "thin.tif", 8, (), 1, 0)
+    assert "at least 16 pixels high and wide, got 8×8" in invoke(tmp_path / "thin.tif", "--level", 0).stderr
+    (tmp_path / "cut.tif").write_bytes(slide.read_bytes()[:9000])
+    assert "is truncated" in invoke(tmp_path / "cut.tif", "--level", 0).stderr
+    Image.fromarray(np.zeros((300, 300, 3), np.uint8)).save(tmp_path / "a.png")
+    assert "decompression bomb" in invoke(tmp_path / "a.png", *few).stderr, "the guard stays for other formats"

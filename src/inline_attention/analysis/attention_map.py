@@ -5,18 +5,30 @@ Shapes: `h`×`w` token grid, `H` heads, `P` prefix tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inline_attention.analysis.probes import LayerAttention, capture_attention, choose_heads, choose_layers
+from inline_attention.analysis.probes import (
+    LayerAttention,
+    attention_layers,
+    capture_attention,
+    choose_heads,
+    choose_layers,
+)
 from inline_attention.analysis.subjects import Subject
+from inline_attention.data.slides import Slide
+from inline_attention.layers.attention import KernelAttention
+from inline_attention.models.base import blocks_of
+from inline_attention.models.streaming import streamed
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, draw_picture, new_figure, save
 from inline_attention.support.text import printable
@@ -25,6 +37,7 @@ Place = tuple[int, int]  # row and column on a token grid
 LEAST_WITH_BORDER = 6  # tokens along a side, from which on the outermost are not chosen
 QUERY_COLOR = "#00E5A8"  # visible on photographs and on both color maps
 MOST_KERNELS = 12
+SLIDE_CELLS = 256  # along a side of the maps of a slide
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,7 @@ class AttentionMaps:
     pixels: Tensor  # [3, height, width] uint8, as the model sees them
     maps: tuple[TokenMap, ...]
     kernels: Tensor | None  # [heads, 3, 3] float64, of the local term, means over channels
+    cell_pixels: int = 0  # of a slide: pixels along a side of a place of the grid
 
 
 def measure_attention_maps(
@@ -83,6 +97,56 @@ def measure_attention_maps(
     kernels = None if local is None else local[0, picked].double().mean(1).cpu()
     return AttentionMaps(
         subject.label, found.rule.kind, found.index, found.name, tuple(picked), found.grid_size, pixels, maps, kernels
+    )
+
+
+def measure_slide_maps(
+    subject: Subject,
+    slide: Slide,
+    *,
+    layer: int | None = None,
+    heads: Sequence[int] | None = None,
+    tokens: Sequence[Place] | None = None,
+    count: int = 3,
+    memory: str | int = "4GiB",
+    on_progress: Callable[[float], None] | None = None,
+) -> AttentionMaps:
+    """Take the weights of some tokens of a slide, as `measure_attention_maps` does, in linear memory.
+
+    The maps are averaged over cells of tokens, and so are the places of `AttentionMaps`. `tokens` are rows and columns
+    of the whole grid. The default layer is the middle one of those with linear-time attention.
+    """
+    blocks = blocks_of(subject.model)
+    linear = [index for index, block in enumerate(blocks) if isinstance(block.attn, KernelAttention)]
+    if layer is None:
+        if not linear:
+            raise ValueError(f"{subject.label} has softmax attention only, which needs quadratic memory on slides")
+        layer = linear[len(linear) // 2]
+    reader = streamed(subject.model, memory, on_progress=on_progress)
+    thumbnail = torch.from_numpy(np.array(slide.thumbnail(SLIDE_CELLS))).permute(2, 0, 1)
+    grid = reader.grid_size(slide, layer)
+    cell = -(-max(grid) // SLIDE_CELLS)
+    cells = -(-grid[0] // cell), -(-grid[1] // cell)
+    chosen = list(tokens or ()) or [
+        (min(row * cell + cell // 2, grid[0] - 1), min(column * cell + cell // 2, grid[1] - 1))
+        for row, column in interesting_tokens(thumbnail, cells, count)
+    ]
+    found = reader.attention_maps(slide, layer, chosen, SLIDE_CELLS)
+    number = found.weights.shape[1]
+    picked = list(range(number)) if heads is None else list(heads)
+    if not all(0 <= head < number for head in picked):
+        raise ValueError(f"layer {layer} has heads 0 to {number - 1}, got {', '.join(map(str, picked))}")
+    uniform = 1 / (math.prod(grid) + found.prefix_weights.shape[2])
+    maps = tuple(
+        TokenMap((row // cell, column // cell), weights[picked].mean(0) * uniform, prefix[picked].mean(0) * uniform,
+                 uniform)
+        for (row, column), weights, prefix in zip(
+            chosen, found.weights.double(), found.prefix_weights.double(), strict=True
+        )
+    )  # fmt: skip
+    name, index = list(attention_layers(subject.model))[layer], layer % len(blocks)
+    return AttentionMaps(
+        subject.label, subject.kind, index, name, tuple(picked), cells, thumbnail, maps, None, found.cell_pixels
     )
 
 
@@ -133,14 +197,15 @@ def kernel_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
 def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: str, folder: Path) -> list[Path]:
     """Write `attention-map.png` and `.svg`: a row per token, a column per model, kernels below."""
     tokens = len(maps[0].maps)
+    with_kernels = any(item.kernels is not None for item in maps)
     small_print = (
         f"{note} Weights in multiples of the uniform weight, 1. Purple is above it, green below, also where "
         "weights are negative; one scale per model, cut at its 99.5th percentile. The framed token is the query. Maps "
-        "do not include the local term, whose kernels (means over channels, per head) are shown below."
+        "do not include the local term"
+        + (", whose kernels (means over channels, per head) are shown below." if with_kernels else ".")
     )
     first = maps[0].pixels
     panel_height = 2.5 * min(1.6, max(0.55, first.shape[1] / first.shape[2]))
-    with_kernels = any(item.kernels is not None for item in maps)
     height = tokens * panel_height + (1.7 if with_kernels else 0) + 1.7
     title = f"Where tokens of {printable(picture_name)} look"
     with new_figure(max(8.5, 3.1 * (1 + len(maps))), height, title, small_print) as figure:

@@ -291,7 +291,7 @@ def _read_token_attention(
     local_input = arguments.get("local_input")
     local_weight = attention._local_weight(x if local_input is None else local_input, None)
     grid_size = attention._resolve_grid(x.shape[1], arguments.get("grid_size"), x)
-    q, k, v = attention._project(x, None, local_weight, grid_size, arguments.get("rope"))[:3]
+    q, k, v = attention.project(x, None, local_weight, grid_size, arguments.get("rope"))[:3]
     # Kernels may be views of parameters; an analysis needs no gradients.
     kernels = None if local_weight is None else local_weight.detach()
     static = attention.static_local
@@ -324,7 +324,7 @@ def _windows(
     """Return the groups `[H, N]` of tokens in one window, and the position bias."""
     side = attention.window_size
     windows = Windows.cover(grid_size, (side, side))
-    shift = attention._shift(*grid_size)
+    shift = attention.shift_of(*grid_size)
     regions = windows.regions(shift, device)  # [W, side, side]
     window = torch.arange(len(regions), device=device)[:, None, None]
     groups = _per_token(windows, window * (1 + regions.max()) + regions, shift)

@@ -10,8 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from inline_attention.cli.options import (
+    DEFAULT_MAX_PIXELS,
     BatchSize,
     Device,
+    Level,
+    MaxPixels,
+    Memory,
     Output,
     Seed,
     parse_numbers,
@@ -278,18 +282,38 @@ def attention_map(
     head: Annotated[
         list[int] | None, typer.Option(help="Head, from 0; several are averaged.", show_default="all")
     ] = None,
+    level: Level = None,
+    max_pixels: MaxPixels = DEFAULT_MAX_PIXELS,
+    memory: Memory = "4GiB",
 ) -> None:
-    """Draw the attention of single tokens of a picture, and the kernels of the local residual."""
+    """Draw the attention of single tokens of a picture, and the kernels of the local residual.
+
+    Tiled files too large to decode are streamed at full resolution. Their maps are averaged over cells of tokens.
+    """
     tokens = [parse_token(text) for text in token or ()]
     from inline_attention.analysis import attention_map as maps
     from inline_attention.analysis.subjects import weights_note
-    from inline_attention.cli.analyze_runs import finish, load_subjects, start
+    from inline_attention.cli.analyze_runs import finish, load_subjects, measure_slide, start
     from inline_attention.cli.analyze_tables import map_table
     from inline_attention.data.datasets import digits
     from inline_attention.data.images import limit_aspect_ratio, load_image
+    from inline_attention.tasks.classification.prediction import Streaming
 
+    streaming = Streaming(max_pixels, level, memory)
     console = start(options.output, "attention-map")
-    picture = digits("validation").load(options.seed % 360) if image is None else load_image(image)
+    if image is not None and streaming.applies_to(image):
+        subjects, found = measure_slide(options, image, streaming, layer=layer, heads=head, tokens=tokens)
+        finish(
+            console, options.output, "attention-map", [map_table(found)], subjects,
+            {"weights": list(maps.weight_rows(found)), "kernels": []},
+            options.described() | {"image": image.name, "level": level or 0},
+            lambda: maps.draw_attention_maps(found, image.name, weights_note(subjects), options.output),
+        )  # fmt: skip
+        return
+    if image is None:
+        picture = digits("validation").load(options.seed % 360)
+    else:
+        picture = load_image(image, max_pixels=max_pixels)
     name = "a digit" if image is None else image.name
     subjects = load_subjects(options, for_digits=image is None)
     found: list[maps.AttentionMaps] = []

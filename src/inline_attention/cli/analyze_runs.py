@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
+from inline_attention.analysis.attention_map import AttentionMaps, measure_slide_maps
 from inline_attention.analysis.linearize import as_probed_softmax, softmax_subject
 from inline_attention.analysis.scaling import twins_of
+from inline_attention.analysis.slide_page import write_slide_page
 from inline_attention.analysis.subjects import (
     PictureSample,
     Subject,
@@ -25,12 +27,23 @@ from inline_attention.analysis.subjects import (
 )
 from inline_attention.benchmark.results import flat_row, write_results
 from inline_attention.cli.analyze import ModelOptions, PictureOptions
-from inline_attention.cli.printing import draw_if_possible, fail, make_console, progress_bar, say, warn, writing_to
+from inline_attention.cli.printing import (
+    draw_if_possible,
+    fail,
+    make_console,
+    progress_bar,
+    say,
+    streaming_task,
+    warn,
+    writing_to,
+)
 from inline_attention.data.datasets import open_dataset
+from inline_attention.data.slides import open_slide
 from inline_attention.data.sources import DataError, ImageSource
 from inline_attention.models import list_models
 from inline_attention.recipes.small import DIGITS
 from inline_attention.support.figures import numbered_styles
+from inline_attention.tasks.classification.prediction import Streaming
 
 DEFAULT_MODEL, SOFTMAX_MODEL = "inline_deit_tiny", "vit_tiny_patch16_224"
 SHOWN_BROKEN = 3
@@ -162,6 +175,30 @@ def load_softmax_subjects(options: ModelOptions, *, for_digits: bool) -> list[Su
     ]
     warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
     return subjects
+
+
+def measure_slide(
+    options: ModelOptions, path: Path, streaming: Streaming, **arguments: Any
+) -> tuple[list[Subject], list[AttentionMaps]]:
+    """Return the models whose attention can be streamed, and their maps of a slide; write the page of the slide."""
+    if options.size is not None:
+        fail(f"{path.name} is too large to be resized; choose a --level instead of a --size")
+    subjects = [subject for subject in load_subjects(options, for_digits=False) if subject.kind != "softmax"]
+    if not subjects:
+        fail("the weights of softmax attention need quadratic memory on such images; use an InLine model")
+    found: list[AttentionMaps] = []
+    with open_slide(path, streaming.level or 0) as slide, progress_bar(make_console(stderr=True)) as progress:
+        height, width = slide.size
+        for subject in subjects:
+            sentence = f"{path.name}: streaming {width}×{height} pixels through {subject.label}"
+            on_progress = streaming_task(progress)(sentence)
+            found.append(
+                measure_slide_maps(subject, slide, memory=streaming.memory, on_progress=on_progress, **arguments)
+            )
+        with writing_to(options.output):
+            write_slide_page(options.output / "slide", slide, found, weights_note(subjects))
+    say(f"to zoom into: {options.output / 'slide' / 'index.html'}", err=True)
+    return subjects, found
 
 
 def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:

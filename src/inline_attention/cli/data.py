@@ -100,6 +100,32 @@ def convert(
     say(f"Dataset written to {output}: check it with `inline data check {output} --task detection`")
 
 
+@data_app.command("slides")
+def slides(
+    output: Output,
+    images: Annotated[int, typer.Option(min=2, help="Number of training slides.")] = 32,
+    validation_images: Annotated[int, typer.Option(min=2, help="Number of validation slides.")] = 8,
+    size: Annotated[int, typer.Option(min=64, max=131072, help="Pixels of a side.")] = 4096,
+    mark_size: Annotated[
+        int | None, typer.Option(min=8, help="Pixels of a mark's side.", show_default="a 32nd of --size")
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Generate large tiled TIFFs whose class depends on two small marks far apart.
+
+    A slide has two marks, each a ring or a cross. The class says whether they are the same, which no tile alone shows.
+    A killed generation resumes. `inline train --data-dir OUTPUT` reads the folders of classes.
+    """
+    from inline_attention.data.marked_slides import SlidesPlan, write_slides
+
+    plan = SlidesPlan(images, validation_images, size, mark_size or max(8, size // 32), seed)
+    with writing_to(output), progress_bar(make_console(stderr=True)) as progress:
+        task = progress.add_task("drawing slides", total=images + validation_images)
+        write_slides(output, plan, on_progress=lambda: progress.advance(task))
+    say(f"{images} slides to train on, {validation_images} to validate on; slides.csv lists their marks")
+    say(output)
+
+
 @data_app.command("check")
 def check(
     folder: Annotated[Path, typer.Argument(help="Dataset folder.", show_default=False)],

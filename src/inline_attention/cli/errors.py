@@ -18,13 +18,16 @@ TRACEBACK = "INLINE_TRACEBACK"
 EXTRAS = {
     "datasets": "hub",
     "faster_coco_eval": "detection",
+    "imagecodecs": "slides",
     "jinja2": "plots",
     "markupsafe": "plots",
     "matplotlib": "plots",
     "onnx": "export",
     "onnxruntime": "export",
     "onnxscript": "export",
+    "openslide": "slides",
     "tensorboard": "train",
+    "tifffile": "slides",
     "torchmetrics": "segmentation",
     "wandb": "wandb",
 }

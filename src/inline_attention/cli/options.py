@@ -11,6 +11,13 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder; cre
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")]
+Level = Annotated[
+    int | None,
+    typer.Option(min=0, help="Level of a tiled or pyramidal file, 0 the finest.", show_default="0, if too large"),
+]
+MaxPixels = Annotated[int, typer.Option(min=1, help="Stream tiled files above this, refuse others.")]
+Memory = Annotated[str, typer.Option(help="Memory for streaming, such as 512MiB.")]
+DEFAULT_MAX_PIXELS = 200_000_000  # that of `data.images`, which is slow to import
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OutsideFiles = Annotated[bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")]
 

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inline_attention.cli.options import AsJson, BatchSize, Device, parse_size
-from inline_attention.cli.printing import fail, make_console, progress_bar, say, say_json, warn
+from inline_attention.cli.options import (
+    DEFAULT_MAX_PIXELS,
+    AsJson,
+    BatchSize,
+    Device,
+    Level,
+    MaxPixels,
+    Memory,
+    parse_size,
+)
+from inline_attention.cli.printing import fail, make_console, progress_bar, say, say_json, streaming_task, warn
 from inline_attention.support.text import printable
 
 if TYPE_CHECKING:
     from inline_attention.cli.predictors import Predictor
 
+LARGEST_SAVED = 2048  # pixels along a side of a streamed picture
 WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
 
@@ -39,6 +49,9 @@ def predict(
     save: Annotated[
         Path | None, typer.Option(help="Write annotated pictures to this file or folder.", show_default=False)
     ] = None,
+    level: Level = None,
+    max_pixels: MaxPixels = DEFAULT_MAX_PIXELS,
+    memory: Memory = "4GiB",
     as_json: AsJson = False,
     device: Device = "auto",
     batch_size: BatchSize = 8,
@@ -46,11 +59,13 @@ def predict(
     """Predict classes (classifier), objects (detector) or classes of pixels (segmenter) in pictures.
 
     Pictures that cannot be read are reported and skipped. If you named such a picture yourself, the exit code is 1.
+    Tiled files too large to decode run whole all the same, at full resolution, streamed (classifiers).
     """
     given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
     from inline_attention.cli.predictors import build_predictor
     from inline_attention.data.images import find_images
     from inline_attention.models.registry import shipped_models
+    from inline_attention.tasks.classification.prediction import Streaming
 
     if checkpoint is None:
         name, checkpoint = next(iter(shipped_models().items()), (None, None))
@@ -66,12 +81,13 @@ def predict(
     contents: list[dict[str, Any]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd pictures and weights; the results say what matters
+        progress = progress_bar(make_console(stderr=True), redirect_stdout=sys.stdout.isatty())
         predictor = build_predictor(
             checkpoint, model_name=model, top=top, size=image_size, least_score=least_score, device=device,
-            batch_size=batch_size,
+            batch_size=batch_size, streaming=Streaming(max_pixels, level, memory, streaming_task(progress)),
         )  # fmt: skip
         stream = _with_advice(predictor.results(files))
-        with progress_bar(make_console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
+        with progress:
             for target, result in zip(targets, progress.track(stream, len(files), description="images"), strict=True):
                 found = {"error": result.error} if result.error else predictor.content(result)
                 contents.append({"path": str(result.path), **found})
@@ -133,8 +149,14 @@ def _save_targets(files: list[Path], save: Path) -> list[Path]:
 
 def _save_annotated(result: Any, predictor: Predictor, target: Path) -> None:
     from inline_attention.data.images import load_image
+    from inline_attention.data.slides import open_slide
 
     try:
-        predictor.annotated(load_image(result.path), result).save(target, quality=92)
+        if getattr(result, "level", None) is None:
+            picture = load_image(result.path)
+        else:
+            with open_slide(result.path, result.level) as slide:
+                picture = slide.thumbnail(LARGEST_SAVED)
+        predictor.annotated(picture, result).save(target, quality=92)
     except (OSError, ValueError) as error:
         fail(f"cannot write {target}: {error}; choose another place with --save")

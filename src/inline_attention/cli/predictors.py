@@ -11,7 +11,7 @@ from PIL import Image
 
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
-from inline_attention.tasks.classification.prediction import ImageClassifier
+from inline_attention.tasks.classification.prediction import ImageClassifier, Streaming
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.dense_prediction import DetectionResult, ObjectFinder, PixelClassifier
 from inline_attention.tasks.drawing import annotate, annotate_objects, annotate_pixels
@@ -36,6 +36,7 @@ def build_predictor(
     least_score: float,
     device: str,
     batch_size: int,
+    streaming: Streaming,
 ) -> Predictor:
     """Build the predictor of a weights file, a run or a training checkpoint.
 
@@ -49,13 +50,15 @@ def build_predictor(
     if task is None:
         classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, size=size, device=device)
         return Predictor(
-            lambda files: classifier.classify_files(files, top=top, batch_size=batch_size),
+            lambda files: classifier.classify_files(files, top=top, batch_size=batch_size, streaming=streaming),
             lambda result: [f"{item.probability:6.1%}  {item.name}" for item in result.predictions],
             lambda result: {"predictions": [asdict(item) for item in result.predictions]},
             lambda image, result: annotate(image, result.predictions),
         )
     if model_name is not None or isinstance(size, tuple):
         raise ValueError(f"{path} is for {task}: it knows its model, and --size is one number, of the shorter side")
+    if streaming.level is not None:
+        raise ValueError(f"{path} is for {task}: --level is for classifiers")
     if task == "detection":
         finder = ObjectFinder(file, least_score=least_score, shorter_side=size, device=find_device(device))
         return Predictor(

@@ -93,6 +93,17 @@ def progress_bar(console: Console, **options: Any) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, **options)
 
 
+def streaming_task(progress: Progress) -> Callable[[str], Callable[[float], None]]:
+    """Return a function that prints a sentence and starts a bar, for runs that report shares of their work."""
+
+    def start(sentence: str) -> Callable[[float], None]:
+        say(sentence, err=True)
+        task = progress.add_task("streaming", total=100)
+        return lambda share: progress.advance(task, 100 * share)
+
+    return start
+
+
 def make_table(
     header: Sequence[str],
     rows: Sequence[Sequence[Any]],

@@ -214,9 +214,9 @@ class TokenAttention(ProjectedAttention):
         if shards is None:
             local_weight = self._local_weight(local_input, key_padding_mask)
             grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
-            out = self.mix(self._project(x, key_padding_mask, local_weight, grid_size, rope)).flatten(2)
+            out = self.mix(self.project(x, key_padding_mask, local_weight, grid_size, rope)).flatten(2)
         else:
-            out = self._mix_rows(self._project(x, key_padding_mask, None, None, rope), local_input, shards).flatten(2)
+            out = self._mix_rows(self.project(x, key_padding_mask, None, None, rope), local_input, shards).flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
@@ -250,15 +250,15 @@ class TokenAttention(ProjectedAttention):
         """Sizes, for `print(model)`."""
         return f"dim={self.dim}, num_heads={self.num_heads}, num_prefix_tokens={self.num_prefix_tokens}"
 
-    def _project(
+    def project(
         self,
         x: Tensor,
-        key_padding_mask: Tensor | None,
-        local_weight: Tensor | None,
-        grid_size: tuple[int, int] | None,
+        key_padding_mask: Tensor | None = None,
+        local_weight: Tensor | None = None,
+        grid_size: tuple[int, int] | None = None,
         rope: Tensor | None = None,
     ) -> AttentionCall:
-        """Project tokens to queries, keys and values; normalize and rotate queries and keys."""
+        """Project tokens `[B, N, C]` to queries, keys and values; normalize and rotate queries and keys."""
         q, k, v, qkv, owns_queries = self._queries_keys_values(x)
         if self.q_norm is not None:
             q, qkv, owns_queries = self.q_norm(q).to(v.dtype), None, False
@@ -407,6 +407,34 @@ class KernelAttention(TokenAttention):
             call.q, merged, scale=call.scale, feature_map=call.feature_map, normalization=call.normalization
         )
         return out, mean.to(tokens.dtype)
+
+    def state(self, x: Tensor) -> states.AttentionState:
+        """Return the state of the keys and values of tokens `[B, N, C]`. States of disjoint sets of tokens merge."""
+        call = self.project(x)
+        return states.attention_state(call.k, call.v, feature_map=self.feature_map)
+
+    def attend_to(
+        self, x: Tensor, state: states.AttentionState, mean_token: Tensor, grid_size: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Mix tokens `[B, N, C]` as `attend` does, but over the keys of a state instead of their own.
+
+        Args:
+            x: Some rows of the grid, normalized; or prefix tokens.
+            state: State of all tokens, see `state`.
+            mean_token: `[B, C]` mean of all tokens, which predicts the local weights.
+            grid_size: Rows and columns of x. The local term takes rows beyond its edge for zeros. None for prefix
+                tokens, which have no local term.
+        """
+        call = self.project(x)
+        local: dict[str, Any] = {}
+        if grid_size is not None and self.has_local_term:
+            local_weight = self._local_weight(mean_token[:, None], None)
+            local = {"v": call.v, "local_weight": local_weight, "grid_size": grid_size}
+        options: dict[str, Any] = {"feature_map": self.feature_map, "normalization": self.normalization}
+        out = states.attend(call.q, state, scale=self.scale, **options, **local).flatten(2)
+        if local and self.static_local is not None and self.static_local.bias is not None:
+            out = out + self.static_local.bias
+        return self.attn_drop(out)
 
 
 class InLineAttention(KernelAttention):

@@ -98,6 +98,14 @@ class Block(nn.Module):
         x = _first(x, wanted) + self.drop_path1(_first(branch, wanted))
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Run the rest of the block, given its input and the output of `self.attn.attend`, `[B, N, C]` each."""
+        attention, parameters = cast(ProjectedAttention, self.attn), self._fusable_parameters()
+        if parameters is not None and unsupported_reason(x, parameters) is None:
+            return fused_feed_forward(x, attended, parameters, self.norm2.eps)
+        x = x + self.drop_path1(attention.proj_drop(attention.proj(attended)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
     def _fusable_parameters(self) -> FeedForwardParameters | None:
         """Return the parameters of everything after the attention; None if a module must be called."""
         attention, mlp = self.attn, self.mlp

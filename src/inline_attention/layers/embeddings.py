@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inline_attention.layers.grids import Grid, pad_to_multiple, positions_for, resample_positions
+from inline_attention.layers.grids import Grid, ceil_divide, pad_to_multiple, positions_for, resample_positions
 from inline_attention.layers.row_shards import RowShards
 
 
@@ -56,6 +56,8 @@ class ConvEmbedding(nn.Module):
         """Build the embedding; without `norm_eps` it has no norm, without `position_grid` no position embedding."""
         super().__init__()
         self.stride = stride
+        # Rows of the result above and below a row that read some of the same pixels, or less.
+        self.halo = ceil_divide(max(padding, kernel_size - padding - stride), stride)
         self.proj = (
             PatchConvolution(in_channels, dim, stride, stride=stride)
             if kernel_size == stride and padding == 0
@@ -95,6 +97,8 @@ class ConvEmbedding(nn.Module):
 
 class PatchMerging(nn.Module):
     """Swin's merging: 2×2 neighbors side by side, a norm, and a linear map from 4C to 2C."""
+
+    stride, halo = 2, 0
 
     def __init__(self, dim: int, *, norm_eps: float) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class Grid:
     `extents` are the rows and columns of each image, from the top left; None if all images fill the grid. They are
     host numbers: reading them from a device would wait for all work that was launched before.
 
-    `whole` is the grid that this one has the rows of, from `first_row` on: itself, unless ranks share the rows.
+    `whole` is the grid that this one has the rows of, from `first_row` on: itself, unless it has only some.
     """
 
     whole: Grid
@@ -58,6 +58,20 @@ class Grid:
             for rows, columns in (self.size, *(self.extents or ()))
         ]
         return Grid(*size, extents, self.device)
+
+
+class GridRows(Grid):
+    """Some rows of a taller grid, whose images all fill it."""
+
+    is_split = True
+
+    def __init__(self, whole: Grid, first_row: int, rows: int) -> None:
+        super().__init__(rows, whole.size[1], device=whole.device)
+        self.whole, self.first_row = whole, first_row
+
+    def coarser(self, stride: int) -> GridRows:
+        """The grid after a merging of stride×stride tokens; the first row is one of theirs."""
+        return GridRows(self.whole.coarser(stride), self.first_row // stride, ceil_divide(self.size[0], stride))
 
 
 def rectangle_mask(size: tuple[int, int], extents: Sequence[tuple[int, int]], device: torch.device | None) -> Tensor:
@@ -338,9 +352,9 @@ def _resized_rows(image: Tensor, height: int, rows: tuple[int, int]) -> Tensor:
 
 def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
     # In float32 at least: half-precision interpolation is missing or coarse on some devices.
-    if not is_exporting() and image.shape[2:] == size:
+    if not are_open(*size) and image.shape[2:] == size:
         return image
-    if not is_exporting() and size[0] == 0:  # rows below the image, in a padded batch whose rows ranks share
+    if not are_open(*size) and size[0] == 0:  # rows below the image, in a padded batch whose rows ranks share
         return image[:, :, :, :1].expand(*image.shape[:3], size[1])
     wide = image.to(torch.promote_types(image.dtype, torch.float32))
     return F.interpolate(wide, size=size, mode="bilinear", align_corners=False).to(image.dtype)

@@ -69,23 +69,25 @@ class WindowAttention(_GridAttention):
         *,
         extents: Sequence[tuple[int, int]] | None = None,
         shards: RowShards | None = None,
+        shift: tuple[int, int] | None = None,
     ) -> Tensor:
         """Mix tokens `[B, N, C]` within windows, without the output projection.
 
         `key_padding_mask` `[B, N]` is True inside each image's rectangle; `extents` are the rectangles, where known.
-        `shards` are the rows that this rank has, if ranks share them.
+        `shards` are the rows that this rank has, if ranks share them. `shift` is another one than the grid's own, for
+        some rows of a taller grid; without a mask.
         """
         _check_inputs(x, self.dim, grid_size, key_padding_mask)
         qkv = self.qkv(x)
         if shards is not None:
             grid_size, extents = shards.whole.size, shards.whole.extents
         if key_padding_mask is None:
-            return self._mix(qkv, grid_size, None, self._shift(*grid_size), shards)
+            return self._mix(qkv, grid_size, None, self.shift_of(*grid_size) if shift is None else shift, shards)
         # An image smaller than a window is not shifted when alone, so it must not be in a batch either.
         groups: dict[tuple[int, int], list[int]] = {}
         pairs = extents_of(torch.unflatten(key_padding_mask, 1, grid_size)) if extents is None else extents
         for index, (height, width) in enumerate(pairs):
-            groups.setdefault(self._shift(height, width), []).append(index)
+            groups.setdefault(self.shift_of(height, width), []).append(index)
         if len(groups) == 1:
             (shift,) = groups
             return self._mix(qkv, grid_size, key_padding_mask, shift, shards)
@@ -104,7 +106,8 @@ class WindowAttention(_GridAttention):
         self.relative_position_bias_table = nn.Parameter(table)
         self.window_size = window_size
 
-    def _shift(self, height: int, width: int) -> tuple[int, int]:
+    def shift_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns by which the windows of a grid are shifted."""
         if not self.shifted:
             return 0, 0
         half = self.window_size // 2

@@ -10,8 +10,8 @@ import math
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from timm.layers.format import Format, nchw_to
@@ -29,6 +29,19 @@ from inline_attention.ops.tracing import is_exporting, plain_sizes
 from inline_attention.ops.validation import FLOATING_DTYPES, check_count, check_dense, check_rate, unknown_name
 
 ImageSizes = Sequence[tuple[int, int]] | Tensor
+
+
+class Level(NamedTuple):
+    """A level of a network: an embedding, None where it takes the tokens of the level before, and blocks.
+
+    The embedding maps `[B, C, H, W]` and a grid to tokens and their grid, coarser by `stride`. A row of its result
+    depends on no pixels beyond those of `halo` rows above and below.
+    """
+
+    embed: Callable[[Tensor, Grid], tuple[Tensor, Grid]] | None
+    stride: int
+    halo: int
+    blocks: list[Block]
 
 
 class VisionModel(nn.Module):
@@ -78,6 +91,14 @@ class VisionModel(nn.Module):
 
         The last level returns its first `num_tokens` tokens, or all. `x` are images, `grid` is the grid of pixels.
         """
+
+    @abstractmethod
+    def network(self) -> list[Level]:
+        """Return the modules of all levels in order, for those who run them otherwise than `levels` does."""
+
+    def prefix_tokens(self) -> Tensor:
+        """Return the prefix tokens `[1, P, C]` that precede the grid of the first level."""
+        return next(self.parameters()).new_empty(1, 0, 0)
 
     @abstractmethod
     def prune_levels(self, last: int) -> None:

@@ -17,6 +17,7 @@ from inline_attention.layers.embeddings import ConvEmbedding
 from inline_attention.layers.grids import Grid, positions_for, resample_positions
 from inline_attention.layers.hooks import has_hooks
 from inline_attention.models.base import (
+    Level,
     VisionModel,
     check_counts,
     drop_path_rates,
@@ -98,13 +99,25 @@ class InLineDeiT(VisionModel):
 
     def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
         """Yield tokens and grid after each block; the last block returns the first `num_tokens`, or all."""
-        tokens, grid = self.patch_embed(x, grid)
-        tokens = tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid)
-        class_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
-        tokens = torch.cat([class_token, tokens], dim=1)
+        tokens, grid = self.embed(x, grid)
+        tokens = torch.cat([self.prefix_tokens().expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for index, block in enumerate(self.blocks[: last + 1]):
             tokens = self.run_block(block, tokens, grid, num_tokens if index == last else None)
             yield tokens, grid
+
+    def embed(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+        """Return patches with their positions, without the class token."""
+        tokens, grid = self.patch_embed(x, grid)
+        return tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid), grid
+
+    def prefix_tokens(self) -> Tensor:
+        """Return the class token with its position, `[1, 1, C]`."""
+        return self.cls_token + self.pos_embed[:, :1]
+
+    def network(self) -> list[Level]:
+        """Return one level per block; the first embeds."""
+        blocks: list[Any] = list(self.blocks)
+        return [Level(None if index else self.embed, self.largest_stride, 0, [b]) for index, b in enumerate(blocks)]
 
     @property
     def position_grids(self) -> dict[str, tuple[int, int]]:

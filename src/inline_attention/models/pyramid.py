@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, tokens_to_map
-from inline_attention.models.base import VisionModel, check_stages, drop_path_rates, image_sides, initialize
+from inline_attention.models.base import Level, VisionModel, check_stages, drop_path_rates, image_sides, initialize
 from inline_attention.models.reading import CheckpointError
 
 STRIDES = (4, 8, 16, 32)
@@ -100,6 +100,11 @@ class PyramidModel(VisionModel):
                 tokens = self.run_block(block, tokens, grid, num_tokens if is_last else None)
             yield tokens, grid
             x = tokens_to_map(tokens, grid)
+
+    def network(self) -> list[Level]:
+        """Return one level per stage."""
+        pairs: list[Any] = list(zip(self.embeddings, self.stages, strict=True))
+        return [Level(embedding, embedding.stride, embedding.halo, list(stage)) for embedding, stage in pairs]
 
     def prune_levels(self, last: int) -> None:
         """Remove the stages after `last`."""

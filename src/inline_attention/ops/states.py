@@ -109,10 +109,13 @@ def attend(
     scale: float | None = None,
     feature_map: str | FeatureMap = "identity",
     normalization: Normalization = "subtract",
+    v: Tensor | None = None,
+    local_weight: Tensor | None = None,
+    grid_size: tuple[int, int] | None = None,
 ) -> Tensor:
     """Compute the attention of queries over the keys and values of a state. Queries may come in any chunks.
 
-    `attend(q, attention_state(k, v))` is `inline_attention(q, k, v)`. The 3×3 term is separate: see `local_residual`.
+    `attend(q, attention_state(k, v))` is `inline_attention(q, k, v)`.
 
     Args:
         q: Queries `[B, N, H, D]`.
@@ -120,6 +123,10 @@ def attend(
         scale: Factor on the inner products; `D ** -0.5` by default.
         feature_map: phi, the one of the state.
         normalization: "subtract" (InLine), "divide" or "magnitude".
+        v: Values `[B, N, H, Dv]` of the queries' own tokens, a grid without prefix tokens; given with `local_weight`.
+        local_weight: `[B, H, Dv, 3, 3]` of the local term, see `inline_attention`. The term takes rows and columns
+            beyond the edge of `grid_size` for zeros.
+        grid_size: `(h, w)` of the queries, N = h·w; given with `local_weight`.
 
     Returns:
         `[B, N, H, Dv]`, in the dtype of q.
@@ -138,4 +145,37 @@ def attend(
                 "map; use the feature map and the layout [B, N, H, D] of the keys"
             )
         means = state.key_mean[:, None], state.value_mean[:, None]
-        return composed.apply_moments(query, *means, state.covariance, scale, normalization).to(q.dtype)
+        out = composed.apply_moments(query, *means, state.covariance, scale, normalization)
+        if local_weight is not None:  # added before the sum is rounded to the dtype of q
+            if v is None:
+                raise ValueError("local_weight needs v, the values of the queries' own tokens")
+            validation.check_head_tokens("v", v)
+            grid_size = validation.check_local(local_weight, grid_size, 0, v)
+            local = composed.local_term(as_autocast(v).to(out.dtype), local_weight.to(out.dtype), grid_size)
+            out = out + local
+        return out.to(q.dtype)
+
+
+def state_weights(
+    q: Tensor,
+    k: Tensor,
+    state: AttentionState,
+    *,
+    scale: float | None = None,
+    feature_map: str | FeatureMap = "identity",
+    normalization: Normalization = "subtract",
+) -> Tensor:
+    """Return the weights `[B, H, N, n]` of queries `[B, N, H, D]` for some keys `[B, n, H, D]` of a state's set.
+
+    Keys may come in any chunks: all weights of a query are known in memory linear in the number of keys.
+    """
+    validation.check_queries_and_keys(q, k)
+    validation.check_feature_map(feature_map)
+    scale = validation.resolve_scale(scale, q.shape[3])
+    dtype = state.covariance.dtype
+    query, key = (apply_feature_map(feature_map, tokens, dtype).transpose(1, 2) for tokens in (q, k))
+    deviation = scale * query @ (key - state.key_mean[:, :, None]).transpose(2, 3)
+    if normalization != "subtract":
+        mean_score = scale * (query * state.key_mean[:, :, None]).sum(-1, keepdim=True)
+        deviation = deviation * composed.amplification(mean_score, normalization)
+    return (1 + deviation) / state.key_count.to(dtype)[:, None, None, None]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,9 +20,11 @@ from timm.data.transforms_factory import create_transform
 from torch import nn
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, limit_aspect_ratio, load_image
+from inline_attention.data.slides import SLIDE_SUFFIXES, needs_streaming, open_slide
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
 from inline_attention.models.described import create_described_model, read_description
 from inline_attention.models.reading import Checkpoint, CheckpointError, open_checkpoint
+from inline_attention.models.streaming import streamed
 from inline_attention.tasks.task import find_device
 
 LARGEST_RESIZED_ASPECT = 20  # of a picture resized by its shorter side; a thread of pixels would take minutes
@@ -44,6 +46,30 @@ class ImageResult:
     path: Path
     predictions: tuple[Prediction, ...] = ()
     error: str = ""
+    level: int | None = None  # that was streamed, see `Streaming`
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What to do with tiled files that are too large to decode whole. They run at full size, see `streamed`.
+
+    Attributes:
+        max_pixels: Larger images are streamed, or refused if they are not tiled.
+        level: Level to read of every tiled file, however small; None for the finest of those that are streamed.
+        memory: Memory for a run, see `streamed`.
+        on_start: Called with a sentence when a run starts; returns a function to call with shares of work done.
+    """
+
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    level: int | None = None
+    memory: str | int = "4GiB"
+    on_start: Callable[[str], Callable[[float], None]] | None = None
+
+    def applies_to(self, path: Path) -> bool:
+        """True if a file is to be streamed."""
+        if self.level is not None and path.suffix.lower() in SLIDE_SUFFIXES:
+            return True
+        return needs_streaming(path, self.max_pixels)
 
 
 class ImageClassifier:
@@ -138,7 +164,12 @@ class ImageClassifier:
         )
 
     def classify_files(
-        self, paths: Iterable[str | os.PathLike[str]], *, top: int = 5, batch_size: int = 8
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        *,
+        top: int = 5,
+        batch_size: int = 8,
+        streaming: Streaming | None = None,
     ) -> Iterator[ImageResult]:
         """Classify files in order, in batches of images of equal size; the result of a broken one is its error.
 
@@ -146,11 +177,17 @@ class ImageClassifier:
             paths: Picture files.
             top: Number of classes to return, the likeliest first.
             batch_size: Largest number of images to run at once.
+            streaming: Settings for files that are too large to decode whole.
         """
+        streaming = streaming or Streaming()
         batch: list[tuple[Path, torch.Tensor]] = []
         for path in map(Path, paths):
+            if streaming.applies_to(path):
+                yield from self._drain(batch, top)
+                yield self._classify_slide(path, top, streaming)
+                continue
             try:
-                image = self.prepare(path)
+                image = self.prepare(path, max_pixels=streaming.max_pixels)
             except ImageError as error:
                 yield from self._drain(batch, top)
                 yield ImageResult(path, error=error.reason)
@@ -160,13 +197,29 @@ class ImageClassifier:
             batch.append((path, image))
         yield from self._drain(batch, top)
 
-    def prepare(self, path: str | os.PathLike[str]) -> torch.Tensor:
+    def _classify_slide(self, path: Path, top: int, streaming: Streaming) -> ImageResult:
+        level = streaming.level or 0
+        try:
+            if self._size is not None:
+                raise ImageError(path, "is too large to be resized; choose a level instead of a size")
+            with open_slide(path, level) as slide:
+                height, width = slide.size
+                sentence = f"{path.name}: streaming {width}×{height} pixels, level {level} of {len(slide.level_sizes)}"
+                on_progress = streaming.on_start(sentence) if streaming.on_start else None
+                logits = streamed(self.model, streaming.memory, on_progress=on_progress)(slide)
+        except ImageError as error:
+            return ImageResult(path, error=error.reason)
+        except ValueError as error:  # an image smaller than a patch, too little memory, another model
+            return ImageResult(path, error=str(error))
+        return replace(self._results([path], logits, top)[0], level=level)
+
+    def prepare(self, path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> torch.Tensor:
         """Read, resize and normalize one picture: `[3, H, W]`.
 
         Raises:
             ImageError: If it cannot be read, or would become too large.
         """
-        image = load_image(path)
+        image = load_image(path, max_pixels=max_pixels)
         if self._size is None:
             return self.prepare_image(image)
         if isinstance(self._size, int):
@@ -194,7 +247,10 @@ class ImageClassifier:
         paths, images = zip(*batch, strict=True)
         batch.clear()
         with torch.inference_mode():
-            probabilities = self.model(torch.stack(images).to(self.device)).float().softmax(-1)  # [B, K]
+            return self._results(paths, self.model(torch.stack(images).to(self.device)), top)
+
+    def _results(self, paths: Sequence[Path], logits: torch.Tensor, top: int) -> list[ImageResult]:
+        probabilities = logits.float().softmax(-1)  # [B, K]
         values, indices = (best.tolist() for best in probabilities.topk(min(top, probabilities.shape[1])))
         return list(map(self._result, paths, values, indices))
 

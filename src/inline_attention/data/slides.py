@@ -1,0 +1,339 @@
+"""Read images too large to decode whole: tiled and pyramidal TIFF and BigTIFF, GeoTIFF, and whole-slide formats.
+
+TIFF is read with tifffile, vendors' formats with OpenSlide (extra `slides`). Files may come from strangers: only
+regular files are opened, sizes and tables are checked before pixels are decoded, and no file that a header names is
+read.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError
+from inline_attention.support.files import NotARegularFileError, open_regular
+
+TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
+VENDOR_SUFFIXES = (".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".czi")
+SLIDE_SUFFIXES = frozenset(TIFF_SUFFIXES + VENDOR_SUFFIXES)
+MAX_SLIDE_PIXELS = 2**36  # of a level; 262,144²
+MAX_LEVELS = 64  # images of a TIFF that are looked at
+MAX_TILES = 2**24
+LARGEST_TILE_ROW = 2**30  # bytes of one row of tiles, decoded
+SAME_SHAPE = 0.02  # relative difference in aspect ratio between levels
+ROWS_AT_ONCE = 256  # of a vendor's format
+SMALL_TILE = 2**16  # bytes that any compressed tile may have
+UPRIGHT = 1
+# TIFF's numbers of compressions. The second group has a size of its own in each tile.
+PLAIN = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits", 50000: "Zstandard"}
+WITH_SIZE = {7: "JPEG", 33003: "JPEG 2000", 33004: "JPEG 2000", 33005: "JPEG 2000", 34712: "JPEG 2000", 50001: "WebP"}
+
+
+class Slide:
+    """An image that is read in rows, at one of its levels. Close it, or use it in a `with` statement.
+
+    Attributes:
+        path: The file.
+        level: Number of the level that is read; 0 is the finest.
+        level_sizes: Height and width of every level in pixels.
+    """
+
+    def __init__(self, path: Path, level_sizes: list[tuple[int, int]], level: int) -> None:
+        self.path, self.level_sizes = path, level_sizes
+        shown = ", ".join(f"{width}×{height}" for height, width in level_sizes)
+        if not 0 <= level < len(level_sizes):
+            raise ImageError(path, f"has {len(level_sizes)} levels ({shown}), expected 0 to {len(level_sizes) - 1}, "
+                             f"got level {level}")  # fmt: skip
+        self.level = level
+        height, width = self.size
+        if height * width > MAX_SLIDE_PIXELS:
+            reason = f"has {width}×{height} pixels at level {level}, more than {MAX_SLIDE_PIXELS:,}"
+            raise ImageError(path, f"{reason}; choose a coarser level")
+        if min(height, width) < 1:
+            raise ImageError(path, f"is empty at level {level}: {width}×{height} pixels")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels of the level."""
+        return self.level_sizes[self.level]
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Return rows `[3, stop - start, width]` of the level as uint8 RGB.
+
+        Raises:
+            ImageError: If tiles are missing or damaged.
+        """
+        with _image_errors(self.path):
+            return torch.from_numpy(self._read(start, stop)).permute(2, 0, 1)
+
+    def thumbnail(self, most: int = 512) -> Image.Image:
+        """Return the level reduced to at most `most` pixels along a side, by averaging."""
+        height, width = self.size
+        step = -(-max(height, width) // most)
+        rows = [
+            torch.nn.functional.avg_pool2d(
+                self.read_rows(start, min(start + step, height))[None].float(), step, ceil_mode=True
+            )
+            for start in range(0, height, step)
+        ]
+        pixels = torch.cat(rows, dim=2)[0].round().byte()
+        return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+    def close(self) -> None:
+        """Close the file."""
+        raise NotImplementedError
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_slide(path: str | os.PathLike[str], level: int = 0) -> Slide:
+    """Open a large image at a level, 0 being the finest.
+
+    Raises:
+        ImageError: If the file cannot be opened or used, or has no such level.
+        ModuleNotFoundError: If the reader of its format is not installed.
+    """
+    path = Path(path)
+    with _image_errors(path):
+        return (_VendorSlide if path.suffix.lower() in VENDOR_SUFFIXES else _TiffSlide)(path, level)
+
+
+def needs_streaming(path: str | os.PathLike[str], max_pixels: int = DEFAULT_MAX_PIXELS) -> bool:
+    """True if a file is too large to decode whole, but `open_slide` can read it in rows.
+
+    Raises:
+        ModuleNotFoundError: If it is of a vendor's format, whose reader is not installed.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SLIDE_SUFFIXES:
+        return False
+    try:
+        with open_slide(path) as slide:
+            return suffix in VENDOR_SUFFIXES or slide.size[0] * slide.size[1] > max_pixels
+    except ImageError:
+        return suffix not in SUFFIXES  # to be named when it is opened
+    except ModuleNotFoundError:
+        if suffix in SUFFIXES:
+            return False  # small ones need no extra
+        raise
+
+
+@contextmanager
+def _image_errors(path: Path) -> Iterator[None]:
+    """Turn every error about a file into an `ImageError`: a damaged file can fail anywhere."""
+    try:
+        yield
+    except (ImageError, ModuleNotFoundError):
+        raise
+    except NotARegularFileError:
+        raise ImageError(path, "cannot be opened: it is a folder, FIFO, socket or device, not a file") from None
+    except OSError as error:
+        reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
+        raise ImageError(path, reason) from error
+    except MemoryError as error:
+        raise ImageError(path, "does not fit into memory") from error
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ImageError(path, f"is damaged: {reason}") from error
+
+
+class _TiffSlide(Slide):
+    def __init__(self, path: Path, level: int) -> None:
+        import tifffile
+
+        logging.getLogger("tifffile").addHandler(logging.NullHandler())  # errors are raised, not printed
+        Image.init()  # here: threads would race for it
+        self._file = open_regular(path)
+        try:
+            self._bytes = os.fstat(self._file.fileno()).st_size
+            if self._bytes == 0:
+                raise ImageError(path, "is empty; expected a TIFF")
+            # Not its `series`: those of some formats name other files.
+            pages = _level_pages(tifffile.TiffFile(self._file, name=path.name))
+            super().__init__(path, [(page.imagelength, page.imagewidth) for page in pages], level)
+            self._page = pages[level]
+            self._check()
+            # All that is read from the file lazily is read now: threads that decode must not move in it.
+            tables: Any = {"jpegtables": self._page.jpegtables, "jpegheader": self._page.jpegheader}
+            self._decode = partial(self._page.decode, **tables)
+            self._cached: tuple[int, np.ndarray] | None = None
+            self._threads = ThreadPoolExecutor(READERS)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._threads.shutdown()
+        self._file.close()
+
+    def _check(self) -> None:
+        page, path = self._page, self.path
+        (height, width), (tile_height, tile_width) = self.size, self._tile_size()
+        self._down, self._across = -(-height // tile_height), -(-width // tile_width)
+        self._planes = page.samplesperpixel if int(page.planarconfig) == 2 else 1
+        if page.dtype not in (np.uint8, np.uint16) or page.photometric.name not in (
+            "RGB", "YCBCR", "MINISBLACK", "MINISWHITE",
+        ):  # fmt: skip
+            raise ImageError(path, f"has pixels of {page.dtype} as {page.photometric.name}; expected RGB or gray "
+                             "of 8 or 16 bits; convert it first")  # fmt: skip
+        if int(page.compression) not in PLAIN | WITH_SIZE:
+            known = ", ".join(dict.fromkeys((PLAIN | WITH_SIZE).values()))
+            raise ImageError(path, f"has the compression {int(page.compression)}; expected {known}; convert it first")
+        if page.tags.valueof("Orientation", UPRIGHT) != UPRIGHT:
+            raise ImageError(path, "is not stored upright; turn it first")
+        row_bytes = tile_height * self._across * tile_width * page.samplesperpixel * page.dtype.itemsize
+        if row_bytes > LARGEST_TILE_ROW:
+            raise ImageError(
+                path, f"has rows of tiles or strips of {row_bytes / 2**30:.1f} GiB, more than "
+                f"{LARGEST_TILE_ROW / 2**30:.0f}; save it as a tiled TIFF"
+            )  # fmt: skip
+        count = self._down * self._across * self._planes
+        if count > MAX_TILES:
+            raise ImageError(path, f"has {count:,} tiles, more than {MAX_TILES:,}")
+        offsets, sizes = (np.asarray(table, dtype=np.uint64) for table in (page.dataoffsets, page.databytecounts))
+        if len(offsets) < count or len(sizes) < count:
+            raise ImageError(path, f"lists {min(len(offsets), len(sizes)):,} of {count:,} tiles at level {self.level}")
+        offsets, sizes = offsets[:count], sizes[:count]
+        tile_bytes = tile_height * tile_width * page.samplesperpixel * page.dtype.itemsize
+        if sizes.max(initial=0) > 2 * tile_bytes + SMALL_TILE:
+            raise ImageError(path, f"is damaged: a tile of {tile_bytes:,} bytes is said to take {sizes.max():,}")
+        missing = (offsets == 0) | (sizes == 0)
+        if missing.any():
+            raise ImageError(path, f"has no data for {missing.sum():,} of {count:,} tiles at level {self.level}; "
+                             "write it again with all tiles")  # fmt: skip
+        if (beyond := offsets + sizes > self._bytes).any():
+            raise ImageError(path, f"is truncated: {beyond.sum():,} of {count:,} tiles at level {self.level} lie "
+                             "behind its end; copy it again")  # fmt: skip
+
+    def _tile_size(self) -> tuple[int, int]:
+        page = self._page
+        if page.is_tiled:
+            return page.tilelength, page.tilewidth
+        return min(page.rowsperstrip, page.imagelength), page.imagewidth
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        tile_height, _ = self._tile_size()
+        parts: list[np.ndarray] = []
+        for row in range(start // tile_height, -(-stop // tile_height)):
+            top = row * tile_height
+            if self._cached is None or self._cached[0] != row:
+                self._cached = None  # freed before the next one is made
+                self._cached = row, self._tile_row(row)
+            parts.append(self._cached[1][max(start - top, 0) : stop - top])
+        return np.concatenate(parts)
+
+    def _tile_row(self, row: int) -> np.ndarray:
+        """Return the decoded pixels of one row of tiles, `[rows, width, 3]` uint8."""
+        page, (height, width) = self._page, self.size
+        tile_height, tile_width = self._tile_size()
+        rows = min(tile_height, height - row * tile_height)
+        samples = min(page.samplesperpixel, 3) if page.samplesperpixel >= 3 else 1
+        planes = samples if self._planes > 1 else 1
+        pixels: np.ndarray = np.empty((rows, width, samples), dtype=page.dtype)
+
+        def numbers() -> Iterator[tuple[int, int, int, bytes]]:
+            for plane in range(planes):
+                for column in range(self._across):
+                    number = (plane * self._down + row) * self._across + column
+                    self._file.seek(page.dataoffsets[number])
+                    yield plane, column, number, self._file.read(page.databytecounts[number])
+
+        def decode(tile: tuple[int, int, int, bytes]) -> None:
+            plane, column, number, content = tile
+            try:
+                if int(page.compression) in WITH_SIZE:
+                    with Image.open(io.BytesIO(content), formats=["JPEG", "JPEG2000", "WEBP"]) as image:
+                        if image.width > tile_width or image.height > tile_height:
+                            raise ValueError(f"it has {image.width}×{image.height} pixels of its own")
+                decoded = self._decode(content, number)[0]
+            except Exception as error:
+                raise ImageError(
+                    self.path, f"is damaged: tile {column} of row {row} cannot be decoded ({_line(error)})"
+                ) from error
+            left = column * tile_width
+            wanted = rows, min(tile_width, width - left)
+            if decoded is None or decoded.shape[1] < wanted[0] or decoded.shape[2] < wanted[1]:
+                raise ImageError(self.path, f"is damaged: tile {column} of row {row} is too small")
+            inner = decoded[0, : wanted[0], : wanted[1]]
+            target = pixels[:, left : left + wanted[1]]
+            if self._planes > 1:
+                target[..., plane] = inner[..., 0]
+            else:
+                target[...] = inner[..., :samples]
+
+        list(self._threads.map(decode, numbers()))
+        if pixels.dtype == np.uint16:
+            pixels = np.right_shift(pixels, 8).astype(np.uint8)
+        if page.photometric.name == "MINISWHITE":
+            pixels = 255 - pixels
+        return pixels if samples == 3 else np.repeat(pixels, 3, axis=2)
+
+
+class _VendorSlide(Slide):
+    def __init__(self, path: Path, level: int) -> None:
+        import openslide
+
+        open_regular(path).close()
+        self._slide = openslide.OpenSlide(os.fspath(path))
+        sizes = [(height, width) for width, height in self._slide.level_dimensions]
+        super().__init__(path, sizes, level)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._slide.close()
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        _, width = self.size
+        scale = self._slide.level_downsamples[self.level]
+        parts: list[np.ndarray] = []
+        for top in range(start, stop, ROWS_AT_ONCE):
+            rows = min(ROWS_AT_ONCE, stop - top)
+            region = self._slide.read_region((0, round(top * scale)), self.level, (width, rows))
+            # Places that were not scanned are transparent.
+            parts.append(np.asarray(Image.alpha_composite(Image.new("RGBA", region.size, "white"), region))[..., :3])
+        return np.concatenate(parts)
+
+
+def _level_pages(tiff: Any) -> list[Any]:
+    """Return the first image of a TIFF and its reduced copies, the finest first."""
+    first = tiff.pages[0]
+    found = [first]
+    others = [*(first.pages or ())][:MAX_LEVELS]
+    for number in range(1, MAX_LEVELS):
+        try:
+            others.append(tiff.pages[number])
+        except IndexError:
+            break
+    for page in others:
+        if page.imagelength < 1 or page.imagewidth < 1:
+            found.append(page)  # named in an error if it is chosen
+            continue
+        aspect = page.imagelength * first.imagewidth / (page.imagewidth * first.imagelength)
+        is_copy = page.samplesperpixel == first.samplesperpixel and page.dtype == first.dtype
+        if is_copy and abs(aspect - 1) < SAME_SHAPE and page.is_tiled == first.is_tiled:
+            found.append(page)
+    return sorted(found, key=lambda page: page.imagelength, reverse=True)
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,582 @@
+"""Run a model over an image that does not fit into memory, one band of rows at a time. The result is that of the model.
+
+Tokens are stored on the device if they fit, else in host memory, else in a temporary file. An InLine layer needs one
+pass over them: keys and values reach a query only through their state (`ops/states.py`), which the pass before has
+accumulated, and the 3×3 term needs one more row above and below a band. Bands are aligned to windows and stripes.
+
+Shapes: `h`×`w` token grid, `N` = h·w, `C` channels, `P` prefix tokens, `H` heads, `n` tokens of a band.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from inline_attention.layers.attention import KernelAttention
+from inline_attention.layers.block import Block
+from inline_attention.layers.grids import Grid, GridRows, ceil_divide
+from inline_attention.layers.window_attention import StripeAttention, WindowAttention
+from inline_attention.models.base import Level, VisionModel, blocks_of
+from inline_attention.ops.states import AttentionState, merge_states, state_weights
+from inline_attention.support.files import free_bytes, replace_atomically
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+SHARE_FOR_TOKENS = 2 / 3  # of the memory, at most; the rest is for a band
+SHARE_OF_HOST = 1 / 2  # of the free host memory, for tokens of a GPU
+ZEROS = bytes(2**24)
+
+Sink = Callable[[Tensor], None]  # takes tokens `[1, n, C]`: prefix tokens first if there are any, then bands in order
+
+
+class PixelSource(Protocol):
+    """An image that is read in rows."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        ...
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Return rows `[channels, stop - start, width]`: uint8, or normalized floating-point numbers."""
+        ...
+
+
+class TokenMaps(NamedTuple):
+    """The weights of tokens for all tokens of the grid, averaged over squares of cells."""
+
+    grid_size: tuple[int, int]
+    cell: int  # tokens along a side of a square
+    cell_pixels: int  # pixels of the image along a side of a square
+    weights: Tensor  # [tokens, H, ceil(h / cell), ceil(w / cell)], times N + P: 1 is the uniform weight
+    prefix_weights: Tensor  # [tokens, H, P], times N + P
+
+
+def streamed(
+    model: nn.Module,
+    memory: str | int = "4GiB",
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> StreamedModel:
+    """Wrap a model for images that do not fit into memory: `streamed(model)(source)` gives `model(image)`.
+
+    Args:
+        model: A model of this library, in evaluation mode, on the device that computes.
+        memory: Most memory for tokens and bands on the device, besides the weights: bytes, or text such as "512MiB".
+        folder: Folder for a temporary file of tokens that fit into no memory; the system's by default.
+        on_progress: Called with the share of the work just done; shares sum to one.
+    """
+    if not isinstance(model, VisionModel):
+        raise ValueError(f"streamed takes models of inline_attention, got {type(model).__name__}; see list_models()")
+    if model.training:
+        raise ValueError("streamed takes a model in evaluation mode; call model.eval() first")
+    return StreamedModel(model, parse_bytes(memory), folder, on_progress)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return a number of bytes, which may be text such as "4GiB", "512MB" or "2G" (all powers of 1024)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    number = 0 if match is None else int(float(match[1]) * UNITS[match[2].upper()])
+    if number < 1:
+        raise ValueError(f"expected an amount of memory such as 4GiB or 512MiB, got {text!r}")
+    return number
+
+
+class StreamedModel:
+    """A model that takes images in rows. Made by `streamed`."""
+
+    def __init__(
+        self,
+        model: VisionModel,
+        memory: int,
+        folder: str | os.PathLike[str] | None,
+        on_progress: Callable[[float], None] | None,
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.folder = folder
+        self.on_progress = on_progress or (lambda _share: None)
+
+    def __call__(self, source: PixelSource | Tensor) -> Tensor:
+        """Classify an image: a source, or a tensor `[channels, H, W]`. Returns logits `[1, num_classes]`."""
+        model = self.model
+        if model.global_pool == "":
+            raise ValueError("the model has global_pool='' and no logits; write its features with write_features")
+        reads_class_token = model.global_pool == "token"
+        run = _Run(self, source, len(model.feature_info) - 1, prefix_only=reads_class_token)
+        pooled = _Mean(model.norm)
+        with torch.inference_mode():
+            run.execute({} if reads_class_token else {run.last: [pooled.add]})
+            features = [] if run.prefix is None else [model.norm(run.prefix)]
+            if pooled.mean is not None:
+                features.append(pooled.mean[:, None].to(run.dtype))
+            return model.forward_head(torch.cat(features, dim=1))
+
+    def write_features(
+        self,
+        source: PixelSource | Tensor,
+        folder: str | os.PathLike[str],
+        indices: int | list[int] | None = 1,
+        *,
+        norm: bool = False,
+    ) -> list[Path]:
+        """Write the features of levels as `level{index}.npy`, `[h, w, C]`; bfloat16 becomes float32.
+
+        They are those of the model's `forward_intermediates`, without prefix tokens. Read them with
+        `numpy.load(path, mmap_mode="r")`. Files appear when all are complete.
+
+        Args:
+            source: Image, see `__call__`.
+            folder: Output folder; created if missing.
+            indices: Levels, as in `forward_intermediates`: a list, the last n, or None for all.
+            norm: Apply the final norm to levels with its number of channels.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        information = self.model.feature_info
+        take, last = feature_take_indices(len(information), indices)
+        run = _Run(self, source, last)
+        paths = {level: folder / f"level{level}.npy" for level in take}
+        shapes = {level: (*run.grids[level], information[level]["num_chs"]) for level in take}
+        dtype = torch.float32 if run.dtype == torch.bfloat16 else run.dtype
+        _check_space(folder, sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize)
+        with ExitStack() as stack, torch.inference_mode():
+            sinks: dict[int, list[Sink]] = {}
+            for level, path in paths.items():
+                file = stack.enter_context(stack.enter_context(replace_atomically(path)).open("wb"))
+                final = self.model.norm if norm and shapes[level][2] == self.model.num_features else nn.Identity()
+                sinks[level] = [_array_writer(file, shapes[level], dtype, final)]
+            run.execute(sinks)
+        return list(paths.values())
+
+    def grid_size(self, source: PixelSource | Tensor, layer: int) -> tuple[int, int]:
+        """Return rows and columns of the tokens of an image in a block."""
+        block = self._block(layer)
+        level = next(i for i, item in enumerate(self.model.network()) if any(b is block for b in item.blocks))
+        return _Run(self, source, level).grids[-1]
+
+    def attention_maps(
+        self, source: PixelSource | Tensor, layer: int, tokens: Sequence[tuple[int, int] | None], most_cells: int = 512
+    ) -> TokenMaps:
+        """Return the weights of some tokens for all others, averaged to at most `most_cells` cells along a side.
+
+        Args:
+            source: Image, see `__call__`.
+            layer: Number of the block, from 0; negative from the last. Its attention must be InLine's or linear.
+            tokens: Row and column of each query token; None for the class token.
+            most_cells: Largest side of the maps.
+        """
+        block = self._block(layer)
+        level = next(i for i, item in enumerate(self.model.network()) if any(b is block for b in item.blocks))
+        run = _Run(self, source, level)
+        with torch.inference_mode():
+            run.execute({}, until=block)
+            return run.token_maps(tokens, most_cells)
+
+    def _block(self, layer: int) -> Block:
+        """Return the block of a layer, which must have linear-time attention."""
+        blocks = blocks_of(self.model)
+        if not -len(blocks) <= layer < len(blocks):
+            raise ValueError(f"the model has {len(blocks)} layers, 0 to {len(blocks) - 1}, got {layer}")
+        if not isinstance(blocks[layer].attn, KernelAttention):
+            linear = [str(index) for index, block in enumerate(blocks) if isinstance(block.attn, KernelAttention)]
+            raise ValueError(
+                f"layer {layer} has softmax attention, whose weights need quadratic memory; "
+                + (f"choose one of the layers {', '.join(linear)}" if linear else "use an InLine model")
+            )
+        return blocks[layer]
+
+
+class _Mean:
+    """The mean of tokens over bands, in float32 at least."""
+
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        self.transform, self.count = transform, 0
+        self.mean: Tensor | None = None  # [1, C]
+
+    def add(self, x: Tensor) -> None:
+        """Add tokens `[1, n, C]`."""
+        tokens = self.transform(x)
+        mean = tokens.mean(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        self.count += tokens.shape[1]
+        self.mean = mean if self.mean is None else torch.lerp(self.mean, mean, tokens.shape[1] / self.count)
+
+
+class _Summary:
+    """What a block with linear attention needs to know about all of its input: the keys' state, and the mean token."""
+
+    def __init__(self, block: Block) -> None:
+        assert isinstance(block.attn, KernelAttention)
+        self.block, self.attention = block, block.attn
+        self.state: AttentionState | None = None
+        self.local_input = _Mean(nn.Identity())
+
+    def add(self, x: Tensor) -> None:
+        """Add input tokens `[1, n, C]` of the block."""
+        normed = self.block.norm1(x)
+        if self.attention.residual is not None:
+            self.local_input.add(x if self.block.local_from_input else normed)
+        state = self.attention.state(normed)
+        self.state = state if self.state is None else merge_states(self.state, state)
+
+    def attend(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        """Mix tokens `[1, n, C]`: rows of the grid, or prefix tokens."""
+        assert self.state is not None
+        mean = x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
+        return self.attention.attend_to(self.block.norm1(x), self.state, mean, grid_size)
+
+
+class _Tokens(NamedTuple):
+    """Stored tokens of a grid."""
+
+    data: Tensor  # [h, w, C], on the device, in host memory or in a file
+    device: torch.device
+    device_bytes: int  # memory that they take on the device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows as tokens `[1, n, C]` on the device; perhaps a view."""
+        return self.data[start:stop].to(self.device, non_blocking=True).flatten(0, 1)[None]
+
+    def write(self, start: int, tokens: Tensor) -> None:
+        """Store tokens `[1, n, C]` of whole rows."""
+        rows = torch.unflatten(tokens[0], 0, (-1, self.data.shape[1]))
+        self.data[start : start + len(rows)].copy_(rows, non_blocking=True)
+
+
+class _Step(NamedTuple):
+    """An embedding or a block, in the order of the network."""
+
+    level: int
+    module: Level | Block
+    ends_level: bool
+    work: float  # multiply-adds per token, roughly
+
+
+class _Run:
+    """One run of a network over one image, up to level `last`. With `prefix_only`, it ends with the prefix tokens."""
+
+    def __init__(
+        self, owner: StreamedModel, source: PixelSource | Tensor, last: int, *, prefix_only: bool = False
+    ) -> None:
+        model = self.model = owner.model
+        self.memory, self.folder, self.on_progress = owner.memory, owner.folder, owner.on_progress
+        self.last, self.prefix_only = last, prefix_only
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.source: PixelSource = _TensorSource(source) if isinstance(source, Tensor) else source
+        self.size = self.source.size
+        if min(self.size) < model.largest_stride:
+            raise ValueError(
+                f"images must be at least {model.largest_stride} pixels high and wide, got {self.size[0]}×"
+                f"{self.size[1]}; enlarge the image, or choose a finer level of it"
+            )
+        self.grids: list[tuple[int, int]] = []
+        self.steps: list[_Step] = []
+        grid = Grid(*self.size)
+        for number, level in enumerate(model.network()[: last + 1]):
+            if level.embed is not None:
+                grid = grid.coarser(level.stride)
+                self.steps.append(_Step(number, level, False, level.stride**2 * _channels(level.blocks[0])))
+            self.grids.append(grid.size)
+            for block in level.blocks:
+                work = 4 * _channels(block) ** 2 + 2 * _channels(block) * _hidden(block)
+                self.steps.append(_Step(number, block, block is level.blocks[-1], work))
+        self.total_work = sum(step.work * math.prod(self.grids[step.level]) for step in self.steps)
+        self.tokens: _Tokens | None = None  # after the steps so far
+        self.prefix: Tensor | None = None  # [1, P, C]
+        self.summary: _Summary | None = None  # of the input of the next step
+        self.held = 0  # bytes of stored tokens on the device
+
+    def execute(self, sinks: dict[int, list[Sink]], until: Block | None = None) -> None:
+        """Run all steps, or those before a block, and hand the grid tokens of levels to sinks, in order."""
+        if self.model.num_prefix_tokens:
+            self.prefix = self.model.prefix_tokens()
+        for index, step in enumerate(self.steps):
+            if step.module is until:
+                return
+            following = None if index + 1 == len(self.steps) else self.steps[index + 1].module
+            is_linear = isinstance(following, Block) and isinstance(following.attn, KernelAttention)
+            summary = _Summary(cast(Block, following)) if is_linear else None
+            outputs = [*(sinks.get(step.level, ()) if step.ends_level else ()), *([summary.add] if summary else ())]
+            if isinstance(step.module, Block):
+                self._run_block(step.module, step.work, outputs, skip_grid=following is None and self.prefix_only)
+            else:
+                self._run_embedding(step.module, self.grids[step.level], step.work, outputs)
+            if summary and self.prefix is not None:
+                summary.add(self.prefix)
+            self.summary = summary
+
+    def token_maps(self, places: Sequence[tuple[int, int] | None], most_cells: int) -> TokenMaps:
+        """Return the weights of tokens in the next block, see `StreamedModel.attention_maps`."""
+        tokens, summary, prefix = self.tokens, self.summary, self.prefix
+        assert tokens is not None
+        assert summary is not None
+        assert summary.state is not None
+        height, width, _ = tokens.data.shape
+        attention, state = summary.attention, summary.state
+        options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
+
+        def query(place: tuple[int, int] | None) -> Tensor:
+            if place is None:
+                if prefix is None:
+                    raise ValueError("the model has no class token; give row and column of a token")
+                return prefix[:, :1]
+            row, column = place
+            if not (0 <= row < height and 0 <= column < width):
+                raise ValueError(f"token {row},{column} is outside the grid of {height}×{width} tokens")
+            return tokens.read(row, row + 1)[:, column : column + 1]
+
+        q = attention.project(summary.block.norm1(torch.cat([query(place) for place in places], dim=1))).q
+
+        def weights(x: Tensor) -> Tensor:  # [tokens, H, n]
+            k = attention.project(summary.block.norm1(x)).k
+            found = state_weights(q, k, state, scale=attention.scale, **options)[0].transpose(0, 1)
+            return found * state.key_count.to(found.dtype)
+
+        cell = ceil_divide(max(height, width), most_cells)
+        extra = 8 * len(places) * attention.num_heads
+        cells = [
+            F.avg_pool2d(torch.unflatten(weights(x), 2, (-1, width)), cell, ceil_mode=True)
+            for _, _, _, x in self._rows(tokens, 0, self._block_bytes(summary.block) + extra, align=cell)
+        ]
+        prefix_weights = q.new_empty(len(places), attention.num_heads, 0) if prefix is None else weights(prefix)
+        pixels = cell * self.model.feature_info[self.last]["reduction"]
+        return TokenMaps((height, width), cell, pixels, torch.cat(cells, dim=2).cpu(), prefix_weights.cpu())
+
+    def _run_embedding(self, level: Level, grid_size: tuple[int, int], work: float, sinks: Sequence[Sink]) -> None:
+        assert level.embed is not None
+        (height, width), stride, channels = grid_size, level.stride, _channels(level.blocks[0])
+        finer = self.tokens
+        in_height, in_width = self.size if finer is None else finer.data.shape[:2]
+        in_channels = self.model.in_chans if finer is None else finer.data.shape[2]
+        tokens = self._allocate(height, width, channels)
+        needed = in_channels * stride**2 * (9 + self.dtype.itemsize) + 24 * channels
+        needed = max(needed, self._block_bytes(level.blocks[0]))  # the sinks compute its keys and values
+        for start, stop in self._bands(height, width, needed, halo=level.halo):
+            low, high = max(0, start - level.halo), min(height, stop + level.halo)
+            first, last = low * stride, min(high * stride, in_height)
+            x = self._pixels(first, last) if finer is None else finer.read(first, last).transpose(1, 2)
+            x = x if finer is None else torch.unflatten(x, 2, (-1, in_width))
+            out, _ = level.embed(x, GridRows(Grid(in_height, in_width), first, last - first))
+            self._finish_band(tokens, start, out[:, (start - low) * width : (stop - low) * width], work, sinks)
+        self.held -= 0 if finer is None else finer.device_bytes
+        self.tokens = tokens
+
+    def _run_block(self, block: Block, work: float, sinks: Sequence[Sink], *, skip_grid: bool) -> None:
+        tokens, attention, summary = self.tokens, block.attn, self.summary
+        assert tokens is not None
+        height, width, channels = tokens.data.shape
+        needed, halo, align, offset = self._block_bytes(block), 0, 1, 0
+        if summary is not None:
+            if self.prefix is not None:
+                self.prefix = block.after_attention(self.prefix, summary.attend(self.prefix))
+            if skip_grid:
+                self.on_progress(work * height * width / self.total_work)
+                return
+            halo = int(summary.attention.has_local_term)
+
+            def attend(x: Tensor, start: int, size: tuple[int, int]) -> Tensor:
+                del start
+                return summary.attend(x, size)
+
+        elif isinstance(attention, WindowAttention):
+            align, shift = attention.window_size, attention.shift_of(height, width)
+            # Bands end between windows. Only the first band has windows that the shift cuts at the upper edge.
+            offset = shift[0]
+            needed += 3 * attention.num_heads * attention.window_size**2 * self.dtype.itemsize
+
+            def attend(x: Tensor, start: int, size: tuple[int, int]) -> Tensor:
+                return attention.attend(block.norm1(x), size, shift=(0 if start else shift[0], shift[1]))
+
+        elif isinstance(attention, StripeAttention) and attention.stripe_width is not None:
+            align, vertical, half = attention.stripe_width, self._vertical_stripes(block, tokens), channels // 2
+
+            def attend(x: Tensor, start: int, size: tuple[int, int]) -> Tensor:
+                # A band holds horizontal stripes only; what it computes for vertical ones is dropped.
+                horizontal = attention.attend(block.norm1(x), size)[..., half:]
+                return torch.cat([vertical.read(start, start + size[0]).to(horizontal.dtype), horizontal], dim=-1)
+
+        else:
+            self._run_whole(block, tokens, work, sinks)
+            return
+        for start, stop, low, x in self._rows(tokens, halo, needed, align=align, offset=offset):
+            inner = slice((start - low) * width, (stop - low) * width)
+            attended = attend(x, start, (x.shape[1] // width, width))[:, inner]
+            self._finish_band(tokens, start, block.after_attention(x[:, inner], attended), work, sinks)
+        self.held = tokens.device_bytes  # vertical stripes are no longer needed
+
+    def _run_whole(self, block: Block, tokens: _Tokens, work: float, sinks: Sequence[Sink]) -> None:
+        """Run a block with softmax attention over the whole map: all tokens at once."""
+        height, width, _ = tokens.data.shape
+        needed = height * width * self._block_bytes(block)
+        if needed > self.memory - self.held:
+            raise ValueError(
+                f"softmax attention over {height * width:,} tokens takes about {needed / 2**30:.1f} GiB; allow more "
+                "memory, take a coarser level of the image, or an InLine model"
+            )
+        x, prefix = tokens.read(0, height), self.model.num_prefix_tokens
+        out = block(x if self.prefix is None else torch.cat([self.prefix, x], dim=1), (height, width))
+        self.prefix = out[:, :prefix] if prefix else None
+        self._finish_band(tokens, 0, out[:, prefix:], work, sinks)
+
+    def _vertical_stripes(self, block: Block, tokens: _Tokens) -> _Tokens:
+        """Return the first half of the channels of CSWin's attention, which runs down columns."""
+        attention = cast(StripeAttention, block.attn)
+        stripe, (height, width, channels) = cast(int, attention.stripe_width), tokens.data.shape
+        out = self._allocate(height, width, channels // 2)
+        for start, stop in self._bands(width, height, self._block_bytes(block), align=stripe):
+            columns = tokens.data[:, start:stop].to(self.device).flatten(0, 1)[None]
+            attended = attention.attend(block.norm1(columns), (height, stop - start))[0, :, : channels // 2]
+            out.data[:, start:stop].copy_(torch.unflatten(attended, 0, (height, -1)))
+        return out
+
+    def _finish_band(self, tokens: _Tokens, start: int, out: Tensor, work: float, sinks: Sequence[Sink]) -> None:
+        tokens.write(start, out)
+        for sink in sinks:
+            sink(out)
+        self.on_progress(work * out.shape[1] / self.total_work)
+
+    def _rows(
+        self, tokens: _Tokens, halo: int, bytes_per_token: int, *, align: int = 1, offset: int = 0
+    ) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Yield first and last row of each band, the first row with its halo, and the tokens with halo.
+
+        Bands may be overwritten meanwhile: the rows above are those from before.
+        """
+        height, width, _ = tokens.data.shape
+        above: Tensor | None = None
+        for start, stop in self._bands(height, width, bytes_per_token, halo=halo, align=align, offset=offset):
+            x, low = tokens.read(start, min(stop + halo, height)), start
+            if above is not None:
+                x, low = torch.cat([above, x], dim=1), start - halo
+            if halo:
+                above = x[:, (stop - halo - low) * width : (stop - low) * width].clone()
+            yield start, stop, low, x
+
+    def _bands(
+        self, height: int, width: int, bytes_per_token: int, *, halo: int = 0, align: int = 1, offset: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """Yield first and last row of bands that fit into memory. They end at `offset` and multiples of `align`."""
+        free = self.memory - self.held
+        rows = free // (bytes_per_token * width) - 2 * halo
+        if rows < align and rows < height:
+            least = self.memory - free + (min(align, height) + 2 * halo) * bytes_per_token * width
+            raise ValueError(
+                f"memory must be at least {ceil_divide(least, 2**10):,} KiB for this model and image, "
+                f"got {self.memory // 2**10:,} KiB"
+            )
+        step, start = max(rows // align, 1) * align, 0
+        if offset and step > align:
+            step -= align  # the first band is longer by the offset
+        while start < height:
+            stop = min(start + step + (offset if start == 0 else 0), height)
+            yield start, stop
+            start = stop
+
+    def _block_bytes(self, block: Block) -> int:
+        """Return the most bytes that running a block takes for a token, roughly."""
+        channels, item = _channels(block), self.dtype.itemsize
+        attention = channels * (7 * item + 6 * 4)  # sums are in float32
+        return max(attention, item * (6 * channels + 2 * _hidden(block)))
+
+    def _allocate(self, height: int, width: int, channels: int) -> _Tokens:
+        shape, size = (height, width, channels), height * width * channels * self.dtype.itemsize
+        if size + self.held <= self.memory * SHARE_FOR_TOKENS:
+            self.held += size
+            return _Tokens(torch.empty(shape, device=self.device, dtype=self.dtype), self.device, size)
+        if self.device.type != "cpu" and size <= _free_host_memory() * SHARE_OF_HOST:
+            return _Tokens(torch.empty(shape, dtype=self.dtype, pin_memory=True), self.device, 0)
+        return _Tokens(_in_file(self.folder, size, self.dtype).view(shape), self.device, 0)
+
+    def _pixels(self, start: int, stop: int) -> Tensor:
+        """Return normalized rows `[1, channels, rows, width]`."""
+        rows = self.source.read_rows(start, stop)
+        expected = (self.model.in_chans, stop - start, self.size[1])
+        if rows.shape != expected:
+            raise ValueError(f"the source must return rows of shape {expected}, got {tuple(rows.shape)}")
+        rows = rows.to(self.device)[None]
+        if rows.is_floating_point():
+            return rows.to(self.dtype)
+        config: dict[str, Any] = getattr(self.model, "pretrained_cfg", None) or {}
+        mean, std = (
+            torch.tensor(config.get(name, default), device=self.device).view(1, -1, 1, 1)
+            for name, default in (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD))
+        )
+        return rows.float().div_(255).sub_(mean).div_(std).to(self.dtype)
+
+
+class _TensorSource:
+    """An image in memory, `[channels, H, W]`."""
+
+    def __init__(self, image: Tensor) -> None:
+        if image.dim() != 3:
+            raise ValueError(f"an image must be [channels, H, W], got shape {tuple(image.shape)}")
+        self.image, self.size = image, (image.shape[1], image.shape[2])
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Return rows `[channels, stop - start, W]`."""
+        return self.image[:, start:stop]
+
+
+def _channels(block: Block) -> int:
+    return block.norm1.normalized_shape[0]
+
+
+def _hidden(block: Block) -> int:
+    return cast(int, block.mlp.fc1.out_features)
+
+
+def _array_writer(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype, transform: nn.Module) -> Sink:
+    """Write the header of an .npy file, and return a sink that appends tokens.
+
+    Written, not mapped: a full disk is then an error, not a signal that ends the process.
+    """
+    descr = np.lib.format.dtype_to_descr(torch.empty(0, dtype=dtype).numpy().dtype)
+    np.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+
+    def write(tokens: Tensor) -> None:
+        file.write(transform(tokens).to("cpu", dtype).contiguous().numpy().data)
+
+    return write
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = free_bytes(folder)
+    if free is not None and needed > free:
+        reason = f"needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: it {reason}", str(folder))
+
+
+def _in_file(folder: str | os.PathLike[str] | None, size: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor in a temporary file, which disappears with it."""
+    _check_space(Path(folder or tempfile.gettempdir()), size)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="inline-tokens-") as file:
+        # Reserved now: a write to a mapped file on a full disk would end the process.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            for start in range(0, size, len(ZEROS)):
+                file.write(ZEROS[: size - start])
+            file.flush()
+        return torch.from_file(file.name, shared=True, size=size // dtype.itemsize, dtype=dtype)
+
+
+def _free_host_memory() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no such question on this system
+        return 2**33

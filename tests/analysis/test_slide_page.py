@@ -1,0 +1,122 @@
+"""The page of a slide: its tiles are the slide, and it can be moved, zoomed and covered in a real browser."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("tifffile")
+
+from inline_attention.analysis import slide_page
+from inline_attention.analysis.attention_map import AttentionMaps, TokenMap
+from inline_attention.data.marked_slides import Mark, write_slide
+from inline_attention.data.slides import open_slide
+
+SIDE = 1100
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slide")
+    write_slide(folder / "a<b>.tif", SIDE, (Mark("ring", 200, 300), Mark("cross", 900, 800)), 96, 0)
+    weights = torch.rand(69, 69, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 69**2
+    item = TokenMap((18, 12), weights, torch.empty(0), 1 / 69**2)
+    maps = AttentionMaps(
+        "model </script>", "inline", 3, "blocks.3", (0,), (69, 69), torch.empty(3, 1, 1), (item,), None, 16
+    )
+    with open_slide(folder / "a<b>.tif") as slide:
+        slide_page.write_slide_page(folder / "page", slide, [maps], "Untrained weights.")
+        pixels = slide.read_rows(0, SIDE)
+    return folder / "page", pixels
+
+
+def test_tiles_are_the_slide(written):
+    folder, pixels = written
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    assert names == sorted(
+        ["index.html", "overlays/0.png", "tiles/2/0_0.jpg"]
+        + [f"tiles/0/{row}_{column}.jpg" for row in range(3) for column in range(3)]
+        + [f"tiles/1/{row}_{column}.jpg" for row in range(2) for column in range(2)]
+    )
+    tile = np.asarray(Image.open(folder / "tiles" / "0" / "1_2.jpg"), dtype=float)
+    expected = pixels[:, 512:1024, 1024:].permute(1, 2, 0).numpy()
+    assert np.abs(tile - expected).mean() < 6  # JPEG of noise
+    assert Image.open(folder / "tiles" / "2" / "0_0.jpg").size == (275, 275)
+    page = (folder / "index.html").read_text()
+    assert "a&lt;b&gt;.tif" in page
+    assert page.count("</script>") == 1
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(slide_page, "_write_overlays", failing)
+    with open_slide(written[0].parent / "a<b>.tif") as slide, pytest.raises(OSError, match="No space left"):
+        slide_page.write_slide_page(tmp_path / "page", slide, [], "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        system = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        try:
+            opened = started.chromium.launch(executable_path=system, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium to start: {error.message.splitlines()[0]}")
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize("viewport", [(1000, 700), (360, 740)], ids=["desk", "phone"])
+def test_in_a_browser(written, browser, viewport, tmp_path):
+    context = browser.new_context(viewport={"width": viewport[0], "height": viewport[1]}, has_touch=viewport[0] < 500)
+    page = context.new_page()
+    complaints, fetched = [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: fetched.append(request.url))
+    page.goto((written[0] / "index.html").as_uri())
+
+    def state():
+        return json.loads(page.get_attribute("#view", "data-state"))
+
+    start = state()
+    assert start["overlay"] == "0"
+    assert page.locator("#overlay option").all_text_contents() == ["none", "model </script>, layer 3: cell 18,12"]
+    page.keyboard.press("+")
+    zoomed = state()
+    assert zoomed["scale"] == pytest.approx(1.5 * start["scale"])
+    page.keyboard.press("ArrowRight")
+    assert state()["x"] > zoomed["x"]
+    page.keyboard.press("]")
+    page.keyboard.press("o")
+    assert (state()["opacity"], state()["overlay"]) == (60, "")
+    box = page.locator("#view").bounding_box()
+    before, middle = state(), (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.move(*middle)
+    page.mouse.down()
+    page.mouse.move(middle[0] - 40, middle[1] - 30)
+    page.mouse.up()
+    assert state()["x"] == pytest.approx(before["x"] + 40 / before["scale"])
+    assert state()["y"] == pytest.approx(before["y"] + 30 / before["scale"])
+    page.mouse.wheel(0, -600)
+    page.wait_for_function(f"JSON.parse(view.dataset.state).scale > {before['scale']}")
+    assert state()["level"] == 0
+    page.keyboard.press("0")
+    page.keyboard.press("o")
+    assert state()["scale"] == pytest.approx(start["scale"])
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=tmp_path / "page.png")
+    shown = np.asarray(Image.open(tmp_path / "page.png").convert("RGB"), dtype=int)
+    row, column = (round(value) for value in (middle[1], middle[0]))
+    assert shown[row - 20 : row + 20, column - 20 : column + 20].std() > 1, "the slide must be drawn"
+    assert page.evaluate("document.documentElement.scrollWidth") <= viewport[0]
+    assert complaints == []
+    assert [url for url in fetched if not url.startswith("file:")] == []
+    context.close()
