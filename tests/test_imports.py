@@ -99,6 +99,19 @@ print([name for name in sys.modules if name.startswith(("inline_attention.models
     assert run(program) == "[]\n"
 
 
+def test_training_imports_the_compiler_only_where_it_compiles(tmp_path):
+    program = f"""
+import sys
+from typer.testing import CliRunner
+from inline_attention.cli.main import app
+small = ["training.updates=1", "logging.tensorboard=false", "run.output={tmp_path}"]
+result = CliRunner().invoke(app, ["train", "digits", *(word for setting in small for word in ("--set", setting))])
+assert result.exit_code == 0, result.output
+print([name for name in ("torch._inductor.compile_fx", "torch._functorch.aot_autograd") if name in sys.modules])
+"""
+    assert run_after_torch(program) == "[]\n"
+
+
 def test_the_package_is_imported_at_once_and_its_names_on_demand():
     program = f"""
 import sys

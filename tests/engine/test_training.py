@@ -409,15 +409,30 @@ def test_a_killed_data_worker_is_named_and_ends_the_run(tmp_path):
     assert "process that prepares images died" in errors
 
 
+# What torchrun does, with processes that are forked: they start at once, the first time and again.
+TORCHRUN = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from inline_attention.__main__ import main
+import inline_attention.engine.train
+
+def work(*arguments):
+    sys.argv = ["inline", *arguments]
+    main()
+
+config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="fork",
+                      rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test", monitor_interval=0.1)
+elastic_launch(config, work)(*sys.argv[1:])
+"""
+
+
 def test_a_killed_process_is_restarted_by_torchrun_and_the_run_goes_on(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     settings = ["training.epochs=12", "checkpoints.interval_steps=2", "training.batch_size=128"]
     extra = [word for setting in settings for word in ("--set", setting)]
-    arguments = command(tmp_path, "--experiment", "run", "--resume", "auto", *extra)[2:]
-    process = subprocess.Popen(
-        [*torchrun, "--max-restarts", "1", "-m", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    arguments = command(tmp_path, "--experiment", "run", "--resume", "auto", *extra)[3:]
+    process = warm.Popen(
+        [sys.executable, "-c", TORCHRUN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not checkpoints(tmp_path / "run") and time.monotonic() < deadline:
         time.sleep(0.02)
