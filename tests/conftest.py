@@ -1,5 +1,6 @@
 """What all tests share: Triton's interpreter where there is no GPU, one thread count, one seed."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +20,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def pytest_collection_finish():
+    """All modules are imported and stay: to look for garbage among them takes a tenth of the time."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -75,10 +75,11 @@ def test_compiled_for_several_sizes(name):
 @pytest.mark.parametrize("name", in_one_process([*NAMES, "softmax_swin_tiny"]))
 def test_exported_with_dynamic_batch_height_and_width(name):
     model, program = exported(name)
+    module = program.module()
     for batch, height, width in SIZES:
         x = torch.randn(batch, 3, height, width)
         with torch.no_grad():
-            assert_same(program.module()(x), model(x))
+            assert_same(module(x), model(x))
 
 
 @pytest.mark.parametrize("name", in_one_process(NAMES))

@@ -20,8 +20,8 @@ def with_local_term(qkv, weight, height, width):
 @pytest.mark.parametrize("normalization", ["subtract", "divide", "magnitude"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradcheck_to_second_order(normalization, masked):
-    qkv = torch.randn(2, 7, 3, 2, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 2, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    qkv = torch.randn(2, 7, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True] * 5 + [False] * 2, [True] * 7]) if masked else None
 
     def attend(qkv, weight):
