@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports Triton, and without importing torch, which may: kernels are interpreted or compiled from the
@@ -11,6 +12,9 @@ if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd", "/de
 
 import pytest
 import torch
+
+# A shell's background jobs ignore Ctrl-C, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several workers on few cores: without this every worker would start a thread per core.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -20,6 +20,9 @@ import sys
 import threading
 import types
 from functools import cache
+from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
+
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
 
 PRELOADED = ("torch", "torchvision")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,14 +63,14 @@ class Popen(subprocess.Popen):
 def run(command, *, timeout=300, check=False, capture_output=False, **options):
     """`subprocess.run`."""
     if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        options |= {"stdout": PIPE, "stderr": PIPE}
     with Popen(command, **options) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    done = subprocess.CompletedProcess(command, process.returncode, output, errors)
+    done = CompletedProcess(command, process.returncode, output, errors)
     if check:
         done.check_returncode()
     return done
@@ -77,9 +80,7 @@ def run(command, *, timeout=300, check=False, capture_output=False, **options):
 def _server():
     """One server for each process of tests, started when it is needed; it ends when this end is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-    )
+    subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=DEVNULL)
     theirs.close()
     assert ours.recv(100) == b"ready"
     return ours
