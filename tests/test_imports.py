@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import inline_attention
+import warm
 from inline_attention.cli.errors import EXTRAS
 
 SOURCE = Path(inline_attention.__file__).parent
@@ -19,10 +20,16 @@ PART_OF_TORCH = {"triton"}  # where it exists; everything works without
 HEAVY = ("torch", "torchvision", "timm", "matplotlib", "numpy", "PIL", "safetensors")
 
 
-def run(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+def run(program, python=subprocess):
+    done = python.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_after_torch(program):
+    """Run a program in a process that has imported torch and torchvision, which neither know of timm nor of extras."""
+    known = ("timm", "inline_attention", *OPTIONAL)
+    return run(f"import sys\nassert not [name for name in {known!r} if name in sys.modules]\n{program}", warm)
 
 
 def imported_packages(*names):
@@ -92,6 +99,19 @@ print([name for name in sys.modules if name.startswith(("inline_attention.models
     assert run(program) == "[]\n"
 
 
+def test_training_imports_the_compiler_only_where_it_compiles(tmp_path):
+    program = f"""
+import sys
+from typer.testing import CliRunner
+from inline_attention.cli.main import app
+small = ["training.updates=1", "logging.tensorboard=false", "run.output={tmp_path}"]
+result = CliRunner().invoke(app, ["train", "digits", *(word for setting in small for word in ("--set", setting))])
+assert result.exit_code == 0, result.output
+print([name for name in ("torch._inductor.compile_fx", "torch._functorch.aot_autograd") if name in sys.modules])
+"""
+    assert run_after_torch(program) == "[]\n"
+
+
 def test_the_package_is_imported_at_once_and_its_names_on_demand():
     program = f"""
 import sys
@@ -136,7 +156,7 @@ assert type(pickle.loads(pickle.dumps(model))) is type(model)
 assert timm.is_model("softmax_swin_tiny")
 assert not [finder for finder in sys.meta_path if getattr(finder, "theirs", None) == "timm.models"]
 """
-    run(program)
+    run_after_torch(program)
 
 
 def test_timm_knows_the_models_in_threads_and_in_spawned_processes(tmp_path):
@@ -162,7 +182,7 @@ if __name__ == "__main__":
         assert pool.apply(build) == found[0]
         assert pool.apply(unpickled, (inline_attention.create_model("inline_deit_tiny", depth=1),)) == found[0]
 """)
-    subprocess.run([sys.executable, tmp_path / "script.py"], check=True, timeout=300)
+    warm.run([sys.executable, tmp_path / "script.py"], check=True)
 
 
 def test_a_timm_that_does_not_fit_is_still_imported():
@@ -176,7 +196,7 @@ with warnings.catch_warnings(record=True) as caught:
 assert any("not registered with timm" in str(warning.message) for warning in caught)
 assert timm.create_model("vit_tiny_patch16_224", depth=1)
 """
-    run(program)
+    run_after_torch(program)
 
 
 def test_everything_imported_is_declared():
@@ -221,7 +241,7 @@ for module in pkgutil.walk_packages(inline_attention.__path__, "inline_attention
     except ModuleNotFoundError as error:
         print("missing", error.name.partition(".")[0])
 """
-    missing = {line.split()[1] for line in run(program).splitlines() if line.startswith("missing ")}
+    missing = {line.split()[1] for line in run_after_torch(program).splitlines() if line.startswith("missing ")}
     assert missing <= {package for package, extra in OPTIONAL.items() if extra == "plots"}, missing
 
 
@@ -245,4 +265,4 @@ for extra, arguments in {commands!r}.items():
     assert install_command(extra) in output, (extra, output)
     assert "Traceback" not in output
 """
-    run(program)
+    run_after_torch(program)

@@ -3,11 +3,12 @@
 import ast
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -42,7 +43,7 @@ def test_snippet_runs(index, tmp_path):
         save_weights(create_model("inline_deit_tiny"), tmp_path / "inline_deit_tiny.safetensors")
     program = tmp_path / "snippet.py"
     program.write_text(SNIPPETS[index])
-    subprocess.run([sys.executable, program], cwd=tmp_path, check=True)
+    warm.run([sys.executable, program], cwd=tmp_path, check=True)
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import warm
 from analysis.written_runs import small_digits_config
 from inline_attention.ablation import runs as ablation_runs
 from inline_attention.ablation.grid import AxisError, grid, parse_axis
@@ -20,6 +21,7 @@ from inline_attention.ablation.tables import (
     text_table,
     write_ablation,
 )
+from inline_attention.benchmark import side_by_side
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.trainer import DivergedError
 from inline_attention.models import create_model
@@ -187,6 +189,12 @@ def test_a_run_that_diverges_is_a_result(config, tmp_path, monkeypatch):
     assert collect([cell], [0], tmp_path)[0].note == "seed 0: diverged: NaN in a row"
 
 
+@pytest.fixture
+def _quick_starts(monkeypatch):
+    monkeypatch.setattr(side_by_side, "subprocess", warm)
+
+
+@pytest.mark.usefixtures("_quick_starts")
 def test_runs_side_by_side_are_those_one_after_the_other(config, tmp_path):
     config = replace(config, training=replace(config.training, epochs=1))
     cells = grid(config, {"heads": (2, 4)})
@@ -217,6 +225,7 @@ def test_a_run_that_fails_beside_others_says_why(config, tmp_path):
     assert "nowhere" in trouble
 
 
+@pytest.mark.usefixtures("_quick_starts")
 def test_links_in_the_folder_of_an_ablation_are_replaced_not_followed(config, tmp_path):
     elsewhere = replace(config.data, dataset="folder", dir=str(tmp_path / "nowhere"))
     cells = grid(replace(config, data=elsewhere), {"heads": (2,)})

@@ -1,12 +1,12 @@
 """The measurement says what the paper proves: linear attention collides, softmax and InLine do not."""
 
 import itertools
-import subprocess
 import sys
 
 import pytest
 import torch
 
+import warm
 from inline_attention.analysis.collision_cases import (
     COLLISION_TOLERANCE,
     KINDS,
@@ -88,4 +88,4 @@ def test_one_colliding_pair_is_enough_for_the_verdict():
 
 def test_measuring_needs_no_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; import inline_attention.analysis, inline_attention.cli.main"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    warm.run([sys.executable, "-c", code], check=True)

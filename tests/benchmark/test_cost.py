@@ -1,11 +1,11 @@
 """Memory is a true peak of a fresh process. Nothing here asserts on time: machines are busy."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
+import warm
 from inline_attention.benchmark import cost
 from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, measure_attention_cost
 from inline_attention.benchmark.environment import describe_machine
@@ -81,7 +81,7 @@ def test_a_script_without_main_guard_learns_what_to_do(tmp_path):
     script.write_text(
         "from inline_attention.analysis import measure_attention_cost\nmeasure_attention_cost(['inline'], [16])\n"
     )
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    run = warm.run([sys.executable, script], capture_output=True, text=True)
     assert run.returncode == 1
     assert 'if __name__ == "__main__":' in run.stderr.splitlines()[-1]
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import warm
+
 # A command that says when it is ready and then waits, so that a test knows when to send a signal.
 WAITING = """
 import sys, time
@@ -22,10 +24,10 @@ main()
 """
 
 
-def run_python(program, *arguments, **options):
-    """Run a Python program to its end."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+def run_command(*arguments):
+    """Run `inline` to its end."""
+    command = [sys.executable, "-m", "inline_attention", *map(str, arguments)]
+    return warm.run(command, capture_output=True, text=True)
 
 
 def start_command(*arguments):
@@ -63,13 +65,11 @@ def end_of(process):
 
 def on_a_terminal(*arguments, **environment):
     """What `inline` writes when it runs on a terminal, and its exit code."""
-    program = f"import sys; from inline_attention.__main__ import main; sys.argv = {['inline', *arguments]!r}; main()"
     leader, follower = pty.openpty()
     variables = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
     variables = variables | {"TERM": "xterm-256color"} | environment
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=follower, stdout=follower, stderr=follower, env=variables
-    )
+    command = [sys.executable, "-m", "inline_attention", *arguments]
+    process = warm.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=variables)
     os.close(follower)
     output = b""
     while True:

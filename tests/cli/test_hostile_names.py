@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from cli.processes import on_a_terminal, run_python
+from cli.processes import on_a_terminal, run_command
 from inline_attention import create_model
 from inline_attention.cli import printing
 from inline_attention.cli.main import app
@@ -78,8 +78,7 @@ def test_a_pipe_and_a_missing_file_do_not_stop_the_others(checkpoint, tmp_path):
     Image.new("RGB", (40, 40)).save(tmp_path / "z.png")
     too_long = tmp_path / ("x" * 300 + ".png")
     photos = [tmp_path / "absent.png", tmp_path / "pipe.png", too_long, tmp_path / "z.png"]
-    program = "import sys; from inline_attention.__main__ import main; sys.argv[0] = 'inline'; main()"
-    done = run_python(program, "predict", *photos, "-c", checkpoint, "--json")
+    done = run_command("predict", *photos, "-c", checkpoint, "--json")
     assert done.returncode == 1
     rows = json.loads(done.stdout)
     assert ["error" in row for row in rows] == [True, True, True, False]

@@ -3,13 +3,13 @@
 import gc
 import gzip
 import os
-import subprocess
 import sys
 import tarfile
 import weakref
 
 import pytest
 
+import warm
 from data.conftest import add_to_tar, jpeg
 from inline_attention.data import cifar10
 from inline_attention.data.datasets import open_dataset
@@ -104,7 +104,7 @@ def test_an_archive_that_unpacks_to_gigabytes_takes_little_memory(tmp_path, name
     zeros = gzip.compress(bytes(2**24), 9)
     start = gzip.compress(header(f"cifar-10-batches-bin/{name}", 2**33 - 1, kind))
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(start + zeros * 512)
-    result = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    result = warm.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True)
     assert "a member announces 8,589,934,591 bytes" in result.stdout, result.stdout + result.stderr
     assert result.stdout.count("\n") == 1
 

@@ -4,7 +4,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -17,6 +16,7 @@ from timm.data.transforms_factory import create_transform
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+import warm
 from data.conftest import bomb, noise, write_pictures
 from inline_attention.data import loading
 from inline_attention.data.batch import Normalize
@@ -277,7 +277,7 @@ iterator = loader._iterator()
 loader._loader._iterator = None
 print("leaving")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    done = warm.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr
 
 

@@ -2,7 +2,6 @@ import colorsys
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import warm
 from inline_attention.data.coco.annotations import read_annotations
 from inline_attention.data.coco.checks import check_annotations
 from inline_attention.data.coco.masks import decode_mask
@@ -221,7 +221,7 @@ def test_a_killed_generation_is_known_as_unfinished(tmp_path):
         "import sys; from inline_attention.data.scenes import ScenesPlan, write_scenes; "
         "write_scenes(sys.argv[1], ScenesPlan(images=100_000, size=64))"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(folder)])
+    process = warm.Popen([sys.executable, "-c", program, str(folder)])
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".unfinished-scenes-*/images/training/*.jpg")) and time.monotonic() < deadline:

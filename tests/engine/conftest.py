@@ -2,7 +2,10 @@
 
 import pytest
 
+from engine import forks
 from inline_attention.data.datasets import open_dataset
+
+forks.start_server()
 
 
 @pytest.fixture

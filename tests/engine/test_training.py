@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import warm
 from engine.runs import assert_same_end, checkpoints, command, config, final_weights
 from inline_attention.cli.main import app
 from inline_attention.engine import train, trainer
@@ -206,12 +207,13 @@ def test_resuming_where_nothing_is_says_so(tmp_path, capsys):
 def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
     arguments = ["--set", "checkpoints.interval_steps=1", "--set", "training.epochs=3"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    # In a process of its own as well: the number of threads decides the last bits.
+    # In a process of its own as well: the number of threads decides the last bits. It starts from nothing, with hashes
+    # of its own, and the others do not.
     subprocess.run(
         command(tmp_path, "--experiment", "whole", *arguments), check=True, stdout=subprocess.DEVNULL, timeout=300
     )
     for kill_after in (0.05, 0.3):
-        process = subprocess.Popen(
+        process = warm.Popen(
             command(tmp_path, "--experiment", "parts", "--resume", "auto", *arguments), stdout=subprocess.DEVNULL
         )
         known = checkpoints(parts)
@@ -221,7 +223,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
         time.sleep(kill_after)
         process.kill()
         process.wait()
-    subprocess.run(
+    warm.run(
         command(tmp_path, "--experiment", "parts", "--resume", "auto", *arguments),
         check=True, stdout=subprocess.DEVNULL, timeout=300,
     )  # fmt: skip
@@ -229,7 +231,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(tmp_path):
 
 
 def test_sigterm_ends_the_command_with_143_and_a_checkpoint(tmp_path):
-    process = subprocess.Popen(
+    process = warm.Popen(
         command(tmp_path, "--experiment", "run", "--set", "training.epochs=500"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -393,7 +395,7 @@ def test_fine_tuning_keeps_the_body_and_starts_a_head_anew(tmp_path):
 
 def test_a_killed_data_worker_is_named_and_ends_the_run(tmp_path):
     extra = [word for setting in [*ELABORATE, "training.epochs=500"] for word in ("--set", setting)]
-    process = subprocess.Popen(
+    process = warm.Popen(
         command(tmp_path, "--experiment", "run", *extra), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
@@ -401,22 +403,37 @@ def test_a_killed_data_worker_is_named_and_ends_the_run(tmp_path):
         if line.startswith("update"):
             break
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [child for child in children if "inline_attention" in Path(f"/proc/{child}/cmdline").read_text()]
+    workers = [child for child in children if "tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
     os.kill(int(workers[0]), signal.SIGKILL)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 1, errors
     assert "process that prepares images died" in errors
 
 
+# What torchrun does, with processes that are forked: they start at once, the first time and again.
+TORCHRUN = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from inline_attention.__main__ import main
+import inline_attention.engine.train
+
+def work(*arguments):
+    sys.argv = ["inline", *arguments]
+    main()
+
+config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="fork",
+                      rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test", monitor_interval=0.1)
+elastic_launch(config, work)(*sys.argv[1:])
+"""
+
+
 def test_a_killed_process_is_restarted_by_torchrun_and_the_run_goes_on(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     settings = ["training.epochs=12", "checkpoints.interval_steps=2", "training.batch_size=128"]
     extra = [word for setting in settings for word in ("--set", setting)]
-    arguments = command(tmp_path, "--experiment", "run", "--resume", "auto", *extra)[2:]
-    process = subprocess.Popen(
-        [*torchrun, "--max-restarts", "1", "-m", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    arguments = command(tmp_path, "--experiment", "run", "--resume", "auto", *extra)[3:]
+    process = warm.Popen(
+        [sys.executable, "-c", TORCHRUN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not checkpoints(tmp_path / "run") and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -3,12 +3,12 @@
 import timm
 from torch import nn
 
-# One block per stage is the same code as eighteen.
+# One block per stage is the same code as eighteen; windows have two kinds, in the last stage.
 SHALLOW = {
     "deit": {"depth": 2},
     "pvt": {"depths": (1, 1, 1, 1)},
-    "swin": {"depths": (1, 1, 2, 2)},
-    "cswin": {"depths": (1, 1, 2, 1)},
+    "swin": {"depths": (1, 1, 1, 2)},
+    "cswin": {"depths": (1, 1, 1, 1)},
 }
 
 

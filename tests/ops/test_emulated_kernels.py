@@ -22,9 +22,16 @@ def _emulated(monkeypatch):
     emulated_gpu.install(monkeypatch)
 
 
+# One process compiles the kernels of a type and size.
+BUILDS = [
+    pytest.param(head_dim, dtype, marks=pytest.mark.xdist_group(f"emulated_{head_dim}_{dtype}"))
+    for head_dim in cuda.HEAD_DIMS
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "dtype"), BUILDS, ids=str)
 def test_outputs_and_gradients(shape, dtype, head_dim):
     shape = Shape(**{**vars(shape), "head_dim": head_dim})
     check_call(shape, Option("inline"), dtype, backend="cuda", packed=False)

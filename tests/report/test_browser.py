@@ -16,6 +16,8 @@ from report.written_evidence import evidence, run
 
 KINDS = ("softmax", "linear", "inline")
 
+pytestmark = pytest.mark.xdist_group("browser")  # one process starts the browser and draws the page
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -30,12 +32,17 @@ def browser():
         opened.close()
 
 
+@pytest.fixture(scope="module")
+def rendered():
+    """The page with three runs, as text."""
+    return render(evidence(run(), run("softmax_deit_tiny", "softmax"), run("linear_deit_tiny", "linear")))
+
+
 @pytest.fixture
-def page(browser, tmp_path):
+def page(browser, rendered, tmp_path):
     """The page on a phone; in the end nothing may have been complained about or fetched."""
     path = tmp_path / "report.html"
-    runs = (run(), run("softmax_deit_tiny", "softmax"), run("linear_deit_tiny", "linear"))
-    path.write_text(render(evidence(*runs)), encoding="utf-8")
+    path.write_text(rendered, encoding="utf-8")
     context = browser.new_context(viewport={"width": 360, "height": 760}, has_touch=True)
     opened = context.new_page()
     complaints, fetched = [], []

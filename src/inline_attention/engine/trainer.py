@@ -385,7 +385,8 @@ class Trainer:
 
     def _accumulate_gradients(self, batches: list[Any]) -> torch.Tensor:
         """Accumulate gradients over batches. Returns their mean loss on this rank."""
-        torch.compiler.cudagraph_mark_step_begin()  # outputs of the previous update may be overwritten
+        if self.config.training.compile:  # or this would import the compiler, which takes seconds
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the previous update may be overwritten
         total = torch.zeros((), device=self.processes.device)
         for number, batch in enumerate(batches):
             is_last = number + 1 == len(batches)
