@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -118,7 +119,8 @@ GPU_CASES = [
 
 def main() -> None:
     on_gpu = "--gpu" in sys.argv[1:]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    table = ""
     with tempfile.TemporaryDirectory() as folder:
         for case in track(GPU_CASES if on_gpu else CPU_CASES, description="images"):
             arguments = [case.model, str(case.size), case.way, case.memory, "cuda" if on_gpu else "cpu", folder]
@@ -127,6 +129,12 @@ def main() -> None:
                 rows.append({**asdict(case), **json.loads(done.stdout.splitlines()[-1])})
             else:  # such as out of memory
                 rows.append({**asdict(case), "error": (done.stderr.strip().splitlines() or ["killed"])[-1][:200]})
+            table = write(rows, on_gpu)  # after every case: the large ones take minutes
+    Console().print(table)
+
+
+def write(rows: list[dict[str, Any]], on_gpu: bool) -> str:
+    """Write the results so far; return them as a table."""
     where, name = describe_environment(), "gpu_gigapixel" if on_gpu else "cpu_gigapixel"
     table = markdown_table(
         ["model", "image", "way", "memory setting", "time (s)", "peak memory (MiB)"],
@@ -147,9 +155,9 @@ def main() -> None:
         if on_gpu
         else "Resident memory above the imports; float32, 2 threads; JPEG tiles are decoded meanwhile."
     )
-    write_json(RESULTS / f"{name}.json", {"environment": where, "rows": rows})
+    write_json(RESULTS / f"{name}.json", {"environment": where, "cases": rows})
     write_markdown(RESULTS / f"{name}.md", "Images larger than memory", where, f"{what}\n\n{table}")
-    Console().print(table)
+    return table
 
 
 if __name__ == "__main__":

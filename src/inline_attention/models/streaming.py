@@ -76,7 +76,7 @@ def streamed(
 
     Args:
         model: A model of this library, in evaluation mode, on the device that computes.
-        memory: Most memory for tokens and bands on the device, besides the weights: bytes, or text such as "512MiB".
+        memory: Memory to plan for tokens and bands on the device, besides the weights: bytes, or text such as "512MiB".
         folder: Folder for a temporary file of tokens that fit into no memory; the system's by default.
         on_progress: Called with the share of the work just done; shares sum to one.
     """
