@@ -43,7 +43,8 @@ RESULTS, IMAGES, PAGE = (
 )
 ACCURACY, CURVES = RESULTS / "digits_demo.csv", RESULTS / "digits_curves.csv"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WINDOW = (1100, 1180)  # pixels of the report's picture
+README_WIDTH = (768, 64)  # channels and head dim of the picture in the README
+WINDOW = (1280, 1180)  # pixels of the report's picture
 
 
 def main(demo: Annotated[Path | None, typer.Option(help="Take new results from this demo folder.")] = None) -> None:
@@ -51,6 +52,7 @@ def main(demo: Annotated[Path | None, typer.Option(help="Take new results from t
         take_demo(demo)
     attention, models = read_json("gpu_attention"), read_json("gpu_models")
     draw_attention(AttentionReport.from_json(attention), RESULTS / "gpu_attention.png")
+    draw_attention(AttentionReport.from_json(attention), IMAGES / "attention_speed.png", only=README_WIDTH)
     draw_models(ModelReport.from_json(models), RESULTS / "gpu_models.png")
     cpu = read_json("cpu_attention")
     rows = [cpu_attention.Row(**row) for row in cpu["cases"]]

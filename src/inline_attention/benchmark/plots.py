@@ -32,20 +32,25 @@ FLOOR = LegendEntry("floor: copying q, k, v, out", Style("uniform"))
 MOST_COLUMNS = 4
 
 
-def draw_attention(report: AttentionReport, path: Path) -> list[Path]:
-    """Write a PNG of time by the number of tokens, both logarithmic: a row per pass, a column per C and D."""
+def draw_attention(report: AttentionReport, path: Path, *, only: tuple[int, int] | None = None) -> list[Path]:
+    """Write a PNG of time by the number of tokens, both logarithmic: a row per pass, a column per C and D.
+
+    `only` draws one C and D, its passes side by side.
+    """
     backends = iter(BACKEND_STYLES * len(report.contestants))
     styles = {name: CONTESTANT_STYLES.get(name) or next(backends) for name in report.contestants}
     widths: dict[tuple[int, int], list[CaseResult]] = {}
     for result in sorted(report.results, key=lambda result: result.case.tokens):
+        if only not in (None, (result.case.channels, result.case.head_dim)):
+            continue
         widths.setdefault((result.case.channels, result.case.head_dim), []).append(result)
     panels = [
         Panel(
-            f"{pass_}, C = {channels}, head dim {head_dim}",
+            f"{pass_}, C = {width}, head dim {head_dim}",
             lambda axes, pass_=pass_, results=results: _draw_times(axes, pass_, results, styles),
         )
         for pass_ in report.settings.passes
-        for (channels, head_dim), results in sorted(widths.items())
+        for (width, head_dim), results in sorted(widths.items())
         if any(pass_ in result.measurements for result in results)
     ]
     elements = [result.case.elements / 1e6 for result in report.results]
@@ -54,7 +59,14 @@ def draw_attention(report: AttentionReport, path: Path) -> list[Path]:
         f"Floor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
     )
     legend = [*(LegendEntry(label_of(name), style) for name, style in styles.items()), FLOOR]
-    return _save(report, Chart(panels, legend), path, "Attention from packed qkv", small_print, len(widths))
+    return _save(
+        report,
+        Chart(panels, legend),
+        path,
+        "Attention from packed qkv",
+        small_print,
+        MOST_COLUMNS if only else len(widths),
+    )
 
 
 def draw_models(report: ModelReport, path: Path) -> list[Path]:

@@ -65,7 +65,7 @@ STYLE: dict[Any, Any] = {
 DOTS_PER_INCH = 160
 PANEL = (4.4, 2.9)  # inches
 # Average characters of DejaVu Sans per inch, to estimate what fits.
-SMALL_PRINT_CHARACTERS, LEGEND_CHARACTERS, TITLE_CHARACTERS = 14.0, 11.0, 7.0
+SMALL_PRINT_CHARACTERS, LEGEND_CHARACTERS, TITLE_CHARACTERS = 14.0, 10.0, 6.5
 ROW_HEIGHT = 0.53  # inches of one row of dots
 LONGEST_ROW_LABEL = 52  # characters of a row's label and text together
 MOST_MARKERS = 12  # of a line with many points
@@ -146,7 +146,11 @@ class Chart:
         columns = min(columns, len(self.panels))
         rows = -(-len(self.panels) // columns)
         height = rows * (0.6 + max(panel.height for panel in self.panels)) + 1.3
-        with new_figure(max(8.0, width * columns), height, title, small_print) as figure:
+        total = max(8.0, width * columns)
+        labels = [entry.label for entry in self.legend]
+        if labels and not _fits_beside(title, labels, total):
+            total += 1.0 + max(map(len, labels)) / LEGEND_CHARACTERS  # else the legend would cover titles of panels
+        with new_figure(total, height, title, small_print) as figure:
             places = list(figure.subplots(rows, columns, squeeze=False).flat)
             for axes, panel in zip(places, self.panels, strict=False):
                 panel.draw(axes)
@@ -285,7 +289,7 @@ def draw_picture(axes: Axes, picture: Any, grid_size: tuple[int, int] | None = N
 
 
 def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
-    """Add one legend for all panels: beside the title where it fits, else below the panels."""
+    """Add one legend for all panels: beside the title where it fits, else right of the panels."""
     from matplotlib.lines import Line2D
 
     handles = [
@@ -296,15 +300,16 @@ def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
         )
         for entry in entries
     ]  # fmt: skip
-    labels, width = [entry.label for entry in entries], figure.get_figwidth()
-    needed = len(figure.get_suptitle()) / TITLE_CHARACTERS + sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels)
-    if needed < figure.get_figwidth():
+    labels = [entry.label for entry in entries]
+    if _fits_beside(figure.get_suptitle(), labels, figure.get_figwidth()):
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=10)
-        return
-    columns = len(labels)
-    while columns > 1 and sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels) / len(labels) * columns > width:
-        columns -= 1
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=10)
+    else:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=10)
+
+
+def _fits_beside(title: str, labels: Sequence[str], width: float) -> bool:
+    """True if a legend of one row fits beside the title of a figure of so many inches."""
+    return len(title) / TITLE_CHARACTERS + sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels) < width
 
 
 def _page_svg(figure: Figure, prefix: str) -> tuple[str, str]:
