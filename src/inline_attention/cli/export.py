@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inline_attention.tasks.classification.prediction import ImageClassifier
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """What `inline export` writes."""
 
     onnx = "onnx"
