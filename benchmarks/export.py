@@ -122,7 +122,8 @@ def export_table(rows: list[Any]) -> str:
     ]
     cells = [
         [
-            row["model"], row["sizes"], str(row["operations"]), f"{row['trace_seconds']:.1f}", f"{row['onnx_seconds']:.1f}",
+            row["model"], row["sizes"], str(row["operations"]),
+            f"{row['trace_seconds']:.1f}", f"{row['onnx_seconds']:.1f}",
             f"{row['trace_seconds'] + row['onnx_seconds']:.1f}",
             f"{row['trace_cpu_seconds'] + row['onnx_cpu_seconds']:.1f}", f"{row['open_seconds']:.1f}",
             f"{row['mib']:.1f}",
