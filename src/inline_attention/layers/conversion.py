@@ -159,9 +159,11 @@ def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], 
     """Note on the model what was done, so that files of its weights can say it."""
     name = attention.__name__.removesuffix("Attention").lower()
     record = {"attention": name, "keep_softmax": kept, "options": dict(options)}
-    if (before := getattr(model, RECORD, None)) is not None:  # of the attentions that were kept, some are kept again
-        record["keep_softmax"] = [before["keep_softmax"][number] for number in kept]
-        if (before["attention"], before["options"]) != (name, record["options"]):
+    if (before := getattr(model, RECORD, None)) is not None:
+        if (before["attention"], before["options"]) == (name, record["options"]):
+            # Of the attentions that were kept before, some are kept again.
+            record["keep_softmax"] = [before["keep_softmax"][number] for number in kept]
+        else:
             record["attention"] = f"{before['attention']} and {name}"  # not one conversion: no file can describe it
     setattr(model, RECORD, record)
 
