@@ -22,11 +22,12 @@ from inline_attention.engine.config import (
 )
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import PUBLISHED_TOP1
-from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, list_recipes, small
+from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, linearize, list_recipes, small
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}
 PAPER = [name.removeprefix("inline_") for name in list_models("inline_*")]
 SMALL = [recipe.name for recipe in (*small.CLASSIFICATION, *small.SCENES)]
+LINEARIZE = [recipe.name for recipe in linearize.RECIPES]
 UPDATES_PER_EPOCH = 10
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -68,8 +69,7 @@ def recipe(request):
 
 def test_every_published_model_has_a_recipe():
     assert len(PAPER) == 15
-    others = {"digits", "cifar10", "finetune", "linearize_classifier", "linearize_features"}
-    assert set(RECIPES) == {*PAPER, *others}
+    assert set(RECIPES) == {*PAPER, "digits", "cifar10", "finetune", *LINEARIZE}
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -100,7 +100,7 @@ def test_the_paper_s_numbers(name):
     assert RECIPES[name].expected == PUBLISHED_TOP1.get(f"inline_{name}")
 
 
-@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes() if recipe.name not in SMALL])
+@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes() if recipe.name not in (*SMALL, *LINEARIZE)])
 def test_built_models_have_the_paper_s_stochastic_depth(name):
     config = get_recipe(name).config
     with torch.device("meta"):
@@ -133,7 +133,7 @@ def test_yaml_gives_the_settings_back(recipe):
 
 
 def test_the_module_states_command_and_figure(recipe):
-    module = imagenet if recipe.name in PAPER else small
+    module = imagenet if recipe.name in PAPER else linearize if recipe.name in LINEARIZE else small
     generic = recipe.command.replace(recipe.name, "NAME") if recipe.name in PAPER else recipe.command
     described = module.__doc__.replace("\n", " ")
     assert generic in described or recipe.command in described
