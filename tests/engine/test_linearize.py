@@ -172,17 +172,18 @@ def test_missing_weights_are_refused_before_training(tmp_path, teacher):
 def test_pretrained_weights_are_kept_in_a_file(tmp_path, monkeypatch):
     loaded = []
 
-    def create_model(name, pretrained):
+    def create_model(name, arguments, pretrained):
+        assert arguments == {}
         loaded.append((name, pretrained))
         return timm.create_model(name, **ARGUMENTS, img_size=8, num_classes=5)
 
-    monkeypatch.setattr(linearizing, "create_model", create_model)
+    monkeypatch.setattr(linearizing, "create_described_model", create_model)
     path = tmp_path / "run" / "teacher.safetensors"
     for _ in range(2):  # the second finds the file
         fetch_teacher(NAME, path)
     assert loaded == [(NAME, True)]
     assert json.loads(open_checkpoint(path).metadata["model_arguments"]) == {"num_classes": 5}
-    monkeypatch.setattr(linearizing, "create_model", lambda *_, **__: timm.create_model("no such model"))
+    monkeypatch.setattr(linearizing, "create_described_model", lambda *_, **__: timm.create_model("no such model"))
     with pytest.raises(ValueError, match=r"cannot be loaded .* --initial-checkpoint FILE"):
         fetch_teacher(NAME, tmp_path / "other.safetensors")
 

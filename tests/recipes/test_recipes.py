@@ -23,11 +23,12 @@ from inline_attention.engine.config import (
 from inline_attention.engine.config.checks import _check_batches
 from inline_attention.models import create_model, list_models
 from inline_attention.models.registry import PUBLISHED_TOP1
-from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, list_recipes, small
+from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, linearize, list_recipes, small
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}
 PAPER = [name.removeprefix("inline_") for name in list_models("inline_*") if not name.endswith("_micro")]
 SMALL = [recipe.name for recipe in (*small.CLASSIFICATION, *small.SCENES)]
+LINEARIZE = [recipe.name for recipe in linearize.RECIPES]
 UPDATES_PER_EPOCH = 10
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -69,7 +70,7 @@ def recipe(request):
 
 def test_every_published_model_has_a_recipe():
     assert len(PAPER) == 15
-    assert set(RECIPES) == {*PAPER, "digits", "cifar10", "cifar10_micro", "finetune"}
+    assert set(RECIPES) == {*PAPER, "digits", "cifar10", "cifar10_micro", "finetune", *LINEARIZE}
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -100,7 +101,7 @@ def test_the_paper_s_numbers(name):
     assert RECIPES[name].expected == PUBLISHED_TOP1.get(f"inline_{name}")
 
 
-@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes() if recipe.name not in SMALL])
+@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes() if recipe.name not in (*SMALL, *LINEARIZE)])
 def test_built_models_have_the_paper_s_stochastic_depth(name):
     config = get_recipe(name).config
     with torch.device("meta"):
@@ -136,7 +137,7 @@ def test_yaml_gives_the_settings_back(recipe):
 
 
 def test_the_module_states_command_and_figure(recipe):
-    module = imagenet if recipe.name in PAPER else small
+    module = imagenet if recipe.name in PAPER else linearize if recipe.name in LINEARIZE else small
     generic = recipe.command.replace(recipe.name, "NAME") if recipe.name in PAPER else recipe.command
     described = module.__doc__.replace("\n", " ")
     assert generic in described or recipe.command in described

@@ -20,7 +20,6 @@ from inline_attention.engine.train import build_task, checkpoint_to_resume, run_
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.described import conversion_of, create_described_model, read_description
 from inline_attention.models.reading import open_checkpoint
-from inline_attention.models.registry import create_model
 from inline_attention.support.files import read_bounded, write_atomically
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, parse_json
 from inline_attention.tasks.classification.distillation import DistillationTask
@@ -79,7 +78,7 @@ def fetch_teacher(name: str, path: Path) -> None:
     if path.exists():
         return
     try:
-        model: Any = create_model(name, pretrained=True)
+        model: Any = create_described_model(name, {}, pretrained=True)
     except Exception as error:  # of networks, caches and hubs
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(

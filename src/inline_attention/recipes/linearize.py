@@ -1,8 +1,9 @@
 """Recipes that replace the softmax attention of a trained model by InLine: `inline linearize` uses them.
 
-`inline train linearize_classifier --model MODEL --initial-checkpoint FILE --data-dir DIR`: the student learns from the
-logits and tokens of the softmax model and from the labels. `inline train linearize_features` needs no labels: it
-matches tokens and outputs on any folder of pictures.
+`inline train linearize_classifier --data-dir DIR --initial-checkpoint FILE`: the student learns from the logits and
+tokens of the softmax model in FILE and from the labels. Choose another model than ViT-S with `--model`.
+`inline train linearize_features --data-dir DIR --initial-checkpoint FILE` needs no labels: it matches tokens and
+outputs on any folder of pictures.
 
 Ten epochs are a thirtieth of what training a ViT on ImageNet takes. There is no warm-up, since the weights start where
 the teacher's are. Augmentation is light, since teacher and student see the same view.
