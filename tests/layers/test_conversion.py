@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from inline_attention import InLineAttention, LinearAttention, convert_attention
+from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
 
 timm = pytest.importorskip("timm")
 
@@ -64,8 +64,6 @@ def test_converting_twice_or_what_cannot_be_converted_explains_itself():
         convert_attention(model)
     with pytest.raises(ValueError, match="relative_position_bias_table"):
         convert_attention(timm.create_model("swin_tiny_patch4_window7_224"))
-    with pytest.raises(ValueError, match="forward also takes rope"):
-        convert_attention(timm.create_model("vit_small_patch16_rope_224", depth=1))
     with pytest.raises(ValueError, match="`qkv` and `proj` linear layers"):
         InLineAttention.from_softmax(nn.MultiheadAttention(8, 2))
     with pytest.raises(ValueError, match="heads of another width"):
@@ -101,13 +99,24 @@ def test_an_attention_itself_is_refused():
         convert_attention(timm.layers.Attention(24, num_heads=3))
 
 
-@pytest.mark.parametrize("name", ["volo_d1_224", "nest_tiny", "sam2_hiera_tiny", "fastvit_t8", "fastvit_sa12"])
+@pytest.mark.parametrize("name", ["nest_tiny", "sam2_hiera_tiny", "fastvit_t8", "fastvit_sa12"])
 def test_what_takes_no_tokens_is_refused_and_unchanged(name):
     model = create_empty(name)
     before = dict(model.named_modules())
     with pytest.raises(ValueError, match="found no attention to convert"):
         convert_attention(model)
     assert dict(model.named_modules()) == before
+
+
+def test_attention_over_maps_is_replaced():
+    model = timm.create_model("volo_d1_224", img_size=64, num_classes=3).eval()
+    image = torch.randn(1, 3, 64, 64)
+    expected = model(image)
+    twin = copy.deepcopy(model)
+    assert len(convert_attention(twin, attention=SoftmaxAttention)) == 14
+    torch.testing.assert_close(twin(image), expected)
+    convert_attention(model)
+    assert model(image).shape == expected.shape
 
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "crossvit_tiny_240"])

@@ -159,9 +159,11 @@ def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], 
     """Note on the model what was done, so that files of its weights can say it."""
     name = attention.__name__.removesuffix("Attention").lower()
     record = {"attention": name, "keep_softmax": kept, "options": dict(options)}
-    if (before := getattr(model, RECORD, None)) is not None:  # of the attentions that were kept, some are kept again
-        record["keep_softmax"] = [before["keep_softmax"][number] for number in kept]
-        if (before["attention"], before["options"]) != (name, record["options"]):
+    if (before := getattr(model, RECORD, None)) is not None:
+        if (before["attention"], before["options"]) == (name, record["options"]):
+            # Of the attentions that were kept before, some are kept again.
+            record["keep_softmax"] = [before["keep_softmax"][number] for number in kept]
+        else:
             record["attention"] = f"{before['attention']} and {name}"  # not one conversion: no file can describe it
     setattr(model, RECORD, record)
 
@@ -176,7 +178,12 @@ def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
         if owner is None or patch_embed is None or not attention.has_local_term:
             continue
         attention.patch_grid = grids.setdefault(owner, PatchGrid(patch_embed))
-        path = [model, *(model.get_submodule(outer) for outer in _outer_names(name)), attention]
+        around = [model.get_submodule(outer) for outer in _outer_names(name)]
+        norms: list[nn.Module] = []
+        if isinstance(attention, AdaptedAttention) and attention.parts.style == "transformers" and around:
+            # Its checkpoints recompute a layer from the layer's norm, without the hooks of the layer itself.
+            norms += (module for module in around[-1].children() if isinstance(module, nn.LayerNorm))
+        path = [model, *around, *norms, attention]
         between.setdefault(owner, {}).update(dict.fromkeys(path[path.index(owner) + 1 :]))
     for owner, grid in grids.items():
         grid.install(owner, between[owner])
