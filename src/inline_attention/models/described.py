@@ -90,7 +90,7 @@ class Description:
 
     def note_preparation(self, model: nn.Module) -> None:
         """Note on a model how its images are prepared, where timm looks for it."""
-        model.pretrained_cfg = {**getattr(model, "pretrained_cfg", {}), **self.preparation}  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(model, "pretrained_cfg", {**getattr(model, "pretrained_cfg", {}), **self.preparation})  # noqa: B010 - timm's
 
 
 class _Rule(NamedTuple):

@@ -162,8 +162,6 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     prepared = described.preparation | ({} if described.crop_pct is None else {"crop_pct": described.crop_pct})
     if described.image_size is not None:
         prepared["input_size"] = (described.arguments.get("in_chans", 3), *described.image_size)
-    conversion = getattr(described, "conversion", None)
-    converted = {} if conversion is None else {"conversion": conversion}
     overlay = prepared | dict(own.pop("pretrained_cfg_overlay", None) or {})
     try:
         if described.name in list_models():  # timm's builder adapts our weights to other channels and heads
@@ -173,7 +171,7 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
             )
         overlay.pop("input_size", None)  # timm's models with a fixed size take it from here instead of their arguments
         model = create_described_model(
-            described.name, described.arguments, pretrained_cfg_overlay=overlay, **converted, **own
+            described.name, described.arguments, described.conversion, pretrained_cfg_overlay=overlay, **own
         )
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} cannot be used: {error}") from error

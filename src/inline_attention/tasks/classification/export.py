@@ -169,7 +169,7 @@ def _calibration_images(images: Tensor) -> Any:
         def __init__(self) -> None:
             self.batches = iter(images.split(8))
 
-        def get_next(self) -> dict[str, Any] | None:
+        def get_next(self) -> Any:
             batch = next(self.batches, None)
             return None if batch is None else {"images": batch.numpy()}
 
