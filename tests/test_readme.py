@@ -103,9 +103,9 @@ def test_commands_exist(page):
             names.append(arguments.pop(0))
             command = command.commands[names[-1]]
         flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-        if names in (["train"], ["ablate"]):
+        if names in (["train"], ["ablate"], ["linearize"]):
             flags |= {name for flag in FLAGS for name in flag.names}
-            if arguments[0].islower() and not arguments[0].endswith(".yaml"):
+            if names != ["linearize"] and arguments[0].islower() and not arguments[0].endswith(".yaml"):
                 get_recipe(arguments[0])
         given = {argument for argument in arguments if re.fullmatch(r"--?[a-z][a-z-]*", argument)}
         assert given <= flags | {"--help"}, f"{page.name}: inline {' '.join(names)} has no {given - flags}"

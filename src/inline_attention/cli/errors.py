@@ -17,6 +17,7 @@ TRACEBACK = "INLINE_TRACEBACK"
 # Optional packages, as they are imported, and the extra of pyproject.toml that installs them.
 EXTRAS = {
     "datasets": "hub",
+    "defusedxml": "detection",
     "faster_coco_eval": "detection",
     "imagecodecs": "slides",
     "jinja2": "plots",

@@ -37,7 +37,7 @@ def inline_attention_forward(
         module: The attention module of transformers that calls.
         query: `[B, H, N, D]`.
         key: `[B, H or fewer, M, D]`.
-        value: As `key`.
+        value: `[B, H or fewer, M, D]`.
         attention_mask: None, or a mask of padding `[B, 1, N or 1, M]`, bool or added to scores.
         scaling: Factor on the inner products; `D ** -0.5` by default.
         dropout: Dropout rate of the output in training, since linear-time attention never forms its weights.

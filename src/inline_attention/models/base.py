@@ -94,7 +94,7 @@ class VisionModel(nn.Module):
 
     @abstractmethod
     def network(self) -> list[Level]:
-        """Return the modules of all levels in order, for those who run them otherwise than `levels` does."""
+        """Return the modules of all levels in order, for code that runs them differently from `levels`."""
 
     def prefix_tokens(self) -> Tensor:
         """Return the prefix tokens `[1, P, C]` that precede the grid of the first level."""

@@ -116,7 +116,7 @@ def push_to_hub(
     """Upload a classifier to the Hugging Face Hub, and return the address of the commit.
 
     Args:
-        model: See `save_pretrained`.
+        model: Classifier, as `save_pretrained` takes it.
         repository: "USER/NAME", created if missing.
         private: Create it private.
         token: Access token; by default that of `hf auth login`.

@@ -383,5 +383,5 @@ def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) ->
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(os.path.realpath(source), target)  # takes no space
-    except OSError:  # another disk, or a file of somebody else
+    except OSError:  # another disk, or a file of another user
         shutil.copyfile(source, target)
