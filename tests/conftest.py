@@ -10,6 +10,9 @@ from pathlib import Path
 if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# xdist sets it, and tables would leave columns out.
+os.environ.pop("COLUMNS", None)
+
 import pytest
 import torch
 

@@ -25,7 +25,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         file.write_bytes(b"")
     problems = "\n".join(open_and_check("folder", tmp_path, num_classes=5).problems)
     assert "train: 1 empty class ('gnu'); add images or remove the folder" in problems
-    assert "has 3 classes, the model 5; use num_classes=3" in problems
+    assert "has 3 classes, the model 5; leave --num-classes out" in problems
     assert "2 classes ('dog', 'fox') of" in problems
     assert "1 class ('eel') of" in problems
     assert "none of 9 images tried can be read" in problems

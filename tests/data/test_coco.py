@@ -387,7 +387,7 @@ def test_opening_both_splits_says_all_that_is_wrong(tmp_path):
     assert "1 images whose file is missing (2.jpg (image 2))" in problems
     assert "1 boxes without area" in problems
     assert "3 categories differ between" in problems
-    assert "has 3 categories, the model 5; use num_classes=3" in problems
+    assert "has 3 categories, the model 5; leave --num-classes out" in problems
     repaired = open_and_check_coco(tmp_path, repair=True)
     assert len(repaired.problems) == 1, "what the two files mean by a category cannot be repaired"
     assert len(repaired.train) == 2

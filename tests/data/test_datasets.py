@@ -120,7 +120,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(DataError, match="needs a folder; give one with --data-dir"):
         open_dataset("folder")
     with pytest.raises(
-        DataError, match="unknown dataset 'imagenet'; expected folder, digits, cifar10, hfds/NAME or wds"
+        DataError, match="unknown dataset 'imagenet'; expected folder, pictures, digits, cifar10, hfds/NAME or wds"
     ):
         open_dataset("imagenet", tmp_path)
 

@@ -155,7 +155,9 @@ def test_classes_that_do_not_occur(root):
     (problem,) = opened.problems  # none on the validation data
     assert "1 classes without a pixel (sea (3))" in problem
     assert open_and_check_pairs(root, repair=True).problems == []
-    assert "has 4 classes, the model 3; use num_classes=4" in open_and_check_pairs(root, num_classes=3).problems[0]
+    assert (
+        "has 4 classes, the model 3; leave --num-classes out" in open_and_check_pairs(root, num_classes=3).problems[0]
+    )
 
 
 @pytest.mark.parametrize("repair", [False, True])

@@ -212,7 +212,8 @@ def test_what_was_repaired_is_said_and_recorded(detector, tmp_path):
     assert "unknown category" not in done.stdout
     names = [category["name"] for category in content["categories"]]
     first_columns = [line.split()[0] for line in done.stdout.splitlines() if line]
-    assert first_columns == ["boxes:", "AP", "boxes", "boxes", *names]  # a sentence, and two tables with a header each
+    # A sentence, two tables with a header each, and where the file is.
+    assert first_columns == ["boxes:", "AP", "boxes", "boxes", *names, "Metrics"]
     (note,) = json.loads(results.read_text())["repaired"]
     assert "1 objects of an unknown category" in note
 

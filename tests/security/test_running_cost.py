@@ -78,6 +78,8 @@ def test_dense_models(tmp_path, task, classes):
 @pytest.mark.parametrize("name", list_models())
 def test_honest_models_pass_at_large_sizes(name):
     side = 1024 if name.startswith(("softmax_deit", "softmax_pvt")) else 2048
+    if name.endswith("_micro"):  # made for 32×32 pictures
+        side = 128
     with torch.device("meta"):
         model = timm.create_model(name).eval()
     check_running_cost(lambda: model(torch.empty(1, 3, side, side)), model.state_dict())

@@ -332,14 +332,14 @@ def resample_positions(
     else:
         channels = max(1, MOST_INTERPOLATED // (new[0] * new[1]))
         resampled = torch.cat([_interpolated(part, new) for part in torch.split(image, channels, dim=1)], dim=1)
-    resampled = resampled.flatten(2).transpose(1, 2)
+    resampled = resampled.flatten(2).transpose(1, 2).to(positions.dtype)
     if num_prefix_tokens == 0:
         return resampled
     return torch.cat([positions[:, :num_prefix_tokens], resampled], dim=1)
 
 
 def _resized_rows(image: Tensor, height: int, rows: tuple[int, int]) -> Tensor:
-    """Resize `[B, C, h, w]` bilinearly to a height, and return some of its rows."""
+    """Resize `[B, C, h, w]` bilinearly to a height, and return some of its rows, in float32 at least."""
     if image.shape[2] == height:
         return image[:, :, rows[0] : rows[1]]
     wide = image.to(torch.promote_types(image.dtype, torch.float32))
@@ -347,7 +347,7 @@ def _resized_rows(image: Tensor, height: int, rows: tuple[int, int]) -> Tensor:
     place = ((row + 0.5) * (image.shape[2] / height) - 0.5).clamp(min=0)
     above = place.floor().long()
     below = (above + 1).clamp(max=image.shape[2] - 1)
-    return torch.lerp(wide[:, :, above], wide[:, :, below], (place - above)[:, None]).to(image.dtype)
+    return torch.lerp(wide[:, :, above], wide[:, :, below], (place - above)[:, None])
 
 
 def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
