@@ -43,7 +43,7 @@ def _with_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     if (family or wanted.name) == (model_family(given.name) or given.name):
         return with_overrides(config, overrides)
     fitting, dropped = replace(given, arguments={}), [*given.arguments]
-    is_own_model = wanted.arguments != given.arguments  # whoever sets them has these images in mind
+    is_own_model = wanted.arguments != given.arguments  # made for the images of the recipe
     if isinstance(given.img_size, int) and given.img_size < SHORTEST_SIDE and family != "deit" and not is_own_model:
         fitting, dropped = replace(fitting, img_size=SHORTEST_SIDE if family else None), [*dropped, "img_size"]
     if family is None and not given.drop_path:  # not all of timm's models have it
