@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from pathlib import Path
+from shutil import which
 
 # Before anything imports Triton, and without importing torch, which may: kernels are interpreted or compiled from the
 # moment they are defined. On a machine with a GPU the real compiler is what is to be tested.
@@ -22,6 +23,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several workers on few cores: without this every worker would start a thread per core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium; tests of pages are skipped where none can be started. Mark them `xdist_group("browser")`."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        system = which("chromium") or which("chromium-browser") or which("google-chrome")
+        try:
+            opened = started.chromium.launch(executable_path=system, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium to start: {error.message.splitlines()[0]}")
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """The page of a slide: its tiles are the slide, and it can be moved, zoomed and covered in a real browser."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -58,19 +57,6 @@ def test_a_page_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeyp
     with open_slide(written[0].parent / "a<b>.tif") as slide, pytest.raises(OSError, match="No space left"):
         slide_page.write_slide_page(tmp_path / "page", slide, [], "")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        system = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        try:
-            opened = started.chromium.launch(executable_path=system, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to start: {error.message.splitlines()[0]}")
-        yield opened
-        opened.close()
 
 
 @pytest.mark.parametrize("viewport", [(1000, 700), (360, 740)], ids=["desk", "phone"])

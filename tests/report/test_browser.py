@@ -4,7 +4,6 @@ Needs playwright and a Chromium, which `make test` sets up where it can; skipped
 """
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -17,19 +16,6 @@ from report.written_evidence import evidence, run
 KINDS = ("softmax", "linear", "inline")
 
 pytestmark = pytest.mark.xdist_group("browser")  # one process starts the browser and draws the page
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        system = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        try:
-            opened = started.chromium.launch(executable_path=system, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to start: {error.message.splitlines()[0]}")
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

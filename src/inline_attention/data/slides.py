@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ PLAIN = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits",
 WITH_SIZE = {7: "JPEG", 33003: "JPEG 2000", 33004: "JPEG 2000", 33005: "JPEG 2000", 34712: "JPEG 2000", 50001: "WebP"}
 
 
-class Slide:
+class Slide(ABC):
     """An image that is read in rows, at one of its levels. Close it, or use it in a `with` statement.
 
     Attributes:
@@ -91,12 +92,12 @@ class Slide:
         pixels = torch.cat(rows, dim=2)[0].round().byte()
         return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
+    @abstractmethod
     def close(self) -> None:
         """Close the file."""
-        raise NotImplementedError
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, start: int, stop: int) -> np.ndarray: ...
 
     def __enter__(self) -> Self:
         return self

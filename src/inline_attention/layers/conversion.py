@@ -118,7 +118,9 @@ def convert_attention(
     reasons = "; ".join(list(refused.values())[:3])
     if not new_modules:
         has_own = any(isinstance(module, TokenAttention) for module in modules.values())
-        own = "its attention is one of this library's already" if has_own else "no module has both `qkv` and `proj`"
+        own = "no module has both `qkv` and `proj`"
+        if has_own:
+            own = "its attention is one of this library's already; instead of softmax_… create the inline_… model"
         own += "" if has_own else ", or q_proj, k_proj, v_proj and an output projection"
         raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
     kept = _resolve_numbers(keep_softmax, len(new_modules))

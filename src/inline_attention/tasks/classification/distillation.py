@@ -8,11 +8,11 @@ Shapes: `B` batch, `N` tokens, `P` prefix tokens, `C` channels, `K` classes, `H`
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -415,7 +415,7 @@ def _prefix_tokens(model: nn.Module) -> int:
 class FeatureMetrics(Metrics):
     """Share of the teacher's variance that the student explains, R² in percent, and number of images."""
 
-    NAMES = {"token_r2": True, "output_r2": True}  # noqa: RUF012 - as `Task.metrics`
+    NAMES: ClassVar[Mapping[str, bool]] = {"token_r2": True, "output_r2": True}  # see `Task.metrics`
 
     token_r2: float
     output_r2: float
