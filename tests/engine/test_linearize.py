@@ -20,6 +20,7 @@ from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.linearize import describe_teacher, fetch_teacher, linearize
 from inline_attention.engine.train import train
 from inline_attention.models.checkpoints import save_weights
+from inline_attention.models.hub import save_pretrained
 from inline_attention.models.reading import CheckpointError, open_checkpoint
 from inline_attention.tasks.task import DataSection
 
@@ -202,3 +203,13 @@ def test_two_processes_give_what_one_gives(tmp_path, teacher, strategy):
         assert outcome.error is None, outcome.message
         assert outcome.value["converted"] == pytest.approx(one["converted"], rel=1e-4)
         assert outcome.value["linearized"] == pytest.approx(one["linearized"], rel=2e-2)
+
+
+def test_a_folder_in_the_hubs_layout_is_a_teacher(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", patch_size=2, embed_dim=24, depth=1, img_size=8, num_classes=10)
+    save_pretrained(model, tmp_path)
+    settings = dict(text.split("=", 1) for text in describe_teacher(tmp_path))
+    assert settings["model.name"] == '"vit_tiny_patch16_224"'
+    expected = {"patch_size": 2, "embed_dim": 24, "depth": 1, "global_pool": "token"}
+    assert json.loads(settings["model.arguments"]) == expected
+    assert json.loads(settings["distillation.teacher_size"]) in (8, [8, 8])

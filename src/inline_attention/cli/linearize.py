@@ -41,7 +41,7 @@ def parse_blocks(text: str | None) -> list[int] | None:
 def linearize(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="timm model, run of `inline train`, or weights file.", show_default=False)
+        str, typer.Argument(help="timm model, run of `inline train`, weights file or hub folder.", show_default=False)
     ],
     features: Annotated[bool, typer.Option("--features", help="Match features on pictures without labels.")] = False,
     size: Annotated[
@@ -179,14 +179,15 @@ def result_table(result: Linearized, cells: Sequence[SpeedCell]) -> Table:
         at_size = {cell.model: cell for cell in cells if cell.size == size}
         rows.append([f"images/s at {size}²", *(_cell(at_size.get(stage), "speed") for stage in stages)])
         rows.append([f"memory at {size}², MiB", *(_cell(at_size.get(stage), "memory") for stage in stages)])
+    caption = ["R²: share of the teacher's variance that is explained."] if TEACHER not in result.figures else []
+    if cells:
+        caption.append("Memory: peak beyond weights and images, in batches of a constant number of pixels.")
     return make_table(
         ("", "softmax teacher", "converted, untrained", "linearized"),
         rows,
         texts=1,
         title="Linearized",
-        caption="R²: share of the teacher's variance that is explained. Memory: peak beyond weights and images."
-        if TEACHER not in result.figures
-        else "Memory: peak beyond weights and images, in batches of a constant number of pixels.",
+        caption="\n".join(caption),
     )
 
 
