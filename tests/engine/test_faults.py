@@ -99,23 +99,25 @@ def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_back(tmp_path, pictures, monkeypatch):
-    whole, _ = train.train(from_files(tmp_path, pictures, "whole"))
+    # Sixteen batches per epoch: the dataloader reads a few ahead, and must not have read the epoch when the data vanish.
+    batches = ["training.batch_size=4", "training.total_batch_size=4"]
+    whole, _ = train.train(from_files(tmp_path, pictures, "whole", *batches))
     update_done = RunReport.update_done
 
     def unplug(self, update, *facts):
         update_done(self, update, *facts)
-        if update == 5:  # the first of the second epoch
+        if update == 17:  # the first of the second epoch
             pictures.rename(tmp_path / "elsewhere")
 
     monkeypatch.setattr(RunReport, "update_done", unplug)
     with pytest.raises(BrokenImagesError, match=r"of 64 images cannot be read(?s:.*)No such file"):
-        train.train(from_files(tmp_path, pictures, "parts"))
+        train.train(from_files(tmp_path, pictures, "parts", *batches))
     monkeypatch.undo()
     assert "No such file" in (tmp_path / "parts" / "broken_images.csv").read_text()
     with pytest.raises(ConfigError, match="does not exist"):
-        train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+        train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto", *batches))
     (tmp_path / "elsewhere").rename(pictures)
-    parts, _ = train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto"))
+    parts, _ = train.train(from_files(tmp_path, pictures, "parts", "run.resume=auto", *batches))
     assert_same_end(whole, parts)
 
 
