@@ -1,23 +1,26 @@
 """Train the small model that comes with the package, and put it there: `inline_deit_micro.cifar10`.
 
-    python benchmarks/shipped_model.py --data-dir DIR [--runs out/shipped] [--set training.epochs=200]
+    python benchmarks/shipped_model.py --data-dir DIR [--runs out/shipped] [--set training.epochs=24]
 
-DIR contains cifar-10-binary.tar.gz, packed or unpacked. The recipe is `cifar10_micro`; it needs a GPU. A run that was
-stopped is resumed by the same command. The model is installed to src/inline_attention/weights only if its accuracy on
-the 10,000 test images is at least 90 % and its file has at most 8 MB. From then on `inline_deit_micro.cifar10` is a
-pretrained tag, and `inline predict` uses it by default. Commit the folder, with its model card.
+DIR contains cifar-10-binary.tar.gz, packed or unpacked, or a folder of pictures per class in `train` and `test`. The
+recipe is `cifar10_micro`, which a CPU can train. A run that was stopped is resumed by the same command. The model is
+installed to src/inline_attention/weights only if its accuracy on the 10,000 test images is at least 90 % and its file
+has at most 8 MB. From then on `inline_deit_micro.cifar10` is a pretrained tag, and `inline predict` uses it by default.
+Commit the folder, with its model card.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
+from csv import DictReader
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import write_json, write_markdown
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import with_overrides
 from inline_attention.engine.evaluate import evaluate_checkpoint
@@ -30,6 +33,7 @@ from inline_attention.tasks.task import DataSection
 
 RECIPE, NAME = "cifar10_micro", "inline_deit_micro.cifar10"
 LEAST_TOP1, MOST_BYTES = 90.0, 8_000_000
+RESULTS = Path(__file__).parent / "results"
 
 
 def install(weights: Path, top1: float, settings: dict[str, object], target: Path) -> None:
@@ -68,11 +72,20 @@ def main(
     top1 = math.nan if metrics is None else metrics.figures["top1"]
     if not top1 >= LEAST_TOP1:
         raise typer.BadParameter(f"{top1:.2f} % on the test images, expected {LEAST_TOP1:g} %; train longer")
+    command = " ".join([f"inline train {RECIPE}", *(f"--set {override}" for override in set_ or [])])
+    environment = describe_environment()
     settings: dict[str, object] = {
-        "recipe": f"`inline train {RECIPE}`", "epochs": config.training.epochs, "seed": config.training.seed,
-        **{name: value for name, value in describe_environment().items() if isinstance(value, (str, int))},
-    }  # fmt: skip
-    install(weights, top1, settings, SHIPPED / NAME)
+        "recipe": f"`{command}`",
+        "epochs": config.training.epochs,
+        "seed": config.training.seed,
+    }
+    install(weights, top1, settings | environment, SHIPPED / NAME)
+    with (runs / RECIPE / "summary.csv").open(encoding="utf-8") as file:
+        epochs = [{name: row[name] for name in ("epoch", "train_loss", "val_loss", "top1")} for row in DictReader(file)]
+    content = {"environment": environment, "command": command, "top1": top1, "epochs": epochs}
+    write_json(RESULTS / f"{RECIPE}.json", content)
+    body = f"`{command}`: **{top1:.2f} %** of the 10,000 test images. Every epoch: [{RECIPE}.json]({RECIPE}.json)."
+    write_markdown(RESULTS / f"{RECIPE}.md", f"{NAME}, the model in the package", environment, body)
     print(f"{top1:.2f} %: {SHIPPED / NAME}")
 
 

@@ -1,7 +1,9 @@
 """Weights that come with the package: a tag exists if its file does, and not otherwise."""
 
 import sys
+import tarfile
 import warnings
+from pathlib import Path
 
 import pytest
 import timm
@@ -11,9 +13,11 @@ from typer.testing import CliRunner
 
 import inline_attention
 from inline_attention.cli.main import app
+from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.models import registry
 from inline_attention.models.deit import InLineDeiT
 from inline_attention.models.hub import save_pretrained
+from inline_attention.tasks.task import DataSection
 
 SMALL = {"embed_dim": 16, "num_heads": 2, "depth": 1, "patch_size": 8, "img_size": 16, "num_classes": 3}
 # Not a family's name: it is registered for the rest of the process, and `list_models` must not list it.
@@ -81,3 +85,23 @@ def test_what_is_shipped_is_small_and_has_a_card():
 def test_registration_leaves_the_module_as_it_was(shipped):
     assert NAME in sys.modules[InLineDeiT.__module__].default_cfgs
     assert NAME not in inline_attention.list_models()
+
+
+def test_the_model_of_the_package_knows_a_cat():
+    """A photograph of a few hundred pixels, through the command that a newcomer types."""
+    photo = registry.shipped_models()[MICRO_TAG] / "examples" / "cat.jpg"
+    result = CliRunner().invoke(app, ["predict", str(photo), "--top", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].split()[-1] == "cat"
+
+
+@pytest.mark.slow
+def test_the_card_states_the_accuracy_of_the_weights(tmp_path):
+    archive = Path(__file__).parents[3] / "shared" / "data" / "cifar10.tar.xz"
+    if not archive.is_file():
+        pytest.skip("needs CIFAR-10 beside the clone")
+    with tarfile.open(archive) as content:
+        content.extractall(tmp_path, filter="data")
+    folder = registry.shipped_models()[MICRO_TAG]
+    metrics = evaluate_checkpoint(folder / "model.safetensors", DataSection("cifar10", str(tmp_path)))
+    assert f"| CIFAR-10 test images, top-1 | {metrics.figures['top1']:.2f} % |" in (folder / "README.md").read_text()

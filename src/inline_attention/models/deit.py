@@ -6,15 +6,16 @@ data-efficient image transformers & distillation through attention", ICML 2021, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inline_attention.layers.block import Block
-from inline_attention.layers.embeddings import ConvEmbedding
-from inline_attention.layers.grids import Grid, positions_for, resample_positions
+from inline_attention.layers.embeddings import ConvEmbedding, ConvStem
+from inline_attention.layers.grids import Grid, resample_positions
 from inline_attention.layers.hooks import has_hooks
 from inline_attention.models.base import (
     Level,
@@ -45,6 +46,7 @@ class InLineDeiT(VisionModel):
         attention_options: Mapping[str, Any] | None = None,
         img_size: int | tuple[int, int] = 224,
         patch_size: int = 16,
+        stem: Sequence[tuple[int, int]] = (),
         depth: int = 12,
         mlp_ratio: float = 4.0,
         in_chans: int = 3,
@@ -62,6 +64,8 @@ class InLineDeiT(VisionModel):
             attention_options: Extra arguments of the attention layer, such as `local_residual`.
             img_size: Native image size of the learned positions. Other sizes work too.
             patch_size: Side of a patch in pixels.
+            stem: Channels and stride of 3×3 convolutions, which with one more to C channels take the place of the
+                single large one. Their strides divide `patch_size`; the last convolution has what is left.
             depth: Number of blocks.
             mlp_ratio: Hidden width of the MLPs in multiples of C.
             in_chans: Channels of the images.
@@ -73,7 +77,7 @@ class InLineDeiT(VisionModel):
         check_counts(embed_dim=embed_dim, num_heads=num_heads, patch_size=patch_size, depth=depth)
         super().__init__(embed_dim, in_chans=in_chans, **head)
         self.largest_stride = patch_size
-        self.patch_embed = ConvEmbedding(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+        self.patch_embed = _patch_embedding(in_chans, embed_dim, patch_size, stem)
         self.position_grid = Grid(*image_sides(img_size)).coarser(patch_size).size
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + self.position_grid[0] * self.position_grid[1], embed_dim))
@@ -108,7 +112,7 @@ class InLineDeiT(VisionModel):
     def embed(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """Return patches with their positions, without the class token."""
         tokens, grid = self.patch_embed(x, grid)
-        return tokens + positions_for(self.pos_embed[:, 1:], self.position_grid, grid), grid
+        return tokens + grid.positions(self.pos_embed[:, 1:], self.position_grid), grid
 
     def prefix_tokens(self) -> Tensor:
         """Return the class token with its position, `[1, 1, C]`."""
@@ -117,7 +121,8 @@ class InLineDeiT(VisionModel):
     def network(self) -> list[Level]:
         """Return one level per block; the first embeds."""
         blocks: list[Any] = list(self.blocks)
-        return [Level(None if index else self.embed, self.largest_stride, 0, [b]) for index, b in enumerate(blocks)]
+        stride, halo = self.patch_embed.stride, self.patch_embed.halo
+        return [Level(None if index else self.embed, stride, halo, [block]) for index, block in enumerate(blocks)]
 
     @property
     def position_grids(self) -> dict[str, tuple[int, int]]:
@@ -164,20 +169,42 @@ class InLineDeiT(VisionModel):
         }
 
     def _shape_features(self, tokens: Tensor, grid: Grid) -> Tensor:
-        mask = self._token_mask(tokens, grid)
-        return tokens if mask is None else tokens.masked_fill(~mask[:, : tokens.shape[1], None], 0)
+        return grid.clear_padding(tokens, self.num_prefix_tokens)
+
+
+def _patch_embedding(
+    in_chans: int, embed_dim: int, patch_size: int, stem: Sequence[tuple[int, int]]
+) -> ConvEmbedding | ConvStem:
+    if not stem:
+        return ConvEmbedding(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+    expected = "stem must be pairs (channels, stride)"
+    if not all(isinstance(layer, Sequence) and len(layer) == 2 for layer in stem):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{expected}, got {stem!r}")
+    for channels, stride in stem:
+        check_counts(**{"channels of the stem": channels, "stride of the stem": stride})
+    left, rest = divmod(patch_size, math.prod(stride for _, stride in stem))
+    if rest or left > 3 or any(stride > 3 for _, stride in stem):
+        raise ValueError(f"{expected} of at most 3, which divide patch_size {patch_size} up to 3 or less, got {stem!r}")
+    return ConvStem(in_chans, [*stem, (embed_dim, left)], norm_eps=NORM_EPS)
 
 
 register_family(
     InLineDeiT,
     {
-        # 2.0 M parameters, for 32×32 pixels; not of the paper
-        "inline_deit_micro": {
-            "embed_dim": 128, "num_heads": 4, "depth": 8, "patch_size": 2, "img_size": 32, "num_classes": 10
-        },
         "inline_deit_tiny": {"embed_dim": 192, "num_heads": 6},  # 6.5 M parameters
         "inline_deit_small": {"embed_dim": 320, "num_heads": 10, "img_size": 288},  # 16.7 M
         "inline_deit_base": {"embed_dim": 384, "num_heads": 12, "img_size": 448},  # 23.8 M
     },
     first_conv="patch_embed.proj",
+)  # fmt: skip
+register_family(
+    InLineDeiT,
+    {
+        # 2.0 M parameters, for 32×32 pixels; not of the paper
+        "inline_deit_micro": {
+            "embed_dim": 192, "num_heads": 6, "depth": 3, "patch_size": 4, "stem": ((64, 1), (128, 2), (128, 1)),
+            "img_size": 32, "num_classes": 10, "global_pool": "avg",
+        },
+    },
+    first_conv="patch_embed.layers.0.proj",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from inline_attention.models.checkpoints import open_checkpoint, read_position_g
 from inline_attention.models.hub_layout import CONFIG, PREPARATION, SOURCES, fetch, split_source, weights_in
 from inline_attention.models.reading import Checkpoint
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.text import did_you_mean
+from inline_attention.support.text import did_you_mean, printable
 
 SHIPPED = Path(__file__).parents[1] / "weights"  # a folder NAME.TAG in the hub's layout for each model
 PAPER = "https://arxiv.org/abs/2412.06590"
@@ -54,12 +54,13 @@ class NoPretrainedWeightsError(RuntimeError):
 class FeatureBackbone(FeatureGetterNet):
     """timm's `features_only` wrapper with support for unequal images."""
 
-    def forward(self, x: Tensor, **image_sizes_or_mask: Any) -> list[Tensor]:
+    def forward(self, x: Tensor, image_sizes: Any = None, pixel_mask: Tensor | None = None) -> list[Tensor]:
         """Return features `[B, C, h, w]` at each stride of `feature_info.reduction()`.
 
         Args:
             x: Images `[B, in_chans, H, W]`.
-            **image_sizes_or_mask: `image_sizes` or `pixel_mask` of the model's `forward`.
+            image_sizes: Height and width in pixels of each image of a padded batch, see the model's `forward`.
+            pixel_mask: Mask instead of `image_sizes`.
         """
         return self.model.forward_intermediates(  # pyright: ignore[reportCallIssue]
             x,
@@ -67,7 +68,8 @@ class FeatureBackbone(FeatureGetterNet):
             norm=self.norm,
             output_fmt=self.output_fmt,
             intermediates_only=True,
-            **image_sizes_or_mask,
+            image_sizes=image_sizes,
+            pixel_mask=pixel_mask,
         )
 
 
@@ -193,6 +195,28 @@ def record_arguments(model: nn.Module, **arguments: Any) -> None:
     place._model_args = {**getattr(model, "_model_args", {}), **arguments}
     if (size := arguments.get("img_size")) is not None:
         place._traits = {**getattr(model, "_traits", {}), "img_size": to_2tuple(size)}
+
+
+@register_model
+def converted_attention(pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """Build a model of timm after `convert_attention` from its folder. `config.json` of such a folder names this.
+
+    With the model's own name there, timm would build softmax attention.
+    """
+    from inline_attention.models.hub import create_from_hub  # it needs this module
+
+    config = arguments.pop("pretrained_cfg", None)
+    described: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    cache_dir = arguments.pop("cache_dir", None)
+    if described.get("source") not in SOURCES:
+        raise ValueError(
+            "converted_attention stands for saved models: create one by local-dir:FOLDER or hf-hub:USER/NAME"
+        )
+    if stored := arguments.pop("pretrained_model_args", None):
+        raise ValueError(f"config.json of a converted model has no model_args, got {', '.join(map(printable, stored))}")
+    is_hub = described["source"] == "hf-hub"
+    folder = fetch(described["hf_hub_id"], cache_dir) if is_hub else described["file"]
+    return create_from_hub(folder, pretrained=pretrained, **arguments)
 
 
 def _pretrained_file(source: Mapping[str, Any], cache_dir: Any) -> Checkpoint | None:
