@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup -rs
 DENSE := out/demo-dense
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-dense docs test test-all lint format bench bench-gpu pictures clean
+.PHONY: help demo demo-dense demo-web web-runtime docs test test-all lint format bench bench-gpu pictures clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,18 @@ demo-dense: $(READY)  ## Train a detector and a segmenter on generated scenes (5
 			--checkpoint $(DENSE)/$$task/checkpoints/last/model.safetensors --least-score 0.5 || exit 1; \
 	done
 
+# The model that comes with the package; without one, a small model of handwritten digits, trained first.
+demo-web: $(READY)  ## Write a page that runs a model in the browser (2 minutes): out/demo-web
+	@name=$$($(BIN)/python -c 'from inline_attention.models.registry import shipped_models; print(next(iter(shipped_models()), ""))'); \
+	if [ -z "$$name" ]; then \
+		name=out/demo-web-model/digits; rm -rf $$name; \
+		$(BIN)/inline train digits --output out/demo-web-model --experiment digits || exit 1; \
+	fi; \
+	$(BIN)/inline export $$name --format web --output out/demo-web --force
+
+web-runtime: $(READY)  ## Update onnxruntime-web in the package (needs npm): make web-runtime VERSION=1.30.0
+	$(BIN)/python benchmarks/web_runtime.py $(VERSION)
+
 test: $(READY) $(BROWSER)  ## Lint, type check, and all tests that need no GPU and little time
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,9 +78,10 @@ format: $(READY)  ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## Measure attention and memory on this CPU; results in benchmarks/results
+bench: $(READY)  ## Measure attention, memory and models on this CPU; results in benchmarks/results
 	$(BIN)/python benchmarks/cpu_attention.py
 	$(BIN)/python benchmarks/cpu_memory.py
+	$(BIN)/python benchmarks/cpu_models.py
 
 bench-gpu: $(READY)  ## Measure attention and models on this GPU; results in benchmarks/results
 	$(BIN)/python benchmarks/gpu_attention.py

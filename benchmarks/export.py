@@ -77,7 +77,7 @@ def measure_quantizers(label: str, classifier: ImageClassifier, images: Tensor, 
 
     model = classifier.model
     compare = Comparer(model, images, targets)
-    results = [compare("PyTorch", sum(tensor.nbytes for tensor in model.state_dict().values()), model)]
+    results = [compare.of_model()]
     with TemporaryDirectory() as folder:
         exact, small = Path(folder, "exact.onnx"), Path(folder, "small.onnx")
         write_onnx(trace(model, (images.shape[2], images.shape[3])), exact, {})

@@ -1,5 +1,8 @@
-"""The wheel: it is built, contains the package data, and works in a fresh environment."""
+"""The wheel: it is built from the source distribution, contains all files, and works in a fresh environment."""
 
+import email
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -7,43 +10,57 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-DATA = ("py.typed", "benchmark/model_sizes.json", "ops/backends/cuda/", "report/", "data/")
-USE = (
-    "import inline_attention, timm, torch; from pathlib import Path;"
-    "assert Path(inline_attention.__file__).is_relative_to({prefix!r}), inline_attention.__file__;"
-    "model = timm.create_model('inline_deit_micro').eval();"
-    "assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)"
-)
+USE = """
+import inline_attention, timm, torch
+from pathlib import Path
+assert Path(inline_attention.__file__).is_relative_to({prefix!r}), inline_attention.__file__
+assert timm.create_model("inline_deit_micro").eval()(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+"""
 
 
-@pytest.mark.slow
 def test_built_installed_and_used(tmp_path):
-    pytest.importorskip("build")
+    for name in ("build", "pip"):
+        pytest.importorskip(name)
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words):
-        done = subprocess.run([str(word) for word in words], cwd=tmp_path, capture_output=True, text=True)
+        command = [str(word) for word in words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    source = tmp_path / "source"
-    source.mkdir()
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("README.md", "LICENSE", "pyproject.toml"):
-        shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", source)
+    source, fresh = tmp_path / "source", tmp_path / "fresh"
+    tracked = [
+        name for name in run("git", "-C", ROOT, "ls-files", "src/inline_attention").split() if (ROOT / name).exists()
+    ]
+    for name in (*tracked, "README.md", "LICENSE", "pyproject.toml"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    for expected in DATA:
-        assert any(name.startswith(f"inline_attention/{expected}") for name in names), expected
-    shipped = {path.relative_to(ROOT / "src").as_posix() for path in ROOT.glob("src/inline_attention/weights/*/*")}
-    assert shipped <= set(names)
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    assert not {name.removeprefix("src/") for name in tracked} - names
+    assert "inline_attention/py.typed" in names
+    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    fields = email.message_from_bytes(archive.read(metadata))
+    assert fields["Name"] == "inline-attention"
+    assert all(fields[field] for field in ("Version", "Summary", "License-Expression", "Requires-Python"))
+    assert fields["Author"] or fields["Author-email"]
+
     # The packages it depends on are those of this environment: downloading PyTorch again would take minutes.
-    run(sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "fresh")
-    fresh = tmp_path / "fresh" / "bin" / "python"
-    run(fresh, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", "--no-index", wheel)
-    (site,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
+    run(sys.executable, "-m", "venv", "--without-pip", fresh)
+    python, inline = fresh / "bin" / "python", fresh / "bin" / "inline"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    (site,) = (fresh / "lib").glob("python*/site-packages")
     (site / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
-    run(fresh, "-c", USE.format(prefix=str(tmp_path / "fresh")))
-    assert "inline-attention" in run(tmp_path / "fresh" / "bin" / "inline", "--version")
+    run(python, "-c", USE.format(prefix=str(fresh)))
+    assert run(inline, "--version").split() == ["inline-attention", fields["Version"]]
+    assert "inline_deit_tiny" in [model["name"] for model in json.loads(run(inline, "models", "--json"))]
+    if any("/weights/" in name for name in tracked):
+        Image.new("RGB", (32, 32), "red").save(tmp_path / "picture.png")
+        assert "picture.png" in run(inline, "predict", "picture.png")

@@ -1,6 +1,7 @@
 """`inline export` from the outside, on a tiny model."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ from typer.testing import CliRunner
 
 from inline_attention import create_model
 from inline_attention.cli.main import app
+from inline_attention.engine.config import with_overrides
+from inline_attention.engine.train import train
+from inline_attention.models import registry
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.hub import from_pretrained
+from inline_attention.recipes import get_recipe
 
 SMALL = {"embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 4, "img_size": 16, "num_classes": 10}
 
@@ -77,6 +82,40 @@ def test_torch_export_on_own_pictures(checkpoint, tmp_path):
         torch.testing.assert_close(torch.export.load(target).module()(images), model(images), rtol=1e-4, atol=1e-5)
 
 
+def test_web_folder_in_8_bit_integers(checkpoint, tmp_path):
+    pytest.importorskip("onnxruntime")
+    target = tmp_path / "page"
+    arguments = [checkpoint[1], "--format", "web", "--int8", "--no-speed", "--images", 8, "-o", target]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert f"Page written to {target / 'index.html'}: open it in a browser" in result.stdout
+    assert set(rows(result)) == {"PyTorch", "ONNX", "int8"}
+    assert '"name": "7"' in (target / "index.html").read_text(), "digits are examples for a model of digits"
+    assert "exists already" in invoke(*arguments).stderr
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("")
+    assert "not a page of an earlier export" in invoke(*arguments[:-1], tmp_path / "other", "--force").stderr
+    assert (tmp_path / "other" / "mine.txt").exists()
+
+
+def test_name_of_a_shipped_model(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "shipped_models", lambda: {"inline_deit_tiny.test": checkpoint[1]})
+    monkeypatch.chdir(tmp_path)
+    result = invoke("inline_deit_tiny.test", "--format", "torch-export", "--images", 2)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "inline_deit_tiny.test.pt2").exists()
+
+
+def test_the_card_of_a_run_states_what_the_run_measured(tmp_path):
+    settings = ["training.epochs=1", "model.arguments.depth=1", f"run.output={tmp_path}", "run.experiment=run"]
+    train(with_overrides(get_recipe("digits").config, settings))
+    result = invoke(tmp_path / "run", "--format", "hub", "-o", tmp_path / "d")
+    assert result.exit_code == 0, result.output
+    assert "it lacks a license." in result.stdout.replace("\n", " ")
+    row = r"\| top-1 on the run's own validation images \| \d+\.\d\d % \|"
+    assert re.search(row, (tmp_path / "d" / "README.md").read_text())
+
+
 def test_hub_folder(checkpoint, tmp_path):
     model, path = checkpoint
     result = invoke(path, "--format", "hub", "-o", tmp_path / "d")
@@ -98,6 +137,8 @@ def test_hub_folder(checkpoint, tmp_path):
     ("arguments", "words"),
     [
         (["--format", "hub", "--int8"], "--int8 is for --format onnx"),
+        (["--format", "web", "--size", "dynamic"], "--size dynamic is for onnx"),
+        (["--no-speed"], "--no-speed is for --format web"),
         (["--format", "hub", "--size", "32"], "--size is for onnx"),
         (["--data-dir", "x", "--pictures", "y"], "not both"),
         (["--pictures", "/nowhere"], "no picture"),

@@ -33,7 +33,7 @@ def in_one_process(names, slow):
 
 
 # The operations of the softmax twin are those of inline_swin_tiny's last stage; ONNX gets those of PVT from the others.
-EXPORTED = in_one_process([*NAMES, "softmax_swin_tiny"], slow="softmax_swin_tiny")
+EXPORTED = in_one_process([*NAMES, "inline_deit_micro", "softmax_swin_tiny"], slow="softmax_swin_tiny")
 ONNX = in_one_process(NAMES, slow="inline_pvt_tiny")
 
 

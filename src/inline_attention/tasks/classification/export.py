@@ -98,8 +98,10 @@ def _hashable(value: Any) -> Any:
     return type(value), value
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path, notes: dict[str, str]) -> None:
-    """Write a graph as ONNX, simplified by onnxruntime, with notes in its metadata."""
+def write_onnx(
+    program: torch.export.ExportedProgram, path: Path, notes: dict[str, str], outputs: Sequence[str] = ("scores",)
+) -> None:
+    """Write a graph as ONNX, simplified by onnxruntime, with notes in its metadata and names of its outputs."""
     import onnx
     import onnxruntime
 
@@ -110,7 +112,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, notes: dict[st
         warnings.simplefilter("ignore")
         raw, simple = Path(folder, "raw.onnx"), Path(folder, "simple.onnx")
         exported = torch.onnx.export(
-            program, (), dynamo=True, optimize=False, verbose=False, input_names=["images"], output_names=["scores"]
+            program, (), dynamo=True, optimize=False, verbose=False, input_names=["images"], output_names=outputs
         )
         assert exported is not None
         exported.save(raw)
@@ -214,31 +216,55 @@ def export_classifier(
     Raises:
         ExportError: If the file's scores differ from the model's.
     """
-    model, size = classifier.model, (images.shape[2], images.shape[3])
-    program = trace(model, size, dynamic=dynamic)
-    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    compare = Comparer(model, images, targets)
-    results = [compare("PyTorch", weights, model)]
-    with TemporaryDirectory() as folder, replace_atomically(path) as temporary:
+    size = images.shape[2], images.shape[3]
+    program = trace(classifier.model, size, dynamic=dynamic)
+    compare = Comparer(classifier.model, images, targets)
+    with replace_atomically(path) as temporary:
         if file_format == "torch-export":
             torch.export.save(program, temporary)
-            results.append(compare("torch.export", temporary.stat().st_size, program.module()))
+            results = [compare("torch.export", temporary.stat().st_size, program.module())]
+            check_agreement(results[0])
         else:
-            exact = Path(folder, "exact.onnx") if int8 else temporary
-            write_onnx(program, exact, _notes(classifier, None if dynamic else size))
-            results.append(compare("ONNX", exact.stat().st_size, onnx_runner(exact)))
-            if int8:
-                quantize_onnx(exact, temporary)
-                results.append(compare("ONNX int8", temporary.stat().st_size, onnx_runner(temporary)))
-        if not results[1].difference <= LARGEST_DIFFERENCE:
-            raise ExportError(
-                f"the exported graph's scores differ from the model's by {results[1].difference:.1e} of the largest, "
-                f"expected {LARGEST_DIFFERENCE:.0e} at most; nothing is written"
-            )
+            notes = onnx_notes(classifier, None if dynamic else size)
+            results = write_compared_onnx(program, temporary, compare, notes, int8=int8)
+    return [compare.of_model(), *results]
+
+
+def write_compared_onnx(
+    program: torch.export.ExportedProgram,
+    path: Path,
+    compare: Comparer,
+    notes: dict[str, str],
+    outputs: Sequence[str] = ("scores",),
+    *,
+    int8: bool = False,
+) -> list[Comparison]:
+    """Write a graph as ONNX, in 8-bit integers on request, and return the float32 form and the quantized one.
+
+    Raises:
+        ExportError: If the float32 form differs from the model.
+    """
+    with TemporaryDirectory() as folder:
+        exact = Path(folder, "exact.onnx") if int8 else path
+        write_onnx(program, exact, notes, outputs)
+        results = [compare("ONNX", exact.stat().st_size, onnx_runner(exact))]
+        check_agreement(results[0])
+        if int8:
+            quantize_onnx(exact, path)
+            results.append(compare("ONNX int8", path.stat().st_size, onnx_runner(path)))
     return results
 
 
-def _notes(classifier: ImageClassifier, size: tuple[int, int] | None) -> dict[str, str]:
+def check_agreement(result: Comparison) -> None:
+    """Raise ExportError if the scores of an exported graph differ from the model's."""
+    if not result.difference <= LARGEST_DIFFERENCE:
+        raise ExportError(
+            f"the exported graph's scores differ from the model's by {result.difference:.1e} of the largest, "
+            f"expected {LARGEST_DIFFERENCE:.0e} at most; nothing is written"
+        )
+
+
+def onnx_notes(classifier: ImageClassifier, size: tuple[int, int] | None) -> dict[str, str]:
     """Return what a program needs to prepare images for an ONNX file, and to name its classes."""
     config = classifier.preparation
     notes: dict[str, Any] = {key: config[key] for key in ("mean", "std", "interpolation", "crop_pct")}
@@ -250,8 +276,12 @@ class Comparer:
     """Runs forms of a model on the same images."""
 
     def __init__(self, model: nn.Module, images: Tensor, targets: Tensor | None):
-        self._images, self._targets = images, targets
+        self._model, self._images, self._targets = model, images, targets
         self._expected = _scores(model, images)
+
+    def of_model(self) -> Comparison:
+        """Run the model itself, whose size is that of its weights."""
+        return self("PyTorch", sum(tensor.nbytes for tensor in self._model.state_dict().values()), self._model)
 
     def __call__(self, name: str, size: int, runner: Runner | nn.Module) -> Comparison:
         """Run one form of the model, whose file or weights have `size` bytes."""
