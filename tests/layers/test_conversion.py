@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
+from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention, create_model
+from inline_attention.models.base import blocks_of
 
 timm = pytest.importorskip("timm")
 
@@ -60,7 +61,7 @@ def test_convert_to_another_layer_with_options():
 def test_converting_twice_or_what_cannot_be_converted_explains_itself():
     model = timm.create_model("vit_tiny_patch16_224", img_size=64)
     convert_attention(model)
-    with pytest.raises(ValueError, match="in VisionTransformer: its attention is one of this library's already"):
+    with pytest.raises(ValueError, match="in VisionTransformer: its attention is converted already"):
         convert_attention(model)
     with pytest.raises(ValueError, match="relative_position_bias_table"):
         convert_attention(timm.create_model("swin_tiny_patch4_window7_224"))
@@ -68,6 +69,59 @@ def test_converting_twice_or_what_cannot_be_converted_explains_itself():
         InLineAttention.from_softmax(nn.MultiheadAttention(8, 2))
     with pytest.raises(ValueError, match="heads of another width"):
         InLineAttention.from_softmax(timm.layers.Attention(24, num_heads=3, attn_head_dim=16))
+
+
+SWIN = {"embed_dim": 16, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 2, 2), "global_blocks": (1, 2, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "options"),
+    [
+        ("deit_tiny", {"embed_dim": 32, "num_heads": 2, "depth": 3, "img_size": 64}, {}),
+        ("pvt_tiny", {"depths": (1, 1, 1, 1), "img_size": 64}, {}),
+        ("swin_tiny", SWIN, {"drop_position_bias": True, "keep_softmax": [-1]}),
+    ],
+    ids=["deit", "pvt", "swin"],
+)
+def test_softmax_models_of_this_library_become_their_inline_twins(family, arguments, options):
+    softmax = create_model(f"softmax_{family}", num_classes=5, **arguments).eval()
+    twin = create_model(f"inline_{family}", num_classes=5, **arguments).eval()
+    missing = twin.load_state_dict(softmax.state_dict(), strict=False).missing_keys
+    assert missing
+    assert all(".attn.residual." in name for name in missing)
+    attentions = [block.attn for block in blocks_of(twin) if isinstance(block.attn, InLineAttention)]
+    for attention in attentions:
+        attention.residual.zero_last_layer()
+    assert len(convert_attention(softmax, **options)) == len(attentions)
+    assert softmax.state_dict().keys() == twin.state_dict().keys()
+    images = torch.randn(2, 3, 64, 96)
+    torch.testing.assert_close(softmax(images), twin(images))
+    sizes = [(64, 80), (50, 96)]
+    torch.testing.assert_close(softmax(images, image_sizes=sizes), twin(images, image_sizes=sizes))
+
+
+def test_blocks_of_this_library_can_stay_softmax():
+    model = create_model("softmax_deit_tiny", embed_dim=32, num_heads=2, depth=3)
+    attentions = [block.attn for block in model.blocks]
+    assert convert_attention(model, keep_softmax=[-1], static_local=True) == ["blocks.0.attn", "blocks.1.attn"]
+    assert model.blocks[2].attn is attentions[2]
+    assert model.blocks[0].attn.qkv is attentions[0].qkv
+    assert model.blocks[0].attn.static_local is not None
+    assert model.attention_conversion == {"attention": "inline", "keep_softmax": [2], "options": {"static_local": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("softmax_swin_tiny", "within windows, where softmax is cheap; drop_position_bias=True puts"),
+        ("softmax_cswin_tiny", "within stripes, where softmax is cheap"),
+    ],
+)
+def test_windows_and_stripes_of_this_library_are_left_alone(name, reason):
+    with torch.device("meta"):
+        model = create_model(name)
+    with pytest.raises(ValueError, match=reason):
+        convert_attention(model)
 
 
 def create_empty(name: str, **arguments) -> nn.Module:
@@ -157,7 +211,7 @@ def test_conversion_calls_nothing_that_is_watched():
 def _grids_in_use(model, image):
     """What the local terms of a forward pass take for their grids."""
     seen = set()
-    resolve = InLineAttention._resolve_grid
+    resolve = InLineAttention.resolve_grid
 
     def noting(self, *arguments):
         grid = resolve(self, *arguments)
@@ -165,7 +219,7 @@ def _grids_in_use(model, image):
         return grid
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InLineAttention, "_resolve_grid", noting)
+        patch.setattr(InLineAttention, "resolve_grid", noting)
         model(image)
     return seen
 

@@ -106,12 +106,12 @@ def test_a_converted_model_trains_keeps_its_weights_names_and_can_be_copied(libr
     grids = []
     for layer in layers:
         assert isinstance(layer, InLineAttention)
-        layer._resolve_grid = lambda *args, found=layer._resolve_grid: grids.append(found(*args)) or grids[-1]
+        layer.resolve_grid = lambda *args, found=layer.resolve_grid: grids.append(found(*args)) or grids[-1]
     features = model.forward_features(image) if library == "timm" else run(model, image)
     features.square().mean().backward()  # of all tokens, not only of the class token
     assert grids == [(4, 6)] * len(layers)  # of patches, with nothing said
     for layer in layers:
-        del layer._resolve_grid
+        del layer.resolve_grid
         for name, parameter in layer.named_parameters():
             assert parameter.grad is not None, name
             # The last layer of the predictor is zero at first, so the layers before it get no gradient.

@@ -16,7 +16,7 @@ def test_a_patch_convolution_is_a_matrix_product(channels, side, size):
     layer = PatchConvolution(channels, 24, side, stride=side).double()
     image = torch.randn(2, channels, *size, dtype=torch.float64, requires_grad=True)
     expected = nn.functional.conv2d(image, layer.weight, layer.bias, stride=side)
-    got = layer._product(image)
+    got = layer.as_product(image)
     torch.testing.assert_close(got, expected)
     wanted = (image, layer.weight, layer.bias)
     grad = torch.randn_like(expected)

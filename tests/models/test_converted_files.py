@@ -133,7 +133,7 @@ def test_a_model_without_softmax_attention_cannot_be_described_as_converted(tmp_
     path = tmp_path / "model.safetensors"
     arguments = json.dumps({"embed_dim": 24, "num_heads": 2, "depth": 1, "img_size": 32})
     save_weights(model, path, metadata={"model_arguments": arguments, "conversion": "{}"})
-    with pytest.raises(CheckpointError, match=r"cannot be converted: .*one of this library's already"):
+    with pytest.raises(CheckpointError, match=r"cannot be converted: .*converted already, or was never softmax"):
         ImageClassifier.from_checkpoint(path)
 
 
@@ -147,5 +147,8 @@ def test_loading_into_a_softmax_model_says_that_the_file_is_converted(tmp_path):
     softmax = timm.create_model(NAME, **SMALL)
     with pytest.raises(CheckpointError, match="the file is of a model after convert_attention"):
         load_checkpoint(softmax, save(converted_model(), tmp_path))
+    save_weights(converted_model().state_dict(), tmp_path / "bare.safetensors")  # as timm's save_for_hf does
+    with pytest.raises(CheckpointError, match="call convert_attention before loading"):
+        load_checkpoint(softmax, tmp_path / "bare.safetensors")
     with pytest.warns(UserWarning, match="converted attention"):
         load_checkpoint(softmax, save(converted_model(local_residual=False), tmp_path))

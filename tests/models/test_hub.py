@@ -135,15 +135,28 @@ def test_timms_models_too(tmp_path):
     assert torch.equal(model(images), other(images))
 
 
-def test_converted_models_too(tmp_path):
+@pytest.mark.parametrize("create", [timm.create_model, inline_attention.create_model])
+def test_converted_models_too(tmp_path, create):
     model = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, img_size=32, num_classes=4).eval()
-    inline_attention.convert_attention(model)
+    inline_attention.convert_attention(model, keep_softmax=[1])
     save_pretrained(model, tmp_path)
-    other = inline_attention.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    other = create(f"local-dir:{tmp_path}", pretrained=True).eval()
     images = torch.randn(1, 3, 32, 32)
     assert torch.equal(model(images), other(images))
-    with pytest.raises(TypeError, match="attention_conversion"):  # it would build softmax attention
+    assert create(f"local-dir:{tmp_path}", pretrained=True, num_classes=2)(images).shape == (1, 2)
+    assert "InLine, by `convert_attention`; softmax is kept in blocks 1" in (tmp_path / "README.md").read_text()
+
+
+def test_a_folder_of_a_converted_model_gives_no_arguments(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, img_size=32, num_classes=4)
+    inline_attention.convert_attention(model)
+    save_pretrained(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_args": {"checkpoint": "/etc/passwd"}}))
+    with pytest.raises(ValueError, match="no model_args, got checkpoint"):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    with pytest.raises(ValueError, match="local-dir:FOLDER"):
+        timm.create_model("converted_attention")
 
 
 def test_from_the_cache_of_the_hub(tmp_path, monkeypatch):

@@ -510,6 +510,7 @@ def test_a_backbone_takes_less_memory_than_its_softmax_twin(family, is_training)
         *(("inline_deit_tiny", {key: value}) for key in ("depth", "num_heads") for value in (-1, 0, 1.5, "2", True)),
         *((f"inline_{family}_tiny", {"img_size": size}) for family in FAMILIES for size in (-32, (9, -1), (1, 2, 3))),
         ("inline_deit_tiny", {"patch_size": 0}),
+        *(("inline_deit_tiny", {"stem": stem}) for stem in (((8, 5),), ((8, 2),), ((0, 4),), (8, 4), ((8, 4), (8, 7)))),
         *((f"inline_{family}_tiny", {"drop_rate": rate}) for family in FAMILIES for rate in ("1", float("nan"))),
         *((f"inline_{family}_tiny", {"drop_path_rate": rate}) for family in FAMILIES for rate in (-1, "1")),
         *((f"inline_{family}_tiny", {"depths": (1, -1, 1, 1)}) for family in ("pvt", "swin", "cswin")),

@@ -72,7 +72,15 @@ def create_double(model):
     return copy.deepcopy(model).double()
 
 
-@pytest.mark.parametrize("arguments", [{"attention_options": {"feature_map": "exp"}}, {"global_pool": "avg"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attention_options": {"feature_map": "exp"}},
+        {"global_pool": "avg"},
+        {"patch_size": 4, "embed_dim": 12, "num_heads": 2, "stem": ((4, 1), (8, 2), (8, 1)), "img_size": 64},
+    ],
+    ids=["exp", "avg", "stem"],
+)
 def test_other_settings_of_a_vision_transformer(arguments):
     model, pixels = create("inline_deit_tiny", **arguments), image(150, 161)
     with torch.inference_mode():
@@ -165,6 +173,56 @@ def test_attention_maps_are_the_weights(name, layer):
     assert (found.grid_size, found.cell) == ((height, width), cell)
     torch.testing.assert_close(found.weights.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.prefix_weights.double(), weights[..., :prefix], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [f"inline_{family}_tiny" for family in FAMILIES])
+def test_evidence_of_mean_pooling_is_the_heads_output_and_its_mean_the_logit(name):
+    model, pixels = create(name, global_pool="avg"), image(110, 140)
+    with torch.no_grad():
+        features = model.forward_features(pixels[None])
+        logits = model(pixels[None])[0, [2, 0]]
+        tokens = model.head(features)[..., [2, 0]]
+    if "deit" in name:
+        tokens = tokens[:, 1:].unflatten(1, (7, 9))
+    tokens = tokens[0].permute(2, 0, 1)
+    found = streamed(model, LITTLE[family_of(name)]).class_evidence(pixels, [2, 0], most_cells=4)
+    cell = -(-max(tokens.shape[1:]) // 4)
+    expected = torch.nn.functional.avg_pool2d(tokens, cell, ceil_mode=True)
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tokens.mean((1, 2)), logits, rtol=1e-4, atol=1e-5)
+    assert found.cell_pixels == cell * model.feature_info[-1]["reduction"]
+
+
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "linear_deit_tiny"])
+def test_evidence_of_a_class_token_is_value_times_derivative(name):
+    model, pixels = create(name), image(110, 140)
+    values = []
+
+    def record(_layer, _arguments, output):  # of queries, keys and values
+        q, k, v = output.chunk(3, -1)
+        values.append(v.detach().requires_grad_())
+        return torch.cat([q, k, values[0]], dim=-1)
+
+    handle = model.blocks[-1].attn.qkv.register_forward_hook(record)
+    logits = model(pixels[None])[0]
+    handle.remove()
+    (gradient,) = torch.autograd.grad(logits[1], values[0])
+    expected = (gradient * values[0]).sum(-1)[0].detach() * values[0].shape[1]
+    found = streamed(model, "2MiB").class_evidence(pixels, [1])
+    torch.testing.assert_close(found.values[0], expected[1:].unflatten(0, (7, 9)), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found.logits[0], logits[1].detach(), rtol=1e-4, atol=1e-5)
+    assert expected.std() > 1e-4
+
+
+def test_evidence_that_is_not_defined_is_refused():
+    pixels = image(64, 64)
+    with pytest.raises(ValueError, match="linear-time attention in the last block, which has softmax"):
+        streamed(create("softmax_deit_tiny")).class_evidence(pixels, [0])
+    with pytest.raises(ValueError, match="needs a classifier with pooling"):
+        streamed(create("inline_deit_tiny", num_classes=0)).class_evidence(pixels, [0])
+    with pytest.raises(ValueError, match="expected classes from 0 to"):
+        streamed(create("inline_deit_tiny")).class_evidence(pixels, [-1])
 
 
 @pytest.mark.parametrize("new", [(7, 5), (23, 9), (3, 40), (8, 8), (1, 1)], ids=str)

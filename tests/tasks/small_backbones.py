@@ -10,3 +10,6 @@ BACKBONES = {
     "softmax_swin_tiny": SWIN,
     "inline_cswin_tiny": CSWIN,
 }
+DEIT = {"embed_dim": 16, "num_heads": 2, "depth": 2, "img_size": 64}
+VIT = {**DEIT, "patch_size": 14}
+PLAIN = {"inline_deit_tiny": DEIT, "softmax_deit_tiny": {**DEIT, "patch_size": 14}, "vit_tiny_patch16_224": VIT}

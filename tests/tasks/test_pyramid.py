@@ -12,7 +12,7 @@ from inline_attention.tasks.dense import initialize_from
 from inline_attention.tasks.detection.models import DetectionOptions, build_detector
 from inline_attention.tasks.pyramid import PyramidBackbone, pad_images
 from inline_attention.tasks.segmentation.models import SegmentationOptions, build_segmenter
-from tasks.small_backbones import BACKBONES, PVT, SWIN
+from tasks.small_backbones import BACKBONES, DEIT, PLAIN, PVT, SWIN, VIT
 
 # Wide, tall, of exactly a multiple of 32, and thinner than the coarsest token.
 SIZES = [(70, 100), (129, 65), (64, 96), (3, 90)]
@@ -34,14 +34,16 @@ def randomized(model):
 @pytest.mark.parametrize(
     ("head", "name"),
     [
-        *(("mask_rcnn", name) for name in BACKBONES),
+        *(("mask_rcnn", name) for name in (*BACKBONES, *PLAIN)),
         ("faster_rcnn", "inline_pvt_tiny"),
         ("retinanet", "inline_swin_tiny"),
+        ("retinanet", "softmax_deit_tiny"),
     ],
 )
 @torch.no_grad()
 def test_padding_does_not_reach_the_features_of_a_detector(head, name):
-    model = randomized(build_detector(DetectionOptions(head, width=16), name, BACKBONES[name], 3))
+    arguments = (BACKBONES | PLAIN)[name]
+    model = randomized(build_detector(DetectionOptions(head, width=16), name, arguments, 3))
     together = pad_images(images())
     stages, levels = model.backbone(together), model.features(together)
     for place, image in enumerate(images()):
@@ -55,11 +57,12 @@ def test_padding_does_not_reach_the_features_of_a_detector(head, name):
         assert all(expected.any() for expected, _ in pairs)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", BACKBONES | PLAIN)
 @torch.no_grad()
 def test_a_backbone_in_half_precision_leaves_nothing_to_autocast(name):
-    exact = randomized(PyramidBackbone(name, BACKBONES[name]))
-    half = PyramidBackbone(name, BACKBONES[name]).eval()
+    arguments = (BACKBONES | PLAIN)[name]
+    exact = randomized(PyramidBackbone(name, arguments))
+    half = PyramidBackbone(name, arguments).eval()
     half.load_state_dict(exact.state_dict())
     half.to(torch.bfloat16)
     padded = pad_images(images())
@@ -72,11 +75,11 @@ def test_a_backbone_in_half_precision_leaves_nothing_to_autocast(name):
         assert (feature - reference).norm() < 0.03 * reference.norm()
 
 
-@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny", *PLAIN])
 @pytest.mark.parametrize("head", ["semantic_fpn", "upernet"])
 @torch.no_grad()
 def test_padding_does_not_reach_the_scores_of_a_segmenter(name, head):
-    model = randomized(build_segmenter(SegmentationOptions(head, width=16), name, BACKBONES[name], 5))
+    model = randomized(build_segmenter(SegmentationOptions(head, width=16), name, (BACKBONES | PLAIN)[name], 5))
     for image, found in zip(images(), model(images()), strict=True):
         (expected,) = model([image])
         assert expected.shape == (5, *image.shape[1:])
@@ -100,16 +103,46 @@ def test_no_images_are_refused_with_advice():
         pad_images([])
 
 
-def test_models_without_a_pyramid_are_refused_with_advice():
-    with pytest.raises(ValueError, match=r"one resolution throughout.*inline_pvt_tiny"):
-        PyramidBackbone("inline_deit_tiny")
-    with pytest.raises(ValueError, match="padding of a batch"):
-        PyramidBackbone("resnet18")
+@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
+def test_models_with_neither_a_pyramid_nor_one_stride_are_refused_with_advice(name):
+    with pytest.raises(ValueError, match=rf"{name} is no plain vision transformer.*inline models"):
+        PyramidBackbone(name)
+
+
+def test_large_patches_and_unknown_models_are_refused_with_advice():
+    with pytest.raises(ValueError, match="at most 32 pixels, got 64"):
+        PyramidBackbone("inline_deit_tiny", {**DEIT, "patch_size": 64})
     with pytest.raises(ValueError, match="did you mean inline_pvt_tiny"):
         PyramidBackbone("inline_pvt_tyni")
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("inline_pvt_tiny", PVT), ("inline_swin_tiny", SWIN)])
+@pytest.mark.parametrize(
+    ("name", "patch", "strides"),
+    [
+        ("inline_deit_tiny", 16, (4, 8, 16, 32)),
+        ("inline_deit_tiny", 14, (3.5, 7, 14, 28)),
+        ("inline_deit_tiny", 4, (1, 2, 4, 8)),
+        ("vit_tiny_patch16_224", 14, (3.5, 7, 14, 28)),
+    ],
+)
+@torch.no_grad()
+def test_a_plain_model_gets_levels_whose_strides_scale_with_its_patches(name, patch, strides):
+    backbone = PyramidBackbone(name, {**DEIT, "patch_size": patch}, width=8)
+    assert backbone.strides == strides
+    levels = backbone(pad_images([torch.randn(3, 70, 101)]))
+    assert [tuple(level.shape[1:]) for level in levels] == [(8, -(-70 // s), -(-101 // s)) for s in strides]
+    assert f"strides {', '.join(f'{stride:g}' for stride in strides)} " in backbone.note
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("inline_pvt_tiny", PVT),
+        ("inline_swin_tiny", SWIN),
+        ("inline_deit_tiny", DEIT),
+        ("vit_tiny_patch16_224", VIT),
+    ],
+)
 def test_a_backbone_takes_the_weights_of_a_classifier(tmp_path, name, arguments):
     classifier = create_model(name, num_classes=7, **arguments)
     save_weights(classifier, tmp_path / "classifier.safetensors")

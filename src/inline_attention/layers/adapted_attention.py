@@ -175,13 +175,10 @@ class AdaptedAttention(TokenAttention):
         weights, is None.
         """
         call = self.translate(*args, **kwargs)
-        maps: Tensor | None = call["x"] if call["x"].dim() == 4 else None
-        if maps is not None:
-            call |= {"x": maps.flatten(1, 2), "grid_size": (maps.shape[1], maps.shape[2])}
+        x: Tensor = call["x"]
+        call["x"], call["grid_size"] = _as_tokens(x)
         out = super().forward(**call)
-        if self.parts.style == "transformers":
-            return out, None
-        return out if maps is None else out.view(maps.shape)
+        return (out, None) if self.parts.style == "transformers" else out.view(x.shape)
 
     def _queries_keys_values(self, x: Tensor) -> Projected:
         if self.qkv is not None:
@@ -202,6 +199,12 @@ class AdaptedAttention(TokenAttention):
         if (groups := self.num_heads // self.parts.num_kv_heads) > 1:
             k, v = (heads.repeat_interleave(groups, dim=2) for heads in (k, v))
         return Projected(q, k, v)
+
+
+@torch.fx.wrap
+def _as_tokens(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+    """Return maps `[B, h, w, C]` as tokens, and their grid; return tokens as they are."""
+    return (x.flatten(1, 2), (x.shape[1], x.shape[2])) if x.dim() == 4 else (x, None)
 
 
 def _translate_timm(

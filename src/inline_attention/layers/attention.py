@@ -187,12 +187,7 @@ class TokenAttention(ProjectedAttention):
         Returns:
             `[B, N, C]`.
         """
-        if is_causal:
-            raise ValueError("is_causal=True is not possible: InLine attention is for grids, which have no order")
-        if attn_mask is not None:
-            if key_padding_mask is not None:
-                raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
-            key_padding_mask = self._as_key_padding_mask(attn_mask, x, grid_size)
+        key_padding_mask = _one_mask(self, x, grid_size, key_padding_mask, attn_mask, is_causal)
         mixed = self.attend(x, grid_size, key_padding_mask, local_input=local_input, rope=rope, shards=shards)
         return self.proj_drop(self.proj(mixed))
 
@@ -207,16 +202,16 @@ class TokenAttention(ProjectedAttention):
         shards: RowShards | None = None,
     ) -> Tensor:
         """`forward` without the output projection."""
-        grid_size = plain_sizes(grid_size)
-        with unrecorded():
-            self._check_inputs(x, grid_size, key_padding_mask, local_input)
-        local_input = x if local_input is None else local_input
         if shards is None:
-            local_weight = self._local_weight(local_input, key_padding_mask)
-            grid_size = None if local_weight is None else self._resolve_grid(x.shape[1], grid_size, x)
-            out = self.mix(self.project(x, key_padding_mask, local_weight, grid_size, rope)).flatten(2)
+            is_given = isinstance(grid_size, (tuple, list)) or not self.has_local_term
+            expected = None if is_given else self.expected_grid(x)
+            local_weight, grid_size = _local_term(self, x, grid_size, expected, key_padding_mask, local_input)
+            out = mix(self, self._projected(x), key_padding_mask, local_weight, grid_size, rope)
         else:
-            out = self._mix_rows(self.project(x, key_padding_mask, None, None, rope), local_input, shards).flatten(2)
+            _check_inputs(self, x, grid_size, key_padding_mask, local_input)
+            call = self.project(x, key_padding_mask, rope=rope)
+            out = self._mix_rows(call, x if local_input is None else local_input, shards)
+        out = out.flatten(2)
         if self.static_local is not None and self.static_local.bias is not None:
             prefix = self.num_prefix_tokens
             grid = out[:, prefix:] + self.static_local.bias
@@ -259,11 +254,18 @@ class TokenAttention(ProjectedAttention):
         rope: Tensor | None = None,
     ) -> AttentionCall:
         """Project tokens `[B, N, C]` to queries, keys and values; normalize and rotate queries and keys."""
-        q, k, v, qkv, owns_queries = self._queries_keys_values(x)
-        if self.q_norm is not None:
-            q, qkv, owns_queries = self.q_norm(q).to(v.dtype), None, False
-        if self.k_norm is not None:
-            k, qkv = self.k_norm(k).to(v.dtype), None
+        return self.call_of(self._projected(x), key_padding_mask, local_weight, grid_size, rope)
+
+    def call_of(
+        self,
+        projected: Projected,
+        key_padding_mask: Tensor | None,
+        local_weight: Tensor | None,
+        grid_size: tuple[int, int] | None,
+        rope: Tensor | None,
+    ) -> AttentionCall:
+        """Return the call of projected tokens; rotate queries and keys."""
+        q, k, v, qkv, owns_queries = projected
         if rope is not None:
             q, k, qkv = rotate(q, rope, self.rotate_half), rotate(k, rope, self.rotate_half), None
         prefix = 0 if local_weight is None else self.num_prefix_tokens
@@ -271,6 +273,15 @@ class TokenAttention(ProjectedAttention):
             q, k, v, qkv, self.scale, self.feature_map, self.normalization,
             key_padding_mask, local_weight, grid_size, prefix, owns_queries,
         )  # fmt: skip
+
+    def _projected(self, x: Tensor) -> Projected:
+        """Project tokens; normalize queries and keys."""
+        q, k, v, qkv, owns_queries = self._queries_keys_values(x)
+        if self.q_norm is not None:
+            q, qkv, owns_queries = self.q_norm(q).to(v.dtype), None, False
+        if self.k_norm is not None:
+            k, qkv = self.k_norm(k).to(v.dtype), None
+        return Projected(q, k, v, qkv, owns_queries)
 
     def _queries_keys_values(self, x: Tensor) -> Projected:
         """Project tokens."""
@@ -287,20 +298,7 @@ class TokenAttention(ProjectedAttention):
         k, v = torch.unflatten(self.kv(x), -1, (2, self.num_heads, self.head_dim)).unbind(2)
         return Projected(q, k, v, None, owns_queries)
 
-    def _check_inputs(self, x: Any, grid_size: Any, key_padding_mask: Any, local_input: Any) -> None:
-        validation.check_tokens("x", x, self.dim)
-        if grid_size is not None:  # checked even where no local term uses it
-            validation.check_grid(grid_size, self.num_prefix_tokens, x.shape[1])
-        if key_padding_mask is not None:
-            validation.check_mask_form(key_padding_mask, x)
-        if local_input is not None:
-            validation.check_tokens("local_input", local_input, self.dim)
-            if local_input.shape != x.shape:
-                raise ValueError(
-                    f"local_input must have the shape of x, got {tuple(local_input.shape)} and {tuple(x.shape)}"
-                )
-
-    def _as_key_padding_mask(self, attn_mask: Tensor, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
+    def as_key_padding_mask(self, attn_mask: Tensor, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
         """Turn a mask `[B, 1, 1, N]`, bool or added to scores (0 or -inf), into `[B, N]` bool."""
         validation.check_tokens("x", x, self.dim)
         validation.check_dense("attn_mask", attn_mask)
@@ -327,7 +325,7 @@ class TokenAttention(ProjectedAttention):
     def _mix_rows(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> Tensor:
         """Mix the values of all ranks for the queries of this rank, local term included."""
         out, mean = self.mix_shards(call, tokens, shards)
-        weight = self._local_weight(tokens, call.key_padding_mask, mean)
+        weight = self.local_weight(tokens, call.key_padding_mask, mean)
         if weight is None:
             return out
         prefix, mask = self.num_prefix_tokens, call.key_padding_mask
@@ -341,7 +339,7 @@ class TokenAttention(ProjectedAttention):
         """Leave out the prefix tokens on all ranks but the first, in a sum over ranks."""
         return tokens if shards.group.rank == 0 else tokens[:, self.num_prefix_tokens :]
 
-    def _local_weight(
+    def local_weight(
         self, tokens: Tensor, key_padding_mask: Tensor | None, mean: Tensor | None = None
     ) -> Tensor | None:
         """The 3×3 weights `[B, H, D, 3, 3]`: predicted, learned, both or none; `mean` is the mean token, if known."""
@@ -361,15 +359,18 @@ class TokenAttention(ProjectedAttention):
             weight = weight + static.to(weight.dtype)
         return weight
 
-    def _resolve_grid(
-        self, num_tokens: int, grid_size: tuple[int, int] | None, x: Tensor | None = None
+    def expected_grid(self, x: Tensor) -> tuple[int, int] | None:
+        """Return the grid of the image's patches, if known."""
+        return self.default_grid_size if self.patch_grid is None else self.patch_grid.current(x)
+
+    def resolve_grid(
+        self, num_tokens: int, grid_size: tuple[int, int] | None, expected: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """Return the grid of a call: the given one, that of the patches, or a square."""
+        """Return the grid of a call: the given one, the expected one if it fits, or a square."""
         if grid_size is not None:
             return grid_size
         (num_tokens,) = plain_sizes((num_tokens,))
         tokens = num_tokens - self.num_prefix_tokens
-        expected = self.default_grid_size if self.patch_grid is None else self.patch_grid.current(x)
         if expected is not None and expected[0] * expected[1] == tokens:
             return expected
         side = round(max(tokens, 0) ** 0.5)
@@ -382,6 +383,72 @@ class TokenAttention(ProjectedAttention):
                 "pass grid_size=(h, w), or set num_prefix_tokens if there are class or register tokens"
             )
         return side, side
+
+
+# What depends on sizes and masks, which torch.fx does not know: it records each of these functions as one call.
+
+
+@torch.fx.wrap
+def _one_mask(
+    layer: TokenAttention,
+    x: Tensor,
+    grid_size: tuple[int, int] | None,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor | None:
+    """Return the key padding mask `[B, N]` of a call of `forward`."""
+    if is_causal:
+        raise ValueError("is_causal=True is not possible: InLine attention is for grids, which have no order")
+    if attn_mask is None:
+        return key_padding_mask
+    if key_padding_mask is not None:
+        raise ValueError("give key_padding_mask or attn_mask, not both: they say the same thing")
+    return layer.as_key_padding_mask(attn_mask, x, grid_size)
+
+
+@torch.fx.wrap
+def _local_term(
+    layer: TokenAttention,
+    x: Tensor,
+    grid_size: tuple[int, int] | None,
+    expected: tuple[int, int] | None,
+    key_padding_mask: Tensor | None,
+    local_input: Tensor | None,
+) -> tuple[Tensor | None, tuple[int, int] | None]:
+    """Check the inputs of a call; return its 3×3 weights and its grid, or None for both."""
+    grid_size = plain_sizes(grid_size)
+    _check_inputs(layer, x, grid_size, key_padding_mask, local_input)
+    weight = layer.local_weight(x if local_input is None else local_input, key_padding_mask)
+    return weight, None if weight is None else layer.resolve_grid(x.shape[1], grid_size, expected)
+
+
+@torch.fx.wrap
+def mix(
+    layer: TokenAttention,
+    projected: Projected,
+    key_padding_mask: Tensor | None,
+    local_weight: Tensor | None,
+    grid_size: tuple[int, int] | None,
+    rope: Tensor | None,
+) -> Tensor:
+    """Rotate queries and keys, and mix the values: `[B, N, H, D]`."""
+    return layer.mix(layer.call_of(projected, key_padding_mask, local_weight, grid_size, rope))
+
+
+def _check_inputs(layer: TokenAttention, x: Any, grid_size: Any, key_padding_mask: Any, local_input: Any) -> None:
+    with unrecorded():
+        validation.check_tokens("x", x, layer.dim)
+        if grid_size is not None:  # checked even where no local term uses it
+            validation.check_grid(plain_sizes(grid_size), layer.num_prefix_tokens, x.shape[1])
+        if key_padding_mask is not None:
+            validation.check_mask_form(key_padding_mask, x)
+        if local_input is not None:
+            validation.check_tokens("local_input", local_input, layer.dim)
+            if local_input.shape != x.shape:
+                raise ValueError(
+                    f"local_input must have the shape of x, got {tuple(local_input.shape)} and {tuple(x.shape)}"
+                )
 
 
 class KernelAttention(TokenAttention):
@@ -428,7 +495,7 @@ class KernelAttention(TokenAttention):
         call = self.project(x)
         local: dict[str, Any] = {}
         if grid_size is not None and self.has_local_term:
-            local_weight = self._local_weight(mean_token[:, None], None)
+            local_weight = self.local_weight(mean_token[:, None], None)
             local = {"v": call.v, "local_weight": local_weight, "grid_size": grid_size}
         options: dict[str, Any] = {"feature_map": self.feature_map, "normalization": self.normalization}
         out = states.attend(call.q, state, scale=self.scale, **options, **local).flatten(2)
@@ -490,9 +557,7 @@ class SoftmaxAttention(TokenAttention):
         """Gather the keys and values of all ranks."""
         keys_values, whole = shards.gather_tokens(torch.stack([call.k, call.v], dim=2), self.num_prefix_tokens)
         k, v = keys_values.unbind(2)
-        mask = whole.mask()
-        if mask is not None:
-            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix_tokens), mask], dim=1)
+        mask = whole.token_mask(self.num_prefix_tokens)
         out = self.mix(call._replace(k=k, v=v, qkv=None, key_padding_mask=mask))
         if self.residual is None:
             return out, None

@@ -17,8 +17,9 @@ from inline_attention.layers.adapted_attention import (
     looks_like_attention,
     take_apart,
 )
-from inline_attention.layers.attention import InLineAttention, SoftmaxAttention, TokenAttention
+from inline_attention.layers.attention import InLineAttention, ProjectedAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.patch_grids import PatchGrid
+from inline_attention.layers.window_attention import WindowAttention
 from inline_attention.ops.validation import check_count
 
 Attention = TypeVar("Attention", bound=TokenAttention)
@@ -41,7 +42,7 @@ def convert_attention(
     drop_position_bias: bool = False,
     **options: Any,
 ) -> list[str]:
-    """Replace the softmax attention of `model`, one of timm's or transformers' vision models, in place.
+    """Replace the softmax attention of `model`, of this library, timm or transformers, in place.
 
     Projections are kept, so the model's weights stay where they are and new ones (the local residual) start at zero.
     A module counts as softmax attention if a copy of it gives the outputs of softmax attention with its projections.
@@ -59,7 +60,8 @@ def convert_attention(
         keep_softmax: Numbers of the attentions that stay as they are: 0 for the first that could be replaced, in the
             model's order, -1 for the last. A module that stands in several places counts once.
         num_prefix_tokens: Class or register tokens, if the model does not say.
-        drop_position_bias: Also replace attention that adds relative positions to its scores (BEiT, SAM), without them.
+        drop_position_bias: Also replace attention that adds relative positions to its scores (BEiT, SAM, and windows of
+            this library's Swin), without them.
         **options: Arguments of the layer, such as `local_residual` or `feature_map`.
 
     Returns:
@@ -79,11 +81,7 @@ def convert_attention(
         check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     is_prefix_known = True
     modules = dict(cast(Iterable[tuple[str, nn.Module]], model.named_modules(remove_duplicate=False)))
-    places = {
-        name: module
-        for name, module in modules.items()
-        if looks_like_attention(module) and not isinstance(module, TokenAttention)
-    }
+    places = {name: module for name, module in modules.items() if _is_candidate(module, attention)}
     new_modules: dict[nn.Module, TokenAttention] = {}
     tried: dict[tuple[Any, ...], bool | ValueError] = {}  # what the trial of equal modules gave
     refused: dict[nn.Module, str] = {}
@@ -91,6 +89,15 @@ def convert_attention(
         if module in new_modules or module in refused:
             continue
         try:
+            is_window = isinstance(module, WindowAttention)
+            if isinstance(module, SoftmaxAttention) or (is_window and drop_position_bias):
+                new_modules[module] = _like(attention, module, num_prefix_tokens, options)
+                continue
+            if isinstance(module, ProjectedAttention):
+                raise ValueError(
+                    f"{type(module).__name__} attends within {'windows' if is_window else 'stripes'}, where softmax is "
+                    "cheap" + ("; drop_position_bias=True puts attention over the whole map there" if is_window else "")
+                )
             parts = take_apart(module)
             if parts.position_biases and not drop_position_bias:
                 _refuse_position_bias(parts)
@@ -117,11 +124,9 @@ def convert_attention(
             refused[module] = f"{name}: {error}"
     reasons = "; ".join(list(refused.values())[:3])
     if not new_modules:
-        has_own = any(isinstance(module, TokenAttention) for module in modules.values())
-        own = "no module has both `qkv` and `proj`"
-        if has_own:
-            own = "its attention is one of this library's already; instead of softmax_… create the inline_… model"
-        own += "" if has_own else ", or q_proj, k_proj, v_proj and an output projection"
+        own = "no module has both `qkv` and `proj`, or q_proj, k_proj, v_proj and an output projection"
+        if any(isinstance(module, TokenAttention) for module in modules.values()):
+            own = "its attention is converted already, or was never softmax"
         raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
     kept = _resolve_numbers(keep_softmax, len(new_modules))
     new_modules = {module: new for number, (module, new) in enumerate(new_modules.items()) if number not in kept}
@@ -142,6 +147,50 @@ def convert_attention(
     given = {**given, "drop_position_bias": True} if drop_position_bias else given
     _record(model, attention, kept, given)
     return converted
+
+
+def _is_candidate(module: nn.Module, attention: type[TokenAttention]) -> bool:
+    """True if a module looks like an attention that a conversion to `attention` may replace."""
+    if isinstance(module, TokenAttention):
+        is_softmax = isinstance(module, SoftmaxAttention) and not isinstance(module, AdaptedAttention)
+        return is_softmax and not issubclass(attention, SoftmaxAttention)
+    return looks_like_attention(module)
+
+
+def _like(
+    kind: type[TokenAttention],
+    attention: SoftmaxAttention | WindowAttention,
+    num_prefix_tokens: int | None,
+    options: Mapping[str, Any],
+) -> TokenAttention:
+    """Return a layer with the parts of softmax attention of this library. A local residual that it lacks is zero."""
+    inherited: dict[str, Any] = {
+        "proj_drop": attention.proj_drop.p,
+        "device": attention.proj.weight.device,
+        "dtype": attention.proj.weight.dtype,
+    }
+    if isinstance(attention, WindowAttention):
+        inherited["attn_drop"] = attention.attn_drop_rate
+    else:
+        inherited |= {
+            "fused_qkv": attention.qkv is not None,
+            "scale": attention.scale,
+            "num_prefix_tokens": attention.num_prefix_tokens,
+            "attn_drop": attention.attn_drop.p,
+            "static_local": attention.static_local is not None,
+            "backend": attention.backend,
+        }
+    if num_prefix_tokens is not None:
+        inherited["num_prefix_tokens"] = num_prefix_tokens
+    new = kind(attention.dim, attention.num_heads, **(inherited | dict(options)))
+    if new.residual is not None:
+        new.residual.zero_last_layer()
+    for name in ("qkv", "q", "kv", "proj", "residual", "static_local"):
+        if getattr(new, name) is not None and (part := getattr(attention, name, None)) is not None:
+            setattr(new, name, part)
+    for name in ("q_norm", "k_norm", "norm", "gate", "rotate_half", "default_grid_size"):
+        setattr(new, name, getattr(attention, name, getattr(new, name)))
+    return new.train(attention.training)
 
 
 def _resolve_numbers(numbers: Collection[int], count: int) -> list[int]:
@@ -172,9 +221,13 @@ def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], 
 
 def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
     """Connect attentions that need a grid to the module that makes their patches."""
+    from inline_attention.layers.block import Block  # it imports timm, which registers models with this package
+
     grids: dict[nn.Module, PatchGrid] = {}
     between: dict[nn.Module, dict[nn.Module, None]] = {}  # by owner: the modules that lead to its attentions
     for name in names:
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), Block):
+            continue  # blocks of this library tell the grid themselves
         attention = cast(TokenAttention, model.get_submodule(name))
         owner, patch_embed = _find_patch_embed(model, name)
         if owner is None or patch_embed is None or not attention.has_local_term:

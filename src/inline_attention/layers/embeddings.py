@@ -6,12 +6,18 @@ ceil(W / stride): an incomplete last row or column is completed with zeros.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inline_attention.layers.grids import Grid, ceil_divide, pad_to_multiple, positions_for, resample_positions
+from inline_attention.layers.grids import Grid, ceil_divide, pad_to_multiple, resample_positions
 from inline_attention.layers.row_shards import RowShards
+from inline_attention.ops.tracing import is_exporting
+
+torch.fx.wrap("pad_to_multiple")  # one call in a graph of torch.fx, for images of any size
 
 
 class PatchConvolution(nn.Conv2d):
@@ -25,11 +31,10 @@ class PatchConvolution(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[B, C, H, W]` → `[B, dim, h, w]`; H and W are multiples of the patch size."""
-        if input.device.type != "cuda":
-            return super().forward(input)
-        return self._product(input)
+        return _convolve_patches(self, input)
 
-    def _product(self, input: Tensor) -> Tensor:
+    def as_product(self, input: Tensor) -> Tensor:
+        """`forward` as a matrix product."""
         side, weight = self.kernel_size[0], self.weight
         patches = torch.unflatten(torch.unflatten(input, 3, (-1, side)), 2, (-1, side))  # [B, C, h, side, w, side]
         if self.in_channels < side * side:  # images, whose rows lie together in memory
@@ -37,6 +42,11 @@ class PatchConvolution(nn.Conv2d):
         else:  # tokens, whose channels do
             patches, weight = patches.permute(0, 2, 4, 3, 5, 1), weight.permute(0, 2, 3, 1)
         return F.linear(patches.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+@torch.fx.wrap
+def _convolve_patches(layer: PatchConvolution, input: Tensor) -> Tensor:
+    return layer.as_product(input) if input.device.type == "cuda" else nn.Conv2d.forward(layer, input)
 
 
 class ConvEmbedding(nn.Module):
@@ -84,7 +94,7 @@ class ConvEmbedding(nn.Module):
             x = self.proj(pad_to_multiple(x, self.stride))
         tokens, grid = self.norm(x.flatten(2).transpose(1, 2)), coarser
         if self.positions is not None and self.position_grid is not None:
-            tokens = tokens + positions_for(self.positions, self.position_grid, grid).to(tokens.dtype)
+            tokens = tokens + grid.positions(self.positions, self.position_grid).to(tokens.dtype)
         return tokens, grid
 
     def set_position_grid(self, grid_size: tuple[int, int]) -> None:
@@ -93,6 +103,39 @@ class ConvEmbedding(nn.Module):
             resampled = resample_positions(self.positions.detach(), self.position_grid, grid_size)
             self.positions = nn.Parameter(resampled.contiguous())
             self.position_grid = grid_size
+
+
+class ConvStem(nn.Module):
+    """A chain of 3×3 convolutions with norms, and GELU between them.
+
+    "Early convolutions help transformers see better", NeurIPS 2021, arXiv 2106.14881. Small images with few labels gain
+    most: on them a single large patch sees too little.
+    """
+
+    def __init__(self, in_channels: int, layers: Sequence[tuple[int, int]], *, norm_eps: float) -> None:
+        """Build the chain of `layers`, channels and stride of each."""
+        super().__init__()
+        self.stride = math.prod(stride for _, stride in layers)
+        inputs = [in_channels, *(channels for channels, _ in layers)]
+        self.layers = nn.ModuleList(
+            ConvEmbedding(before, channels, kernel_size=3, stride=stride, padding=1, norm_eps=norm_eps)
+            for before, (channels, stride) in zip(inputs, layers, strict=False)
+        )
+        # The first and last row of pixels that row 0 of the result depends on, from the last layer to the first.
+        first = last = 0
+        for _, stride in reversed(layers):
+            first, last = first * stride - 1, last * stride + 1
+        self.halo = ceil_divide(max(-first, last + 1 - self.stride), self.stride)
+
+    def forward(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+        """`[B, C, H, W]` → tokens `[B, N, dim]`."""
+        *inner, last = self.layers
+        for layer in inner:
+            tokens, grid = layer(x, grid)
+            x = F.gelu(grid.to_map(tokens))
+            if is_exporting():  # with the strides of tokens the next convolution excludes some of the open sizes
+                x = x.contiguous()
+        return last(x, grid)
 
 
 class PatchMerging(nn.Module):

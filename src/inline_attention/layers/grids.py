@@ -21,6 +21,8 @@ MOST_INTERPOLATED = 2**31 - 1  # elements of one result; PyTorch's GPU kernels i
 class Grid:
     """The token grid of a batch.
 
+    What depends on sizes or masks is a method. torch.fx, which knows neither, records a method as one call.
+
     `extents` are the rows and columns of each image, from the top left; None if all images fill the grid. They are
     host numbers: reading them from a device would wait for all work that was launched before.
 
@@ -50,6 +52,49 @@ class Grid:
         if self._mask is None and self.extents is not None:
             self._mask = rectangle_mask(self.size, self.extents, self.device)
         return self._mask
+
+    def token_mask(self, num_prefix_tokens: int) -> Tensor | None:
+        """`[B, N]` bool, True for prefix tokens and tokens of the image; None when all are."""
+        mask = self.mask()
+        if mask is None or num_prefix_tokens == 0:
+            return mask
+        return torch.cat([mask.new_ones(mask.shape[0], num_prefix_tokens), mask], dim=1)
+
+    def clear_padding(self, tokens: Tensor, num_prefix_tokens: int = 0) -> Tensor:
+        """Set tokens that belong to no image to zero. `tokens` `[B, N, C]` may be the first ones only."""
+        mask = self.token_mask(num_prefix_tokens)
+        return tokens if mask is None else tokens.masked_fill(~mask[:, : tokens.shape[1], None], 0)
+
+    def to_map(self, tokens: Tensor) -> Tensor:
+        """`[B, h·w, C]` → `[B, C, h, w]` (a view), zero where a token belongs to no image."""
+        return torch.unflatten(self.clear_padding(tokens), 1, self.size).permute(0, 3, 1, 2)
+
+    def positions(self, table: Tensor, native: tuple[int, int]) -> Tensor:
+        """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone.
+
+        `table` `[1, n, C]` are those of the grid `native`.
+        """
+        whole, first, end = self.whole, self.first_row, self.first_row + self.size[0]
+        if whole.extents is None:
+            return resample_positions(table, native, whole.size, rows=(first, end) if self.is_split else None)
+        canvases: list[Tensor] = []  # not a dict by extent: torch.compile would compile again for every new key
+        distinct = 0
+        for index, (height, width) in enumerate(whole.extents):
+            if index > 0 and (height, width) == whole.extents[index - 1]:
+                canvases.append(canvases[-1])
+                continue
+            rows = (first, max(min(end, height), first)) if self.is_split else None
+            resampled = resample_positions(table, native, (height, width), rows=rows)
+            resampled = torch.unflatten(resampled, 1, (-1, width))
+            below = self.size[0] - resampled.shape[1]
+            canvases.append(F.pad(resampled, (0, 0, 0, self.size[1] - width, 0, below)).flatten(1, 2))
+            distinct += 1
+        return canvases[0] if distinct == 1 else torch.cat(canvases)
+
+    def token_counts(self) -> Tensor | None:
+        """Number of tokens `[B]` of each image in the whole grid; None when all images fill it."""
+        mask = self.whole.mask()
+        return None if mask is None else mask.sum(1)
 
     def coarser(self, stride: int) -> Grid:
         """The grid after a merging of stride×stride tokens, incomplete ones included."""
@@ -96,14 +141,6 @@ def as_pairs(extents: Tensor) -> list[tuple[int, int]]:
 def extents_of(mask: Tensor) -> list[tuple[int, int]]:
     """Rows and columns of each image, whose rectangles at the top left are true in `[B, h, w]`."""
     return as_pairs(torch.stack([mask.any(2).sum(1), mask.any(1).sum(1)], dim=1))
-
-
-def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
-    """`[B, h·w, C]` → `[B, C, h, w]` (a view), zero where a token belongs to no image."""
-    mask = grid.mask()
-    if mask is not None:
-        tokens = tokens.masked_fill(~mask[:, :, None], 0)
-    return torch.unflatten(tokens, 1, grid.size).permute(0, 3, 1, 2)
 
 
 def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
@@ -358,23 +395,3 @@ def _interpolated(image: Tensor, size: tuple[int, int]) -> Tensor:
         return image[:, :, :, :1].expand(*image.shape[:3], size[1])
     wide = image.to(torch.promote_types(image.dtype, torch.float32))
     return F.interpolate(wide, size=size, mode="bilinear", align_corners=False).to(image.dtype)
-
-
-def positions_for(positions: Tensor, native: tuple[int, int], grid: Grid) -> Tensor:
-    """Position embeddings of a batch, `[1 or B, h·w, C]`: each image gets those of its own extent, as if alone."""
-    whole, first, end = grid.whole, grid.first_row, grid.first_row + grid.size[0]
-    if whole.extents is None:
-        return resample_positions(positions, native, whole.size, rows=(first, end) if grid.is_split else None)
-    canvases: list[Tensor] = []  # not a dict by extent: torch.compile would compile again for every new key
-    distinct = 0
-    for index, (height, width) in enumerate(whole.extents):
-        if index > 0 and (height, width) == whole.extents[index - 1]:
-            canvases.append(canvases[-1])
-            continue
-        rows = (first, max(min(end, height), first)) if grid.is_split else None
-        resampled = resample_positions(positions, native, (height, width), rows=rows)
-        resampled = torch.unflatten(resampled, 1, (-1, width))
-        below = grid.size[0] - resampled.shape[1]
-        canvases.append(F.pad(resampled, (0, 0, 0, grid.size[1] - width, 0, below)).flatten(1, 2))
-        distinct += 1
-    return canvases[0] if distinct == 1 else torch.cat(canvases)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """True if any of the modules, or PyTorch globally, has forward or backward hooks."""
+    """True if any of the modules, or PyTorch globally, has forward or backward hooks, or torch.fx is tracing."""
     # torch has no public names for these.
-    if torch_module._has_any_global_hook():  # pyright: ignore[reportPrivateUsage]
+    if torch_module._has_any_global_hook() or is_fx_symbolic_tracing():  # pyright: ignore[reportPrivateUsage]
         return True
     for module in modules:  # not `any`, whose generator takes longer than the question
         if (

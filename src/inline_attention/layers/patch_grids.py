@@ -132,13 +132,11 @@ class PatchGrid:
 
     def _announce(self, _module: nn.Module, _args: Any, patches: Tensor) -> None:
         """Note the grid of the call (forward hook of `patch_embed`)."""
-        # [B, h, w, C] of images of any size, [B, N, C] of images of the size that is set; a convolution's [B, C, h, w].
-        first = 2 if isinstance(self.patch_embed, nn.Conv2d) else 1
-        size = (patches.shape[first], patches.shape[first + 1]) if patches.dim() == 4 else self.native
+        size = _grid_of(patches, 2 if isinstance(self.patch_embed, nn.Conv2d) else 1, self.native)
         entry = _running.entries.get(self.number)
         place = _MODEL if entry is not None and entry.place == _MODEL else _NOT_ENTERED
         backward_pass = _NO_BACKWARD if torch.compiler.is_compiling() else _eager_backward_pass()
-        _running.entries[self.number] = _Entry(plain_sizes(size), place, backward_pass)
+        _running.entries[self.number] = _Entry(size, place, backward_pass)
 
     def _enter(self, place: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the grid of a module's tokens and mark them with it (forward pre-hook)."""
@@ -153,7 +151,8 @@ class PatchGrid:
         if size is None:
             return
         _mark(tokens, self.number, size)
-        if entry is None or entry.place == _NOT_ENTERED or entry.grid_size != size:
+        is_known = entry is not None and (entry.grid_size is size or entry.grid_size == size)  # torch.fx needs `is`
+        if entry is None or entry.place == _NOT_ENTERED or not is_known:
             _running.entries[self.number] = _Entry(size, place, backward_pass, outer)
 
     def _leave(self, place: int, _module: nn.Module, _args: Any, output: Any, is_last: bool = True) -> None:
@@ -170,6 +169,16 @@ class PatchGrid:
             del _running.entries[self.number]
         else:
             _running.entries[self.number] = entry.outer
+
+
+@torch.fx.wrap  # a graph of torch.fx takes the grid of each call from its patches
+def _grid_of(patches: Tensor, first: int, native: GridSize | None) -> GridSize | None:
+    """Return the grid of patches, whose rows are dimension `first` if they are a map.
+
+    They are `[B, h, w, C]` of images of any size, `[B, N, C]` of images of the native size; a convolution's are
+    `[B, C, h, w]`.
+    """
+    return plain_sizes((patches.shape[first], patches.shape[first + 1])) if patches.dim() == 4 else native
 
 
 def _eager_backward_pass() -> int:

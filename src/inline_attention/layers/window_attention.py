@@ -8,6 +8,7 @@ Shapes: `B` batch, `N` = h·w tokens, `C` channels, `H` heads, `D` = C / H, `L` 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -24,11 +25,39 @@ from inline_attention.ops.tracing import are_open, plain_sizes, unrecorded
 
 
 class _GridAttention(ProjectedAttention):
+    dim: int
+    qkv: nn.Linear
+
     def forward(
         self, x: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Mix tokens `[B, N, C]` and project them. Arguments: see `attend`."""
+        """Mix tokens `[B, N, C]` and project them. The mask `[B, N]` is True inside each image's rectangle.
+
+        Options: see `mix`.
+        """
         return self.proj_drop(self.proj(self.attend(x, grid_size, key_padding_mask, **options)))
+
+    def attend(
+        self, x: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """`forward` without the output projection."""
+        _check_inputs(x, self.dim, grid_size, key_padding_mask)
+        return mix(self, self.qkv(x), grid_size, key_padding_mask, **options)
+
+    @abstractmethod
+    def mix(
+        self, qkv: Tensor, grid_size: tuple[int, int], key_padding_mask: Tensor | None, *, shards: RowShards | None
+    ) -> Tensor:
+        """Mix projected tokens, `[B, N, 3C]` → `[B, N, C]`.
+
+        `shards` are the rows that this rank has, if ranks share them.
+        """
+
+
+@torch.fx.wrap
+def mix(layer: _GridAttention, *arguments: Any, **options: Any) -> Tensor:
+    """Call `layer.mix`. torch.fx records one call, for grids of any size."""
+    return layer.mix(*arguments, **options)
 
 
 class WindowAttention(_GridAttention):
@@ -61,24 +90,21 @@ class WindowAttention(_GridAttention):
         self.relative_position_bias_table = nn.Parameter(torch.empty((2 * window_size - 1) ** 2, num_heads))
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def attend(
+    def mix(
         self,
-        x: Tensor,
+        qkv: Tensor,
         grid_size: tuple[int, int],
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None,
         *,
         extents: Sequence[tuple[int, int]] | None = None,
         shards: RowShards | None = None,
         shift: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Mix tokens `[B, N, C]` within windows, without the output projection.
+        """Mix tokens within windows.
 
-        `key_padding_mask` `[B, N]` is True inside each image's rectangle; `extents` are the rectangles, where known.
-        `shards` are the rows that this rank has, if ranks share them. `shift` is another one than the grid's own, for
-        some rows of a taller grid; without a mask.
+        `extents` are the rectangles of the mask, where known. `shift` is another one than the grid's own, for some rows
+        of a taller grid; without a mask.
         """
-        _check_inputs(x, self.dim, grid_size, key_padding_mask)
-        qkv = self.qkv(x)
         if shards is not None:
             grid_size, extents = shards.whole.size, shards.whole.extents
         if key_padding_mask is None:
@@ -91,7 +117,7 @@ class WindowAttention(_GridAttention):
         if len(groups) == 1:
             (shift,) = groups
             return self._mix(qkv, grid_size, key_padding_mask, shift, shards)
-        out = torch.empty_like(x)
+        out = qkv.new_empty(*qkv.shape[:2], self.dim)
         for shift, members in groups.items():
             mixed = self._mix(qkv[members], grid_size, key_padding_mask[members], shift, shards, members)
             out[members] = mixed.to(out.dtype)
@@ -197,20 +223,17 @@ class StripeAttention(_GridAttention):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def attend(
+    def mix(
         self,
-        x: Tensor,
+        qkv: Tensor,
         grid_size: tuple[int, int],
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None,
         *,
         shards: RowShards | None = None,
     ) -> Tensor:
-        """Mix tokens within stripes, without the output projection; the mask is True inside each image's rectangle.
-
-        `shards` are the rows that this rank has, if ranks share them.
-        """
-        _check_inputs(x, self.dim, grid_size, key_padding_mask)
-        qkv = torch.unflatten(self.qkv(x), 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
+        """Mix tokens within stripes."""
+        batch = qkv.shape[0]
+        qkv = torch.unflatten(qkv, 2, (3, len(self.static_local), -1))  # [B, N, 3, branches, C / branches]
         stripe = self.stripe_width
         if shards is not None:
             shapes = [(None, None)] if stripe is None else [(None, stripe), (stripe, None)]
@@ -231,9 +254,9 @@ class StripeAttention(_GridAttention):
             windows = Windows.cover(grid_size, shape)
             real = None
             if key_padding_mask is not None or not windows.is_exact():
-                real = windows.repeat(windows.inside(key_padding_mask, (0, 0), qkv.device), x.shape[0])
+                real = windows.repeat(windows.inside(key_padding_mask, (0, 0), qkv.device), batch)
             out = self._mix(windows.split(branch), cast(nn.Conv2d, convolution), windows, real)
-            branches.append(windows.join(out, x.shape[0]))
+            branches.append(windows.join(out, batch))
         return torch.cat(branches, dim=-1)
 
     def _mix_shards(
@@ -296,6 +319,7 @@ class StripeAttention(_GridAttention):
         return out + _depthwise(tokens[:, :, :, 2], convolution)
 
 
+@torch.fx.wrap
 def _check_inputs(x: Tensor, dim: int, grid_size: tuple[int, int], key_padding_mask: Tensor | None) -> None:
     grid_size = plain_sizes(grid_size)
     with unrecorded():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import InLineAttention, LinearAttention, SoftmaxAttention, TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import Grid, as_pairs, extents_of, rectangle_mask, resample_positions, tokens_to_map
+from inline_attention.layers.grids import Grid, as_pairs, extents_of, rectangle_mask, resample_positions
 from inline_attention.layers.local_weights import BlockDiagonalLinear
 from inline_attention.layers.row_shards import ContextGroup, RowShards
 from inline_attention.models.registry import AttentionKind
@@ -153,11 +153,7 @@ class VisionModel(nn.Module):
         tokens, grid = self._encode(x, image_sizes, pixel_mask, self.num_head_tokens())
         if self.global_pool == "":
             tokens, grid = self._gathered(tokens, grid)
-        mask, shards = grid.whole.mask(), _split_rows(grid)
-        counts = None if mask is None else mask.sum(1)
-        if shards is not None and counts is None:
-            counts = torch.full(tokens.shape[:1], math.prod(grid.whole.size), device=tokens.device)
-        return self._head(self._shape_features(tokens, grid), counts, shards=shards)
+        return self._head(self._shape_features(tokens, grid), grid.token_counts(), shards=_split_rows(grid))
 
     def forward_features(
         self, x: Tensor, image_sizes: ImageSizes | None = None, pixel_mask: Tensor | None = None
@@ -222,7 +218,7 @@ class VisionModel(nn.Module):
             if index in take:
                 normed = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
                 normed, whole = self._gathered(normed, grid)
-                image = nchw_to(tokens_to_map(normed[:, self.num_prefix_tokens :], whole), format_)
+                image = nchw_to(whole.to_map(normed[:, self.num_prefix_tokens :]), format_)
                 prefix = normed[:, : self.num_prefix_tokens]
                 intermediates.append((image, prefix) if return_prefix_tokens and self.num_prefix_tokens else image)
         if intermediates_only:
@@ -288,7 +284,8 @@ class VisionModel(nn.Module):
 
     def run_block(self, block: nn.Module, tokens: Tensor, grid: Grid, num_tokens: int | None = None) -> Tensor:
         """Run a block on tokens `[B, N, C]`, with gradient checkpointing if enabled; return `num_tokens`, or all."""
-        arguments = grid.size, self._token_mask(tokens, grid), num_tokens, grid.extents, _split_rows(grid)
+        mask = grid.token_mask(self.num_prefix_tokens)
+        arguments = grid.size, mask, num_tokens, grid.extents, _split_rows(grid)
         return checkpoint(block, tokens, *arguments) if self.grad_checkpointing else block(tokens, *arguments)
 
     def _encode(
@@ -304,15 +301,7 @@ class VisionModel(nn.Module):
         return grid.gather_tokens(tokens, self.num_prefix_tokens) if isinstance(grid, RowShards) else (tokens, grid)
 
     def _shape_features(self, tokens: Tensor, grid: Grid) -> Tensor:
-        return tokens_to_map(tokens, grid).permute(0, 2, 3, 1)
-
-    def _token_mask(self, tokens: Tensor, grid: Grid) -> Tensor | None:
-        """Return the padding mask `[B, N]`. Prefix tokens are always real."""
-        mask = grid.mask()
-        if mask is None or self.num_prefix_tokens == 0:
-            return mask
-        prefix = mask.new_ones(tokens.shape[0], self.num_prefix_tokens)
-        return torch.cat([prefix, mask], dim=1)
+        return grid.to_map(tokens).permute(0, 2, 3, 1)
 
     def _head(
         self, features: Tensor, counts: Tensor | None, pre_logits: bool = False, shards: RowShards | None = None
@@ -325,13 +314,7 @@ class VisionModel(nn.Module):
         if self.global_pool == "token":
             pooled = features[:, 0]
         elif self.global_pool == "avg":
-            tokens = features.flatten(1, -2)[:, self.num_prefix_tokens :]
-            if counts is None:
-                pooled = tokens.mean(1)
-            else:
-                total = tokens.sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
-                total = total if shards is None else shards.group.sum(total)
-                pooled = (total / counts[:, None]).to(tokens.dtype)
+            pooled = _mean(features.flatten(1, -2)[:, self.num_prefix_tokens :], counts, shards)
         pooled = self.head_drop(pooled)
         return pooled if pre_logits else self.head(pooled)
 
@@ -365,33 +348,54 @@ class VisionModel(nn.Module):
 
     def _prepare(self, x: Tensor, image_sizes: ImageSizes | None, pixel_mask: Tensor | None) -> tuple[Tensor, Grid]:
         """Check the images and set all pixels outside of each image to zero."""
-        if isinstance(x, torch.fx.Proxy):
-            raise ValueError(
-                "torch.fx cannot trace these models, whose graph depends on the image size; for features use "
-                "features_only=True, forward_intermediates or hooks, for a graph torch.export"
-            )
-        check_dense("images", x)
-        sizes = plain_sizes(x.shape)
-        if len(sizes) != 4 or sizes[1] != self.in_chans:
-            raise ValueError(
-                f"images must be [B, {self.in_chans}, H, W], got shape {tuple(x.shape)}; "
-                "add a batch dimension with x[None], or create the model with in_chans=..."
-            )
-        batch, _, height, width = sizes
-        grid = Grid(height, width, _image_extents(batch, x.device, image_sizes, pixel_mask, (height, width)), x.device)
-        shortest = min(height, width) if grid.extents is None else min(map(min, grid.extents))
-        if not is_exporting() and shortest < self.largest_stride:
-            raise ValueError(
-                f"images must be at least {self.largest_stride} pixels high and wide, got "
-                f"{height}×{width if grid.extents is None else f'{width} with image sizes down to {shortest}'}; "
-                "enlarge them (--img-size in training, else --size), or pad them and pass image_sizes"
-            )
-        if self.context_group is not None:
-            x, grid = self.context_group.place(x, grid)
-        mask = grid.mask()
-        if mask is not None:
-            x = x.masked_fill(~mask.unflatten(1, grid.size)[:, None], 0)
-        return x, grid
+        if self.context_group is not None and isinstance(x, torch.fx.Proxy):
+            raise ValueError("torch.fx cannot trace a model whose rows are shared by ranks; trace before parallelizing")
+        return _prepare_images(x, image_sizes, pixel_mask, self.in_chans, self.largest_stride, self.context_group)
+
+
+@torch.fx.wrap
+def _prepare_images(
+    x: Tensor,
+    image_sizes: ImageSizes | None,
+    pixel_mask: Tensor | None,
+    in_chans: int,
+    least_side: int,
+    context_group: ContextGroup | None,
+) -> tuple[Tensor, Grid]:
+    check_dense("images", x)
+    sizes = plain_sizes(x.shape)
+    if len(sizes) != 4 or sizes[1] != in_chans:
+        raise ValueError(
+            f"images must be [B, {in_chans}, H, W], got shape {tuple(x.shape)}; "
+            "add a batch dimension with x[None], or create the model with in_chans=..."
+        )
+    batch, _, height, width = sizes
+    grid = Grid(height, width, _image_extents(batch, x.device, image_sizes, pixel_mask, (height, width)), x.device)
+    shortest = min(height, width) if grid.extents is None else min(map(min, grid.extents))
+    if not is_exporting() and shortest < least_side:
+        raise ValueError(
+            f"images must be at least {least_side} pixels high and wide, got "
+            f"{height}×{width if grid.extents is None else f'{width} with image sizes down to {shortest}'}; "
+            "enlarge them (--img-size in training, else --size), or pad them and pass image_sizes"
+        )
+    if context_group is not None:
+        x, grid = context_group.place(x, grid)
+    mask = grid.mask()
+    if mask is not None:
+        x = x.masked_fill(~mask.unflatten(1, grid.size)[:, None], 0)
+    return x, grid
+
+
+@torch.fx.wrap
+def _mean(tokens: Tensor, counts: Tensor | None, shards: RowShards | None) -> Tensor:
+    """Return the mean `[B, C]` of tokens that are zero outside each image."""
+    if shards is not None and counts is None:
+        counts = torch.full(tokens.shape[:1], math.prod(shards.whole.size), device=tokens.device)
+    if counts is None:
+        return tokens.mean(1)
+    total = tokens.sum(1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+    total = total if shards is None else shards.group.sum(total)
+    return (total / counts[:, None]).to(tokens.dtype)
 
 
 def _split_rows(grid: Grid) -> RowShards | None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from inline_attention.layers.attention import TokenAttention
+from inline_attention.layers.attention import KernelAttention
 from inline_attention.layers.conversion import RECORD
 from inline_attention.models.reading import Checkpoint, CheckpointError, clean_weights, digest, open_checkpoint
 from inline_attention.support.files import replace_atomically
@@ -114,7 +114,7 @@ def load_checkpoint(
     cast = tuple(name for name, value in weights.items() if value.dtype != own[name].dtype)
     weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
     nonfinite = _warn_of_nonfinite(file.path, weights)
-    if CONVERSION in file.metadata and not any(isinstance(module, TokenAttention) for module in model.modules()):
+    if CONVERSION in file.metadata and not any(isinstance(module, KernelAttention) for module in model.modules()):
         warnings.warn(
             f"{printable(file.path)} is of a model with converted attention, and this one has softmax; "
             "call convert_attention first",
@@ -268,6 +268,11 @@ def _fit(
         lines += _head_advice(*classes)
     if CONVERSION in file.metadata:
         lines.append(f"the file is of a model after convert_attention: {printable(file.metadata[CONVERSION])[:200]}")
+    elif any(".residual." in name for name in unexpected):  # of the 3×3 term
+        lines.append(
+            "the file seems to be of a model after convert_attention, without a note of it: call convert_attention "
+            "before loading, and save with inline_attention.models.hub.save_pretrained"
+        )
     if not is_about_heads:
         lines.append("create the model that the file was made for, with its name, image size and options")
     shapes = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in mismatched]

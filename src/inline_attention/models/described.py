@@ -208,6 +208,7 @@ _FAMILY_RULES: dict[str, dict[str, _Rule]] = {
         "num_heads": _HEADS,
         "depth": _DEPTH,
         "patch_size": _integer(1, 1024),
+        "stem": _list_of(_list_of(_WIDTH, 2), *range(9)),
         "mlp_ratio": _RATIO,
     },
     "pvt": {**_OURS, "depths": _list_of(_DEPTH, 4)},

@@ -35,7 +35,7 @@ from inline_attention.models.described import (
 )
 from inline_attention.models.errors import CheckpointError
 from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHTS, fetch
-from inline_attention.models.registry import PAPER, list_models
+from inline_attention.models.registry import PAPER, converted_attention, list_models
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
@@ -80,7 +80,7 @@ def save_pretrained(
     """
     folder = Path(folder)
     notes = model_metadata(model)
-    name, arguments = notes.get("model"), _arguments(model)
+    name, arguments = notes.get("model"), recorded_arguments(model)
     if name is None:
         raise CheckpointError(f"{type(model).__name__} was not created by timm's registry, so no file can describe it")
     if class_names is not None and len(class_names) != arguments["num_classes"]:
@@ -98,7 +98,8 @@ def save_pretrained(
         write_atomically(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         if not (folder / CARD).exists():
             images = "×".join(map(str, preparation["input_size"]))
-            write_atomically(folder / CARD, _card_text(model, name, folder, images, card or ModelCard()))
+            text = _card_text(model, name, notes.get("conversion"), folder, images, card or ModelCard())
+            write_atomically(folder / CARD, text)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written ({error.strerror}); choose another folder") from error
     return folder
@@ -181,7 +182,7 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     return model
 
 
-def _arguments(model: nn.Module) -> dict[str, Any]:
+def recorded_arguments(model: nn.Module) -> dict[str, Any]:
     """Return the arguments that describe a model as it is now: those recorded by timm, and what has changed since."""
     recorded: dict[str, Any] = dict(getattr(model, "_model_args", {}))
     recorded.pop("attention", None)  # part of the name of our models
@@ -212,20 +213,19 @@ def _config(
     pretrained |= {key: preparation[key] for key in ("input_size", "crop_mode", *PREPARATION)}
     pretrained |= {"num_classes": arguments["num_classes"], "pool_size": None, "custom_load": False}
     pretrained["fixed_input_size"] = own.get("fixed_input_size", False)
-    if conversion is not None:  # timm refuses an entry that it does not know: it would build softmax attention
-        pretrained["attention_conversion"] = json.loads(conversion)
     labels = {} if class_names is None else {"label_names": list(class_names)}
     return {
-        "architecture": name,
+        # The weights describe a converted model, for `converted_attention`. timm knows only the original.
+        "architecture": name if conversion is None else converted_attention.__name__,
         "num_classes": arguments["num_classes"],
         "num_features": getattr(model, "num_features", None),
         **labels,
-        "model_args": dict(arguments),
+        "model_args": dict(arguments) if conversion is None else {},
         "pretrained_cfg": pretrained,
     }
 
 
-def _card_text(model: nn.Module, name: str, folder: Path, images: str, card: ModelCard) -> str:
+def _card_text(model: nn.Module, name: str, conversion: str | None, folder: Path, images: str, card: ModelCard) -> str:
     """Return the model card: YAML for the hub, then Markdown."""
     from huggingface_hub import ModelCardData
 
@@ -239,6 +239,7 @@ def _card_text(model: nn.Module, name: str, folder: Path, images: str, card: Mod
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts: dict[str, object] = {
         "architecture": f"`{name}`",
+        **_conversion_facts(conversion),
         "parameters": f"{parameters / 1e6:.2f} M",
         "weights": f"{(folder / WEIGHTS).stat().st_size / 2**20:.1f} MiB, {next(model.parameters()).dtype}",
         "images": images,
@@ -256,6 +257,16 @@ def _card_text(model: nn.Module, name: str, folder: Path, images: str, card: Mod
         f"-c FOLDER` prints classes.\n\nInLine attention: [Bridging the Divide]({PAPER}), NeurIPS 2024.\n"
     )
     return "\n".join(part for part in parts if part)
+
+
+def _conversion_facts(conversion: str | None) -> dict[str, object]:
+    """Return how the attention was converted, for the card."""
+    if conversion is None:
+        return {}
+    noted: Mapping[str, Any] = json.loads(conversion)
+    kept = ", ".join(map(str, noted["keep_softmax"]))
+    attention = "InLine" if noted["attention"] == "inline" else noted["attention"]
+    return {"attention": f"{attention}, by `convert_attention`" + (f"; softmax is kept in blocks {kept}" * bool(kept))}
 
 
 def _table(rows: Mapping[str, object]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import Grid, tokens_to_map
+from inline_attention.layers.grids import Grid
 from inline_attention.models.base import Level, VisionModel, check_stages, drop_path_rates, image_sides, initialize
 from inline_attention.models.reading import CheckpointError
 
@@ -99,7 +99,7 @@ class PyramidModel(VisionModel):
                 is_last = index == last and number == len(blocks)
                 tokens = self.run_block(block, tokens, grid, num_tokens if is_last else None)
             yield tokens, grid
-            x = tokens_to_map(tokens, grid)
+            x = grid.to_map(tokens)
 
     def network(self) -> list[Level]:
         """Return one level per stage."""

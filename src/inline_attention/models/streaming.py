@@ -65,6 +65,14 @@ class TokenMaps(NamedTuple):
     prefix_weights: Tensor  # [tokens, H, P], times N + P
 
 
+class ClassEvidence(NamedTuple):
+    """What the tokens of the grid say about classes, averaged over squares of cells."""
+
+    cell_pixels: int  # pixels of the image along a side of a square
+    values: Tensor  # [classes, ceil(h / cell), ceil(w / cell)]
+    logits: Tensor  # [classes]
+
+
 def streamed(
     model: nn.Module,
     memory: str | int = "4GiB",
@@ -186,6 +194,49 @@ class StreamedModel:
         with torch.inference_mode():
             run.execute({}, until=block)
             return run.token_maps(tokens, most_cells)
+
+    def class_evidence(
+        self, source: PixelSource | Tensor, classes: Sequence[int], most_cells: int = 512
+    ) -> ClassEvidence:
+        """Return the evidence of each token for some classes, averaged to at most `most_cells` cells along a side.
+
+        With mean pooling, the evidence of a token is the head's output for its normalized features: its mean over all
+        tokens is the logit. With a class token, it is the derivative of the logit by the value of the token in the last
+        attention, times that value, times the number of tokens: its mean is the first-order effect of that attention.
+
+        Args:
+            source: Image, see `__call__`.
+            classes: Numbers of the classes.
+            most_cells: Largest side of the maps.
+        """
+        model, head = self.model, self.model.get_classifier()
+        if not isinstance(head, nn.Linear) or model.global_pool == "":
+            raise ValueError("class evidence needs a classifier with pooling; create the model with num_classes")
+        if unknown := [number for number in classes if not 0 <= number < model.num_classes]:
+            raise ValueError(f"expected classes from 0 to {model.num_classes - 1}, got {unknown[0]}")
+        weight, bias = head.weight[list(classes)], None if head.bias is None else head.bias[list(classes)]
+
+        def classify(tokens: Tensor) -> Tensor:  # [1, n, C] → [classes, n]
+            return F.linear(model.norm(tokens), weight, bias)[0].mT
+
+        last = blocks_of(model)[-1]
+        run = _Run(self, source, len(model.feature_info) - 1)
+        with torch.no_grad():
+            if model.global_pool == "avg":
+                pooled = _Mean(lambda tokens: classify(tokens).mT[None])
+                run.execute({run.last: [pooled.add]})
+                assert pooled.mean is not None
+                values, pixels = run.cells(classify, last, 8 * len(classes), most_cells)
+                return ClassEvidence(pixels, values, pooled.mean[0].cpu())
+            if not isinstance(last.attn, KernelAttention):
+                raise ValueError(
+                    "class evidence of a class token needs linear-time attention in the last block, which has softmax; "
+                    "convert it too, or train a model with global_pool=avg"
+                )
+            run.execute({}, until=last)
+            evidence, logits = run.value_path(classify)
+            values, pixels = run.cells(evidence, last, 8 * len(classes) * last.attn.num_heads, most_cells)
+            return ClassEvidence(pixels, values, logits.cpu())
 
     def _block(self, layer: int) -> Block:
         """Return the block of a layer, which must have linear-time attention."""
@@ -347,15 +398,52 @@ class _Run:
             found = state_weights(q, k, state, scale=attention.scale, **options)[0].transpose(0, 1)
             return found * state.key_count.to(found.dtype)
 
-        cell = ceil_divide(max(height, width), most_cells)
-        extra = 8 * len(places) * attention.num_heads
-        cells = [
-            F.avg_pool2d(torch.unflatten(weights(x), 2, (-1, width)), cell, ceil_mode=True)
-            for _, _, _, x in self._rows(tokens, 0, self._block_bytes(summary.block) + extra, align=cell)
-        ]
+        values, pixels = self.cells(weights, summary.block, 8 * len(places) * attention.num_heads, most_cells)
         prefix_weights = q.new_empty(len(places), attention.num_heads, 0) if prefix is None else weights(prefix)
-        pixels = cell * self.model.feature_info[self.last]["reduction"]
-        return TokenMaps((height, width), cell, pixels, torch.cat(cells, dim=2).cpu(), prefix_weights.cpu())
+        cell = ceil_divide(max(height, width), most_cells)
+        return TokenMaps((height, width), cell, pixels, values, prefix_weights.cpu())
+
+    def cells(
+        self, values: Callable[[Tensor], Tensor], block: Block, extra: int, most_cells: int
+    ) -> tuple[Tensor, int]:
+        """Return means over squares of tokens `[..., rows, columns]`, and pixels along the side of a square.
+
+        `values` maps tokens `[1, n, C]` to `[..., n]`, in the memory of a block and `extra` bytes for each token.
+        """
+        assert self.tokens is not None
+        height, width, _ = self.tokens.data.shape
+        cell = ceil_divide(max(height, width), most_cells)
+        cells = [
+            F.avg_pool2d(torch.unflatten(values(x), -1, (-1, width)), cell, ceil_mode=True)
+            for _, _, _, x in self._rows(self.tokens, 0, self._block_bytes(block) + extra, align=cell)
+        ]
+        return torch.cat(cells, dim=-2).cpu(), cell * self.model.feature_info[self.last]["reduction"]
+
+    def value_path(self, classify: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Return the evidence of tokens through the class token's attention in the last block, and the logits.
+
+        `classify` maps the block's output `[1, P, C]` to `[classes, P]`. See `StreamedModel.class_evidence`.
+        """
+        summary, prefix = self.summary, self.prefix
+        assert summary is not None
+        assert summary.state is not None
+        assert prefix is not None
+        attention, state, norm = summary.attention, summary.state, summary.block.norm1
+        attended = summary.attend(prefix)
+        with torch.enable_grad():
+            logits = classify(summary.block.after_attention(prefix, attended.requires_grad_()))[:, 0]
+            gradients = [torch.autograd.grad(logit, attended, retain_graph=True)[0][0, 0] for logit in logits]
+        slopes = torch.stack(gradients).unflatten(1, (attention.num_heads, -1))  # [classes, H, D]
+        q = attention.project(norm(prefix[:, :1])).q
+        options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
+
+        def evidence(x: Tensor) -> Tensor:  # [classes, n]
+            call = attention.project(norm(x))
+            weights = state_weights(q, call.k, state, scale=attention.scale, **options)[0, :, 0]  # [H, n]
+            weights = weights * state.key_count.to(weights.dtype)
+            return torch.einsum("hn,nhd,khd->kn", weights, call.v[0].to(weights.dtype), slopes.to(weights.dtype))
+
+        return evidence, logits.detach()
 
     def _run_embedding(self, level: Level, grid_size: tuple[int, int], work: float, sinks: Sequence[Sink]) -> None:
         assert level.embed is not None

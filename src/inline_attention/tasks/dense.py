@@ -19,7 +19,13 @@ from inline_attention.data.loading import Loader, SampleLoader, Samples
 from inline_attention.data.sampling import Batches
 from inline_attention.data.sources import DataError
 from inline_attention.models.checkpoints import CheckpointError, CheckpointMismatchError, load_checkpoint
-from inline_attention.models.described import check_description, check_model_size, parse_class_names, parse_note
+from inline_attention.models.described import (
+    check_description,
+    check_model_size,
+    conversion_of,
+    parse_class_names,
+    parse_note,
+)
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.models.running_cost import check_running_cost
 from inline_attention.support.settings import ConfigError, Problem, settings_of
@@ -75,10 +81,11 @@ class DenseTask(Task, Generic[Options]):
                 raise ValueError("flip must be a number from 0 to 1")
             if not all(type(value) is bool for value in flags.values()):
                 raise ValueError(f"{' and '.join(flags)} must be true or false")
-            backbone = check_description(content["backbone"], content["backbone_arguments"], file.weights)
+            conversion = conversion_of(file)
+            backbone = check_description(content["backbone"], content["backbone_arguments"], file.weights, conversion)
             options = cls.options_type(**{name: known[name].convert(content[name]) for name in known})
             cls._check_options(options)
-            task = cls(replace(data, **flags), ModelSection(*backbone), options, flip=float(flip))
+            task = cls(replace(data, **flags), ModelSection.of(*backbone, conversion), options, flip=float(flip))
             with torch.device("meta"):  # a model that is far larger than its weights is never allocated
                 model = task.build_model(class_names)
             check_model_size("model", model, file.weights)
@@ -112,7 +119,7 @@ class DenseTask(Task, Generic[Options]):
         except DataError as error:
             raise ConfigError([Problem("data", str(error))], "the data") from error
         if opened.problems:
-            is_repairable = any(report.problems for report in opened.reports)
+            is_repairable = any(found.is_repairable for report in opened.reports if report.problems for found in report)
             advice = "--repair (data.repair=true) repairs what is marked so" if is_repairable else None
             raise ConfigError([Problem("data", problem) for problem in opened.problems], "the data", advice)
         return TaskData(opened.train, self._validation(opened), notes_of(opened.reports))
@@ -128,8 +135,19 @@ class DenseTask(Task, Generic[Options]):
     def build_model(self, class_names: Sequence[str]) -> DenseModel:
         """Build the model around its backbone."""
         model = self.build(self.options, self._model.name, self._arguments, len(class_names))
-        if self._model.initial_checkpoint is not None:
-            self.start = initialize_from(model, open_checkpoint(self._model.initial_checkpoint), self.name)
+        self.notes = (model.backbone.note,) if model.backbone.note else ()
+        path, conversion = self._model.initial_checkpoint, self._model.conversion
+        file = None if path is None else open_checkpoint(path)
+        converted = None if file is None else conversion_of(file)
+        conversion = conversion or converted
+        # Weights of softmax attention are loaded before the conversion, those of converted attention after it.
+        is_converted_later = file is not None and converted is None
+        if conversion is not None and not is_converted_later:
+            conversion.apply(model.backbone.model)
+        if file is not None:
+            self.start = initialize_from(model, file, self.name)
+        if conversion is not None and is_converted_later:
+            conversion.apply(model.backbone.model)
         return model
 
     def training_loader(

@@ -106,13 +106,11 @@ class ModelSection:
     drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
     initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
     attention: Literal["inline", "linear"] | None = setting(
-        None, "Replace the softmax attention of timm's model; null: keep it.", tasks=CLASSIFICATION
+        None, "Replace the model's softmax attention; null: keep it."
     )
-    keep_softmax: tuple[int, ...] = setting(
-        (), "Numbers of the attentions to keep softmax; -1: the last.", tasks=CLASSIFICATION
-    )
+    keep_softmax: tuple[int, ...] = setting((), "Numbers of the attentions to keep softmax; -1: the last.")
     conversion_options: Mapping[str, Any] = setting(
-        {}, "Options of the new attention, such as {local_residual: false}.", tasks=CLASSIFICATION
+        {}, "Options of the new attention, such as {local_residual: false}."
     )
     require_checkpoint: bool = setting(False, "Refuse to start without initial_checkpoint, for fine-tuning recipes.")
 
@@ -149,6 +147,11 @@ class ModelSection:
             keep_softmax=conversion.keep_softmax,
             conversion_options=conversion.options,
         )
+
+    @property
+    def attention_kind(self) -> str:
+        """What the attention is converted to, or else the first part of the model's name."""
+        return self.attention or self.name.partition("_")[0]
 
     @property
     def conversion(self) -> Conversion | None:
@@ -280,11 +283,13 @@ class Task(ABC):
         name: Name, such as "detection".
         metrics: Names of the metrics, the default one for the best checkpoint first, and whether higher is better.
         start: Description of the initial weights after `build_model`; None for random ones.
+        notes: Sentences about the model for the user, after `build_model`.
     """
 
     name: ClassVar[str]
     metrics: Mapping[str, bool]
     start: str | None = None
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def open(self) -> TaskData:

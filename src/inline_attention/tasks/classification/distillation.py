@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
-from inline_attention.layers.attention import TokenAttention
+from inline_attention.layers.attention import KernelAttention
 from inline_attention.models.checkpoints import number_of_classes
 from inline_attention.models.described import conversion_of, create_described_model, parse_class_names
 from inline_attention.models.reading import Checkpoint, open_checkpoint
@@ -335,8 +335,8 @@ def _recorded_calls(
 
 
 def converted_attentions(model: nn.Module) -> list[str]:
-    """Return the names of the attentions that are this library's."""
-    return [name for name, module in model.named_modules() if isinstance(module, TokenAttention)]
+    """Return the names of the attentions that are not softmax."""
+    return [name for name, module in model.named_modules() if isinstance(module, KernelAttention)]
 
 
 def token_layer(model: nn.Module) -> nn.Module:

@@ -103,16 +103,16 @@ class DetectionOptions:
 class Detector(DenseModel):
     """What all detectors share: images in, features of their pyramid to the heads, losses or objects out."""
 
-    strides: tuple[int, ...]  # of the backbone's features
+    strides: tuple[int, ...]  # of the backbone's features; those of a plain model scale with its patches
 
     def __init__(self, backbone: PyramidBackbone, width: int, extra: Literal["pooled", "convolved"]):
         super().__init__(backbone)
         self.pyramid = FeaturePyramid(backbone, width, extra)
 
     @property
-    def level_strides(self) -> tuple[int, ...]:
+    def level_strides(self) -> tuple[float, ...]:
         """Strides of the pyramid's levels, the finest first."""
-        return tuple(self.strides[0] * 2**level for level in range(LEVELS))
+        return tuple(self.backbone.strides[0] * 2**level for level in range(LEVELS))
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Return losses in training, objects otherwise.
@@ -157,14 +157,14 @@ class RCNNDetector(Detector):
             "rpn_anchor_generator": anchors,
             "rpn_head": RPNHead(width, anchors.num_anchors_per_location()[0]),
             "rpn_score_thresh": IMPOSSIBLE,
-            "box_roi_pool": _Pool(BOX_SIDE),
+            "box_roi_pool": _Pool(BOX_SIDE, backbone.strides),
             "box_batch_size_per_image": options.sampled_boxes,
             "box_head": TwoMLPHead(width * BOX_SIDE**2, described),
             "box_predictor": FastRCNNPredictor(described, num_classes + 1),  # with the background
         }
         if options.finds_masks:
             parts |= {
-                "mask_roi_pool": _Pool(MASK_SIDE),
+                "mask_roi_pool": _Pool(MASK_SIDE, backbone.strides),
                 "mask_head": MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
                 "mask_predictor": MaskRCNNPredictor(width, width, num_classes + 1),
             }
@@ -189,7 +189,10 @@ class RCNNDetector(Detector):
             proposals, losses = self.heads.rpn(ImageList(images.canvas, images.sizes), named, targets)
             return self.heads.roi_heads(named, proposals, images.sizes, targets)[1] | losses
         proposals = self._propose(images, features)
-        levels = [edges_extended(level, images, stride) for level, stride in zip(features, STRIDES, strict=False)]
+        levels = [
+            edges_extended(level, images, stride)
+            for level, stride in zip(features, self.backbone.strides, strict=False)
+        ]
         return self.heads.roi_heads(_named(levels), proposals, images.sizes)[0]
 
     def _propose(self, images: PaddedImages, features: list[Tensor]) -> list[Tensor]:
@@ -257,7 +260,7 @@ def build_detector(
 ) -> Detector:
     """Build a detector with random weights around the model of that name and arguments."""
     kind = RetinaNetDetector if options.head == "retinanet" else RCNNDetector
-    return kind(PyramidBackbone(backbone, arguments, kind.strides), num_classes, options)
+    return kind(PyramidBackbone(backbone, arguments, kind.strides, options.width), num_classes, options)
 
 
 class _Channels(nn.Module):
@@ -275,7 +278,7 @@ class _Anchors(AnchorGenerator):
     bfloat16 a place near 1000 pixels is off by up to 2. It also writes to the module in `forward`, which threads share.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, ...]], strides: Sequence[int]):
+    def __init__(self, sizes: Sequence[tuple[int, ...]], strides: Sequence[float]):
         super().__init__(tuple(sizes), (ASPECT_RATIOS,) * len(sizes))
         self.strides = tuple(strides)
 
@@ -291,7 +294,7 @@ class _Anchors(AnchorGenerator):
 
 
 @cache_by_shape
-def _level_anchors(device: torch.device, height: int, width: int, stride: int, sides: tuple[int, ...]) -> Tensor:
+def _level_anchors(device: torch.device, height: int, width: int, stride: float, sides: tuple[int, ...]) -> Tensor:
     """`[h · w · A, 4]` for A anchors at each place of a level."""
     around_zero = AnchorGenerator.generate_anchors(None, sides, ASPECT_RATIOS).to(device)  # pyright: ignore[reportArgumentType]
     rows, columns = (stride * torch.arange(extent, dtype=torch.int32, device=device) for extent in (height, width))
@@ -300,17 +303,19 @@ def _level_anchors(device: torch.device, height: int, width: int, stride: int, s
 
 
 class _Pool(MultiScaleRoIAlign):
-    """RoIAlign over the levels of `STRIDES`, which torchvision would guess from the first image it sees.
+    """RoIAlign over levels of known strides, which torchvision would guess from the first image it sees.
 
     RoIAlign enlarges boxes smaller than one token. They are shifted away from the lower and right edge, so that the
     token stays inside the image and nothing of the padding is read.
     """
 
-    def __init__(self, side: int):
-        super().__init__([str(level) for level in range(len(STRIDES))], output_size=side, sampling_ratio=2)
-        self.scales = [1 / stride for stride in STRIDES]
+    def __init__(self, side: int, strides: Sequence[float]):
+        super().__init__([str(level) for level in range(len(strides))], output_size=side, sampling_ratio=2)
+        self.scales, self._finest = [1 / stride for stride in strides], strides[0]
         finest, coarsest = (stride.bit_length() - 1 for stride in (STRIDES[0], STRIDES[-1]))
-        self.map_levels = LevelMapper(finest, coarsest, self.canonical_scale, self.canonical_level)
+        # The level of a box depends on its size in tokens, so that other strides take the same numbers of levels.
+        scale: Any = self.canonical_scale * strides[0] / STRIDES[0]
+        self.map_levels = LevelMapper(finest, coarsest, scale, self.canonical_level)
 
     def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
         """`[n, C, side, side]`, of the dtype of the features."""
@@ -326,7 +331,7 @@ class _Pool(MultiScaleRoIAlign):
         extents = torch.empty_like(starts)  # filled there: numbers sent to a GPU would wait for all it has to do
         for of_image, (height, width) in zip(extents.split(counts), image_shapes, strict=True):
             of_image[:, 0], of_image[:, 1] = max(width, SHORTEST_SIDE), max(height, SHORTEST_SIDE)
-        token = STRIDES[0] * torch.exp2(self.map_levels([flat]).to(flat.dtype))[:, None]
+        token = self._finest * torch.exp2(self.map_levels([flat]).to(flat.dtype))[:, None]
         beyond = (starts + torch.maximum(ends - starts, token) - extents).clamp(min=0)
         return list(torch.cat([starts - beyond, ends - beyond], dim=1).split(counts))
 

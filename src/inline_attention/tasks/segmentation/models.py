@@ -25,7 +25,6 @@ from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation import IGNORED
 from inline_attention.support.settings import order_problem, setting
 from inline_attention.tasks.pyramid import (
-    STRIDES,
     DenseModel,
     PaddedImages,
     PyramidBackbone,
@@ -218,10 +217,10 @@ def build_segmenter(
     options: SegmentationOptions, backbone: str, arguments: Mapping[str, Any], num_classes: int
 ) -> Segmenter:
     """Build a segmenter with random weights around the model of that name and arguments."""
-    body = PyramidBackbone(backbone, arguments, STRIDES)
+    width = options.width or (256 if options.head == "semantic_fpn" else 512)
+    body = PyramidBackbone(backbone, arguments, width=width)
     if options.head == "semantic_fpn":
-        return Segmenter(body, SemanticFPNDecoder(body.channels, num_classes, options.width or 256), None)
-    width = options.width or 512
+        return Segmenter(body, SemanticFPNDecoder(body.channels, num_classes, width), None)
     auxiliary = nn.Sequential(
         OrderedDict(
             convolution=_convolution(body.channels[AUXILIARY_STAGE], width // 2),
@@ -231,13 +230,13 @@ def build_segmenter(
     return Segmenter(body, UPerNetDecoder(body.channels, num_classes, width), auxiliary)
 
 
-def _enlarged(scores: Tensor, stride: int, size: Sequence[int]) -> Tensor:
+def _enlarged(scores: Tensor, stride: float, size: Sequence[int]) -> Tensor:
     """Scores `[B, K, h, w]` of tokens for every pixel, in float32; the last row and column may be incomplete."""
     pixels = F.interpolate(scores.float(), scale_factor=float(stride), mode="bilinear", align_corners=False)
     return pixels[:, :, : size[0], : size[1]]
 
 
-def _loss(scores: Tensor, stride: int, labels: Tensor) -> Tensor:
+def _loss(scores: Tensor, stride: float, labels: Tensor) -> Tensor:
     """Mean cross entropy over the labeled pixels; zero, not NaN, if there is none."""
     scores = _enlarged(scores, stride, labels.shape[-2:])
     total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
