@@ -384,8 +384,8 @@ def test_opening_both_splits_says_all_that_is_wrong(tmp_path):
     write_coco(tmp_path, [*objects[:1], annotation(9, box=(0, 0, 0, 5))], split="val", categories=[{"id": 7}])
     (tmp_path / "train2017" / "2.jpg").unlink()
     problems = "\n".join(open_and_check_coco(tmp_path, num_classes=5).problems)
-    assert "1 images whose file is missing (2.jpg (image 2))" in problems
-    assert "1 boxes without area" in problems
+    assert "1 image whose file is missing (2.jpg (image 2))" in problems
+    assert "1 box without area" in problems
     assert "3 categories differ between" in problems
     assert "has 3 categories, the model 5; leave --num-classes out" in problems
     repaired = open_and_check_coco(tmp_path, repair=True)

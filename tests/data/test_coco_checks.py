@@ -12,6 +12,7 @@ from inline_attention.data.coco.masks import decode_mask, encode_mask
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.images import ImageError
 from inline_attention.data.sources import DataError
+from inline_attention.support.text import counted
 
 pytest.importorskip("faster_coco_eval")  # some masks are decoded when the tests are collected
 
@@ -86,12 +87,12 @@ def test_each_fault_is_counted_named_and_repaired(tmp_path, fault):
     found = check(tmp_path, [item])
     assert [(finding.fault, finding.count, finding.repair) for finding in found.report] == [(fault, 1, repair)]
     (problem,) = found.report.problems
-    assert f"1 {fault} (object {item['id']}" in problem
+    assert f"{counted(1, fault)} (object {item['id']}" in problem
     assert len(found.annotations.objects) == 4, "without repair, nothing is changed"
 
     repaired = check(tmp_path, [item], repair=True)
     assert repaired.report.problems == []
-    assert f"1 {fault}" in str(repaired.report)
+    assert counted(1, fault) in str(repaired.report)
     kept = [kept for kept in repaired.annotations.objects if kept.id not in (1, 2, 3)]
     assert [kept.box for kept in kept] == ([] if box is None else [box])
     again = check_annotations(repaired.annotations, tmp_path / "train2017")
@@ -115,7 +116,10 @@ def test_no_mask_at_all_is_one_fault_that_cannot_be_repaired(tmp_path, repair):
         ("annotation files without a single mask", 1),
         ("boxes without area", 1),
     ]
-    assert "boxes only: fit for faster_rcnn and retinanet); repairing: not possible" in checked.report.problems[0]
+    assert (
+        "boxes only: fit for faster_rcnn and retinanet); train with --set detection.head=faster_rcnn"
+        in checked.report.problems[0]
+    )
     either = check(tmp_path, good=boxes, masks=None)
     assert not either.report
     assert str(either.report).endswith(
@@ -241,7 +245,7 @@ def test_names_that_no_file_or_terminal_takes_are_reported(tmp_path, file_name, 
     content["images"].append({"id": 4, "file_name": file_name, "height": 40, "width": 48})
     file.write_text(json.dumps(content))
     checked = check_annotations(read_annotations(file), tmp_path / "train2017")
-    expected = f"1 images whose file is missing ({said} (image 4))"
+    expected = f"1 image whose file is missing ({said} (image 4))"
     (problem,) = checked.report.problems
     assert expected in problem
     assert str(checked.report).encode().decode().splitlines()[1].startswith(f"  {expected}")

@@ -119,6 +119,7 @@ def test_every_fault_of_voc_is_counted_and_the_rest_is_used(tmp_path):
         "objects without a box of four finite numbers": 1,
         "boxes that leave their image": 1,
         "boxes wholly outside of their image": 1,
+        "objects marked difficult": 1,
     }
     passes(output)
     both = objects_of(output) | objects_of(output, "val")
@@ -143,6 +144,7 @@ def test_boxes_of_yolo_are_exact_and_pictures_without_labels_are_background(tmp_
         "boxes without area": 1,
         "boxes that leave their image": 1,
         "categories without an object to train on": 1,
+        "images without a label file": 1,
     }
     assert found.class_names == ("cat", "dog")
     assert found.counts == {"train": (3, 3), "validation": (1, 1)}
@@ -161,8 +163,25 @@ def test_polygons_of_yolo_become_masks_if_all_objects_have_one(tmp_path):
     target = passes(tmp_path / "masks").train.target(0)
     assert target["masks"].sum() == pytest.approx(20 * 15, abs=20)
     yolo(root, "c", "3 0.5 0.5 0.5 0.5")
-    convert_to_coco(root, tmp_path / "boxes")
+    assert faults_of(convert_to_coco(root, tmp_path / "boxes")) == {"polygons that become boxes": 2}
     assert "masks" not in passes(tmp_path / "boxes").train.target(0)
+
+
+def test_classes_that_disappear_duplicates_and_names_that_differ_by_case_are_reported(tmp_path):
+    root = tmp_path / "voc"
+    ten_good(root)
+    hard = [box("WBC", 2, 2, number, 9, more="<difficult>1</difficult>") for number in (9, 10)]
+    voc(root, "more", *hard, box("cat", 1, 1, 5, 5), box("cat", 1, 1, 5, 5), *[box("Cat", 1, 1, n, 5) for n in (6, 7)])
+    lists = root / "ImageSets" / "Main"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("more\ngood0\n")
+    (lists / "val.txt").write_text("\n".join(f"good{n}" for n in range(1, 10)))
+    found = convert_to_coco(root, tmp_path / "coco")
+    text = str(found.reports[0])
+    assert "1 category without an object to train on (WBC: 2 objects, 2 marked difficult): left out" in text
+    assert "1 exact duplicate of another box (cat in JPEGImages/more.jpg): kept" in text
+    assert "2 class names that differ only by case (Cat, cat): kept as different classes" in text
+    assert found.class_names == ("Cat", "cat", "dog")
 
 
 def test_a_random_split_depends_on_the_seed_alone(tmp_path):
@@ -244,7 +263,7 @@ def test_the_command_reports_and_says_what_comes_next(tmp_path):
     voc(root, "broken").write_text("<annotation")
     done = CliRunner().invoke(app, ["data", "convert", str(root), "--output", str(output)])
     assert done.exit_code == 0, done.output
-    assert "1 XML files that cannot be read (Annotations/broken.xml" in done.output
+    assert "1 XML file that cannot be read (Annotations/broken.xml" in done.output
     assert "2 classes: cat, dog" in done.output
     assert done.output.splitlines()[-1].startswith(f"Dataset written to {output}: check it with `inline data check")
     checked = CliRunner().invoke(app, ["data", "check", str(output), "--task", "detection"])

@@ -15,6 +15,7 @@ from inline_attention.data.segmentation import find_pair_folders
 from inline_attention.data.sources import DataError
 
 OUTSIDE = "images whose file is outside of the data folder"
+ONE_OUTSIDE = "1 image whose file is outside of the data folder"
 
 
 def coco_with_name(root, name):
@@ -63,7 +64,7 @@ def test_a_name_that_leads_out_is_refused_and_not_opened(root, kind, monkeypatch
     monkeypatch.setattr(os, "open", lambda path, *rest, **options: opened.append(str(path)) or real_open(path, *rest))
     found = open_and_check_coco(root)
     assert [finding.count for report in found.reports for finding in report if finding.fault == OUTSIDE] == [1]
-    (problem,) = [problem for problem in found.problems if OUTSIDE in problem]
+    (problem,) = [problem for problem in found.problems if ONE_OUTSIDE in problem]
     assert "--allow-outside-files (data.allow_outside_files=true) reads them" in problem
     assert problem.isprintable()
 
@@ -97,7 +98,7 @@ def test_links_inside_the_data_and_to_the_image_folder_are_followed(tmp_path):
     (root / "pool").mkdir()
     (pool / "3.jpg").rename(root / "pool" / "4.jpg")
     problems = open_and_check_coco(root).problems
-    assert any(OUTSIDE in problem for problem in problems), "'..' is relative to where the link leads"
+    assert any(ONE_OUTSIDE in problem for problem in problems), "'..' is relative to where the link leads"
     (pool / "4.jpg").symlink_to(root / "pool" / "4.jpg")
     coco_with_name(root, "4.jpg")
     (root / "val2017" / "1.jpg").rename(root / "pool" / "1.jpg")

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from inline_attention.support.text import printable
+from inline_attention.support.text import counted, printable
 
 Source = TypeVar("Source")
 FIRST_OFFENDERS = 5
 LONGEST_NAME = 400  # characters
+NOT_POSSIBLE = "not possible; "  # begins a repair that is none; what to do instead follows
 
 
 @dataclass
@@ -22,9 +23,19 @@ class Finding:
     count: int = 0
     first: list[str] = field(default_factory=list)
 
+    @property
+    def is_repairable(self) -> bool:
+        """True if it can be repaired."""
+        return not self.repair.startswith(NOT_POSSIBLE)
+
+    @property
+    def advice(self) -> str:
+        """How it can be repaired, or what to do instead."""
+        return f"repairing: {self.repair}" if self.is_repairable else self.repair.removeprefix(NOT_POSSIBLE)
+
     def __str__(self) -> str:
         more = f" and {self.count - len(self.first):,} more" if self.count > len(self.first) else ""
-        return f"{self.count:,} {self.fault} ({', '.join(self.first)}{more})"
+        return f"{counted(self.count, self.fault)} ({', '.join(self.first)}{more})"
 
 
 @dataclass
@@ -64,12 +75,12 @@ class DataReport:
         """One sentence for each kind of fault that prevents training; none if faults were repaired."""
         if self.repaired:
             return []
-        return [printable(f"{self.location}: {finding}; repairing: {finding.repair}") for finding in self]
+        return [printable(f"{self.location}: {finding}; {finding.advice}") for finding in self]
 
     def __str__(self) -> str:
         """Return a few lines for people."""
-        lines = [f"{self.location} ({self.checked}): {f'{len(self):,} faults' if len(self) else 'nothing wrong'}"]
-        repaired = "  {0}: {0.repair}" if self.repaired else "  {0} (repairing: {0.repair})"
+        lines = [f"{self.location} ({self.checked}): {counted(len(self), 'faults') if len(self) else 'nothing wrong'}"]
+        repaired = "  {0}: {0.repair}" if self.repaired else "  {0} ({0.advice})"
         lines += (repaired.format(finding) for finding in self)
         return "\n".join(map(printable, lines))
 

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
-from inline_attention.data.findings import DataReport, OpenedSplits, each_once
+from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
 from inline_attention.data.images import SUFFIXES, ImageError, image_size, load_image, open_image, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, check_folder, split_names
@@ -443,7 +443,7 @@ def check_pairs(
     if kept and not seen.any():
         report.repaired = False
         for pair in kept:
-            repairing = "not possible; label them, or correct the list of classes or reduce_zero_label"
+            repairing = f"{NOT_POSSIBLE}label them, or correct the list of classes or reduce_zero_label"
             report.add("maps without a labeled pixel, and there are no others", str(pair.label_map), repairing)
     if report.problems:
         return None, report

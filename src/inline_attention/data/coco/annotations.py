@@ -181,7 +181,7 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
                 return found[0]
     raise DataError(
         f"{root} has no annotations of the split {split!r}; "
-        f"expected annotations/instances_{names[0]}.json, in which a year may follow"
+        f"expected annotations/instances_{names[0]}.json, or with a year, such as instances_{names[0]}2017.json"
     )
 
 

@@ -25,7 +25,7 @@ from inline_attention.data.coco.annotations import (
 )
 from inline_attention.data.coco.masks import Extent, MaskError, MaskSizeError, decode_mask, mask_extent, valid_polygons
 from inline_attention.data.coco.source import CocoSource
-from inline_attention.data.findings import DataReport, OpenedSplits, each_once
+from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
 from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 from inline_attention.data.sources import DataError, check_folder
@@ -41,6 +41,7 @@ LEFT_OUT = "left out"
 WITH_OBJECTS = "left out with their objects"
 FROM_MASK = "box taken from the mask"
 BOXES_ONLY = "boxes only: fit for faster_rcnn and retinanet"
+NO_MASKS = "annotation files without a single mask"
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def open_and_check_coco(
                 data_dir,
                 split,
                 allow_outside=allow_outside,
-                masks=masks,
+                masks=None if reports and reports[0].count(NO_MASKS) else masks,  # said once is enough
                 every_category=training,
                 repair=repair,
                 on_progress=on_progress,
@@ -158,8 +159,8 @@ def check_annotations(
     report = DataReport(annotations.location, checked, repaired=repair)
     if boxes_only and masks:  # one fault, not one per object
         report.repaired = False
-        repairing = "not possible; set detection.head=faster_rcnn or retinanet, or add masks"
-        report.add("annotation files without a single mask", BOXES_ONLY, repairing)
+        instead = "train with --set detection.head=faster_rcnn, or add masks"
+        report.add(NO_MASKS, BOXES_ONLY, NOT_POSSIBLE + instead)
     masks = masks is not False and not boxes_only
     for entry in annotations.malformed:
         report.add("malformed entries", str(entry), "left out, images with their objects")
@@ -214,7 +215,9 @@ def _check_images(
     for image, size in zip(images, found, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:
-            report.add("different images with the same id", name, f"{WITH_OBJECTS}, as nobody knows whose those are")
+            report.add(
+                "different images with the same id", name, f"{WITH_OBJECTS}, because their objects cannot be told apart"
+            )
         elif isinstance(size, OutsideError):
             fault = "images whose file is outside of the data folder"
             report.add(fault, name, f"{WITH_OBJECTS}; {ALLOW_OUTSIDE} reads them")
@@ -231,7 +234,7 @@ def _check_images(
         elif size != (image.height, image.width):
             fault = "images of another size than the annotations say"
             sizes = f"{size[1]}×{size[0]} instead of {image.width}×{image.height}"
-            report.add(fault, f"{name}: {sizes}", f"{WITH_OBJECTS}, as nobody knows which is right")
+            report.add(fault, f"{name}: {sizes}", f"{WITH_OBJECTS}, because either size may be wrong")
         else:
             kept[image.id] = image
     return kept

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from inline_attention.data.images import ImageError, find_images, image_size, re
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
 from inline_attention.support.files import read_bounded, replace_folder
-from inline_attention.support.text import install_command
+from inline_attention.support.text import counted, install_command
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
 
 LabelFormat = Literal["voc", "yolo"]
@@ -96,14 +96,15 @@ def convert_to_coco(
     labeled = list(_read(root, label_format, report, on_progress))
     report.checked = f"{len(labeled):,} annotated images, {sum(len(item.objects) for item in labeled):,} objects"
     names = _known_classes(root) or sorted({item.class_name for image in labeled for item in image.objects})
+    _report_classes(names, report)
     splits = _split(root, labeled, validation_share, seed, report)
-    annotations, reports = {}, [report]
+    annotations, reports, masks = {}, [report], _all_have_polygons(labeled)
     for split, images in splits.items():
-        raw = _annotations(f"{root} ({split})", images, names, report)
+        raw = _annotations(f"{root} ({split})", images, names, report, masks=masks)
         annotations[split], found = check_annotations(
             raw,
             ListedFiles(root, allow_outside=allow_outside),
-            masks=_all_have_polygons(labeled),
+            masks=masks,
             every_category=False,
             repair=True,
         )
@@ -116,6 +117,15 @@ def convert_to_coco(
     _write(root, output, annotations)
     counts = {split: (len(content.images), len(content.objects)) for split, content in annotations.items()}
     return Conversion(counts, annotations["train"].class_names, [found for found in reports if found])
+
+
+def _report_classes(names: Sequence[str], report: DataReport) -> None:
+    by_case: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        by_case[name.casefold()].append(name)
+    for alike in by_case.values():
+        for name in alike if len(alike) > 1 else ():
+            report.add("class names that differ only by case", name, "kept as different classes")
 
 
 def _read(
@@ -147,6 +157,7 @@ def _read(
         if isinstance(size, ImageError):
             report.add("images whose file cannot be read", f"{image}: {size.reason}", WITH_OBJECTS)
         elif image not in paired:
+            report.add("images without a label file", str(image), "kept as background, without objects")
             yield _Labeled(image, size, [])  # YOLO's way to say that nothing is there
         else:
             label_file = paired[image]
@@ -330,14 +341,21 @@ def _all_have_polygons(labeled: Sequence[_Labeled]) -> bool:
 
 
 def _annotations(
-    location: str, images: Sequence[_Labeled], names: Sequence[str], report: DataReport
+    location: str, images: Sequence[_Labeled], names: Sequence[str], report: DataReport, *, masks: bool
 ) -> CocoAnnotations:
     numbers = {name: number for number, name in enumerate(names, start=1)}
     objects: list[CocoObject] = []
     for image_id, image in enumerate(images, start=1):
+        boxes: set[tuple[str, tuple[float, ...]]] = set()
         for item in image.objects:
+            where = f"{item.class_name} in {image.path}"
+            if (item.class_name, item.box) in boxes:
+                report.add("exact duplicates of another box", where, "kept")
+            boxes.add((item.class_name, item.box))
+            if item.polygon is not None and not masks:
+                report.add("polygons that become boxes", where, "mask dropped, since other objects have none")
             if item.class_name not in numbers:
-                report.add("objects of an unknown category", f"{item.class_name} in {image.path}", LEFT_OUT)
+                report.add("objects of an unknown category", where, LEFT_OUT)
                 continue
             polygons = None if item.polygon is None else [item.polygon]
             # VOC's protocol neither trains on difficult objects nor counts them, which is what COCO does with crowds.
@@ -357,15 +375,26 @@ def _annotations(
 def _leave_out_unlearned(annotations: dict[str, CocoAnnotations], report: DataReport) -> None:
     """Leave out categories without an object to train on: a check would complain about them."""
     learned = {item.category_id for item in annotations["train"].objects if not item.is_crowd}
+    objects = Counter(item.category_id for content in annotations.values() for item in content.objects)
+    difficult = Counter(
+        item.category_id for content in annotations.values() for item in content.objects if item.is_crowd
+    )
     for category in annotations["train"].categories:
         if category.id not in learned:
-            report.add("categories without an object to train on", category.name, WITH_OBJECTS)
+            lost = f"{category.name}: {counted(objects[category.id], 'objects')}"
+            why = f", {difficult[category.id]:,} marked difficult" if difficult[category.id] else ""
+            report.add("categories without an object to train on", lost + why, WITH_OBJECTS)
     for split, content in annotations.items():
         annotations[split] = replace(
             content,
             categories=tuple(category for category in content.categories if category.id in learned),
             objects=tuple(item for item in content.objects if item.category_id in learned),
         )
+        files = {image.id: image.file_name for image in content.images}
+        for item in annotations[split].objects:
+            if item.is_crowd:
+                where = f"{content.category_names[item.category_id]} in {files[item.image_id]}"
+                report.add("objects marked difficult", where, "kept as crowd, not trained on")
 
 
 def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) -> None:
