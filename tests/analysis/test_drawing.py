@@ -118,7 +118,7 @@ def test_masking(subjects, words, tmp_path):
         subject.label: [
             MaskingResult(Hiding(where, side, term), top1, 95.0, 50)
             for where, side, term, top1 in (
-                ("nothing", 0, "kept", 95.0), ("neighbourhood", 3, "hidden", 3.25), ("random", 3, "hidden", 91.75),
+                ("nothing", 0, "kept", 95.0), ("neighborhood", 3, "hidden", 3.25), ("random", 3, "hidden", 91.75),
             )
         ]
         for subject in subjects

@@ -1,4 +1,4 @@
-"""Attention inside neighbourhoods against a count by hand."""
+"""Attention inside neighborhoods against a count by hand."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from inline_attention.analysis.probes import capture_attention, neighborhood_mas
 from inline_attention.data.batch import Batch
 from inline_attention.ops.reference import kernel_weights, softmax_weights
 
-LOCAL = Hiding("neighbourhood", 3, "hidden")
+LOCAL = Hiding("neighborhood", 3, "hidden")
 RANDOM = Hiding("random", 3, "hidden")
 
 
@@ -64,8 +64,8 @@ def test_a_hidden_token_changes_nothing():
     hidden = hidden_keys(layer, LOCAL, generator())
     before = mixed_values(layer, hidden)
     token = layer.token(2, 3)
-    neighbours = hidden[0, token].nonzero().flatten()
-    layer.v[:, neighbours] += 100
+    neighbors = hidden[0, token].nonzero().flatten()
+    layer.v[:, neighbors] += 100
     changed = (mixed_values(layer, hidden) - before).abs().amax((0, 2))
     assert changed[token] == 0
     assert changed[layer.token(0, 0)] > 1
@@ -118,7 +118,7 @@ def test_a_small_memory_gives_the_same(monkeypatch):
 def test_plans_treat_the_local_term_both_ways_only_where_there_is_one():
     plan = planned_hidings(small_model("softmax_deit_tiny"), [3, 5])
     assert [(hiding.where, hiding.side) for hiding in plan] == [
-        ("nothing", 0), ("neighbourhood", 3), ("random", 3), ("neighbourhood", 5), ("random", 5),
+        ("nothing", 0), ("neighborhood", 3), ("random", 3), ("neighborhood", 5), ("random", 5),
     ]  # fmt: skip
     assert {hiding.local_term for hiding in plan} == {"none"}
     assert [hiding.local_term for hiding in planned_hidings(small_model("inline_deit_tiny"), [3])] == [

@@ -10,8 +10,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from inline_attention.analysis.collision_cases import draw_collision_cases, measure_injectivity
+from inline_attention.analysis.collision_cases import (
+    QUERY_COLORS,
+    draw_collision_cases,
+    draw_two_queries,
+    measure_injectivity,
+)
 from inline_attention.benchmark.cost import ATTENTIONS, CostPoint, draw_cost
+from inline_attention.support.figures import KIND_LABELS, LIGHT
 
 POINTS = [
     CostPoint(kind, tokens, milliseconds=tokens / 100, runs=3, peak_bytes=1000 * tokens)
@@ -58,8 +64,21 @@ def test_titles_state_the_measured_verdict(figures, tmp_path):
     assert same not in titles(figures[1])
 
 
+def test_the_picture_of_the_readme_has_few_panels_that_state_the_measured_verdict(figures, tmp_path):
+    draw_two_queries(measure_injectivity(), tmp_path / "a.png")
+    assert titles(figures[0]) == [
+        "Softmax: different weights", "Linear: the same weights for both", "InLine: different weights",
+    ]  # fmt: skip
+    assert figures[0].get_figwidth() < 5  # on a phone, text is at least half as large as here
+
+
+def test_queries_do_not_have_the_colors_of_attentions():
+    assert not {color.lower() for color in QUERY_COLORS} & {LIGHT[kind] for kind in KIND_LABELS}
+
+
 def test_no_headline_legend_or_panel_title_overlaps(figures, tmp_path):
     draw_collision_cases(measure_injectivity(), tmp_path / "a.png")
+    draw_two_queries(measure_injectivity(), tmp_path / "b.png")
     draw_cost([*POINTS, SKIPPED], "some machine", tmp_path)
     for figure in figures:
         artists = [*figure.texts, *figure.legends, *(axes._left_title for axes in figure.axes)]

@@ -183,7 +183,7 @@ def test_a_token_by_row_and_column():
         layer.token(5, 0)
 
 
-def test_neighbours_of_a_corner_an_edge_and_the_prefix():
+def test_neighbors_of_a_corner_an_edge_and_the_prefix():
     numbers, exists = neighbor_table((3, 4), 1)
     assert not exists[0].any()
     corner, middle = 1, 1 + 1 * 4 + 1

@@ -10,7 +10,7 @@ from PIL import Image
 pytest.importorskip("tifffile")
 
 from inline_attention.analysis import slide_page
-from inline_attention.analysis.attention_map import AttentionMaps, TokenMap
+from inline_attention.analysis.attention_map import AttentionMaps, EvidenceMap, TokenMap
 from inline_attention.data.marked_slides import Mark, write_slide
 from inline_attention.data.slides import open_slide
 
@@ -26,8 +26,11 @@ def written(tmp_path_factory):
     maps = AttentionMaps(
         "model </script>", "inline", 3, "blocks.3", (0,), (69, 69), torch.empty(3, 1, 1), (item,), None, 16
     )
+    spots = torch.full((69, 69), -1.0, dtype=torch.float64)
+    spots[16:22, 9:15] = 8.0  # around the ring
+    evidence = EvidenceMap("model", "ring", 0.5, spots, 16)
     with open_slide(folder / "a<b>.tif") as slide:
-        slide_page.write_slide_page(folder / "page", slide, [maps], "Untrained weights.")
+        slide_page.write_slide_page(folder / "page", slide, [maps], "Untrained weights.", [evidence])
         pixels = slide.read_rows(0, SIDE)
     return folder / "page", pixels
 
@@ -36,7 +39,7 @@ def test_tiles_are_the_slide(written):
     folder, pixels = written
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
     assert names == sorted(
-        ["index.html", "overlays/0.png", "tiles/2/0_0.jpg"]
+        ["index.html", "overlays/0.png", "overlays/1.png", "tiles/2/0_0.jpg"]
         + [f"tiles/0/{row}_{column}.jpg" for row in range(3) for column in range(3)]
         + [f"tiles/1/{row}_{column}.jpg" for row in range(2) for column in range(2)]
     )
@@ -59,6 +62,10 @@ def test_a_page_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def view_box(page):
+    return page.locator("#view").bounding_box()
+
+
 @pytest.mark.parametrize("viewport", [(1000, 700), (360, 740)], ids=["desk", "phone"])
 def test_in_a_browser(written, browser, viewport, tmp_path):
     context = browser.new_context(viewport={"width": viewport[0], "height": viewport[1]}, has_touch=viewport[0] < 500)
@@ -74,7 +81,17 @@ def test_in_a_browser(written, browser, viewport, tmp_path):
 
     start = state()
     assert start["overlay"] == "0"
-    assert page.locator("#overlay option").all_text_contents() == ["none", "model </script>, layer 3: cell 18,12"]
+    names = page.locator("#overlay option").all_text_contents()
+    assert names == ["none", "model: evidence for ring, logit 0.50", "model </script>, layer 3: cell 18,12"]
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=tmp_path / "evidence.png")
+    shown, canvas = np.asarray(Image.open(tmp_path / "evidence.png").convert("RGB"), dtype=int), view_box(page)
+
+    def red(x, y):  # beyond blue, at a pixel of the slide
+        row, column = (canvas[axis] + (place - start[axis]) * start["scale"] for axis, place in (("y", y), ("x", x)))
+        return shown[round(row), round(column), 0] - shown[round(row), round(column), 2]
+
+    assert red(192, 304) > red(600, 304) + 50
     page.keyboard.press("+")
     zoomed = state()
     assert zoomed["scale"] == pytest.approx(1.5 * start["scale"])
@@ -82,8 +99,10 @@ def test_in_a_browser(written, browser, viewport, tmp_path):
     assert state()["x"] > zoomed["x"]
     page.keyboard.press("]")
     page.keyboard.press("o")
-    assert (state()["opacity"], state()["overlay"]) == (60, "")
-    box = page.locator("#view").bounding_box()
+    assert (state()["opacity"], state()["overlay"]) == (60, "1")
+    page.keyboard.press("o")
+    assert state()["overlay"] == ""
+    box = view_box(page)
     before, middle = state(), (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.move(*middle)
     page.mouse.down()

@@ -61,5 +61,5 @@ def test_locality_is_averaged_over_images(subject, sample, progress):
 
 def test_masking_reads_the_sample_once_per_hiding(subject, sample, progress):
     results = survey_masking(subject, sample, sides=[3], on_progress=progress)
-    assert [result.hiding.where for result in results] == ["nothing", "neighbourhood", "random"]
+    assert [result.hiding.where for result in results] == ["nothing", "neighborhood", "random"]
     assert {result.images for result in results} == {5}

@@ -114,7 +114,15 @@ def test_nothing_is_wider_than_the_screen(page, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_charts_use_the_width_of_a_desktop(page):
+    page.set_viewport_size({"width": 1280, "height": 800})
+    for name in ("confusion", "locality", "masking", "ablation", "cost", "curves"):
+        boxes = [chart.bounding_box() for chart in page.locator(f"#{name} .chart").all() if chart.is_visible()]
+        width = max(box["x"] + box["width"] for box in boxes) - min(box["x"] for box in boxes)
+        assert width > 0.9 * page.locator(f"#{name}").bounding_box()["width"], name
+
+
 def test_it_can_be_printed(page):
     page.emulate_media(media="print")
-    assert not page.is_visible("nav")
+    assert not page.is_visible(".controls")
     assert page.is_visible("#curves .chart >> nth=0")

@@ -121,6 +121,12 @@ def test_sentences_are_made_from_the_figures():
     assert "×4 for InLine" in part(render(evidence(run())), "cost")
 
 
+def test_minus_signs_are_those_of_the_charts(complete):
+    cards = part(complete, "answers").split("<details>")[0]
+    assert "<span>−1.0×</span>" in cards
+    assert not re.search(r">-\d", complete)
+
+
 def test_maps_have_one_color_above_uniform_another_below_and_none_at_uniform():
     address = map_address(np.array([[3.0, 0.0, 1.0]]), largest=2.0)
     picture = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))

@@ -63,12 +63,19 @@ def confused(kind, shares):
     ],
 )
 def test_confusion_is_judged_picture_by_picture(linear, inline, outcome):
-    assert judge_confusion([confused("linear", linear), confused("inline", inline)]).outcome == outcome
+    runs = [confused("linear", linear), confused("inline", inline)]
+    assert [verdict.outcome for verdict in judge_confusion(runs)] == [outcome, "not tested"]
+
+
+def test_softmax_that_confuses_most_contradicts_the_argument():
+    runs = [confused("linear", [1, 2, 0, 3]), confused("softmax", [20, 21, 19, 22])]
+    verdict = judge_confusion(runs)[1]
+    assert (verdict.outcome, verdict.numbers[:10]) == ("contradicts", "−19 points")
 
 
 @pytest.mark.parametrize(("images", "outcome"), [(1000, "supports"), (10, "too small to tell")])
 def test_masking_needs_pictures(images, outcome):
-    found = [MaskingResult(Hiding("neighbourhood", 3, "hidden"), 60.0, 90.0, images),
+    found = [MaskingResult(Hiding("neighborhood", 3, "hidden"), 60.0, 90.0, images),
              MaskingResult(Hiding("random", 3, "hidden"), 70.0, 90.0, images)]  # fmt: skip
     assert judge_masking([Run("a", "inline", "a", "digits", masking=found)]).outcome == outcome
 
@@ -76,7 +83,24 @@ def test_masking_needs_pictures(images, outcome):
 @pytest.mark.parametrize(("power", "outcome"), [(2, "supports"), (1, "too small to tell"), (0.5, "contradicts")])
 def test_cost_is_judged_by_powers(power, outcome):
     points = [CostPoint(kind, n, n**p, 5, None) for n in (64, 256) for kind, p in (("softmax", power), ("inline", 1))]
-    assert judge_cost(points).outcome == outcome
+    time, memory = judge_cost(points)
+    assert (time.outcome, memory.outcome) == (outcome, "not tested")
+
+
+@pytest.mark.parametrize(
+    ("softmax", "inline", "outcome"),
+    [(10.9, 13.2, "contradicts"), (13.2, 10.9, "supports"), (10.0, 10.2, "too small to tell")],
+)
+def test_memory_is_judged_at_the_largest_size(softmax, inline, outcome):
+    sizes = {64: (9.0, 1.0), 256: (softmax, inline)}
+    points = [
+        CostPoint(kind, tokens, 1.0, 5, round(mebibytes * 2**20))
+        for tokens, pair in sizes.items()
+        for kind, mebibytes in zip(("softmax", "inline"), pair, strict=True)
+    ]
+    verdict = judge_cost(points)[1]
+    assert verdict.outcome == outcome
+    assert f"{inline} and {softmax} MiB at 256 tokens" in verdict.numbers
 
 
 def test_one_run_each_says_nothing_about_seeds_and_much_about_its_pictures():
@@ -86,14 +110,35 @@ def test_one_run_each_says_nothing_about_seeds_and_much_about_its_pictures():
 
     assert judge_answers([answered("linear", 200), answered("inline", 260)]).outcome == "supports"
     assert judge_answers([answered("linear", 260), answered("inline", 261)]).outcome == "too small to tell"
-    assert judge_curves([run(), run("linear_deit_tiny", "linear")]).outcome == "too small to tell"
+    verdict = judge_curves([run(), run("linear_deit_tiny", "linear")])
+    assert verdict.outcome == "too small to tell"
+    assert verdict.numbers == "+0.0 points over 1 InLine and 1 linear run; at least 3 of each are needed"
 
 
-def test_the_page_begins_with_a_summary_and_repeats_each_verdict_in_its_section():
-    page = render(evidence(run(), run("linear_deit_tiny", "linear"))).replace("<wbr>", "")
+SECTIONS = ("injectivity", "confusion", "locality", "masking", "ablation", "cost", "curves", "answers")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [evidence(run(), run("linear_deit_tiny", "linear")), evidence(run()),
+     evidence(Run("a", "softmax", "a", "digits"), cost=[])],
+    ids=["twins", "one run", "nothing measured"],
+)  # fmt: skip
+def test_the_summary_has_a_row_for_each_verdict_and_each_section_ends_with_its_own(given):
+    page = render(given).replace("<wbr>", "")
     summary, rest = page.split("</header>")[0], page.split("<main>")[1]
-    for name in ("injectivity", "confusion", "locality", "masking", "ablation", "cost", "curves", "answers"):
-        assert f'<a href="#{name}">' in summary.split("<nav")[0], name
+    assert "95 % confidence interval" in summary
+    for name in SECTIONS:
         section = rest[rest.index(f'<section id="{name}"') :].split("</section>")[0]
-        assert section.count('class="judged"') == 1, name
-    assert summary.index("95 % confidence interval") < summary.index("<nav")
+        judged = 2 if name in ("confusion", "cost") else 1
+        assert section.count('class="judged"') == summary.count(f'<a href="#{name}">') == judged, name
+        assert section.rstrip().endswith("</p>")
+
+
+def test_one_run_is_told_what_is_missing():
+    page = render(evidence(run())).replace("<wbr>", "")
+    missing = "– not tested</span>: needs a linear run of the same model. The claim: "
+    for name in ("confusion", "locality", "curves", "answers"):
+        assert missing in page[page.index(f'<section id="{name}"') :].split("</section>")[0], name
+    unmeasured = [run(), Run("twin", "linear", "linear_deit_tiny", "digits")]
+    assert judge_answers(unmeasured).numbers == "needs this measurement of twin"

@@ -49,7 +49,7 @@ def run(label="inline_deit_tiny", kind="inline", truth="cat", picture="cat.png")
     terms = ("hidden", "kept") if kind == "inline" else ("none",)
     masking = [MaskingResult(Hiding("nothing", 0, terms[-1]), 90.0, 90.0, 50)] + [
         MaskingResult(Hiding(where, side, term), 90.0 - 10 * side, 90.0, 50)
-        for term in terms for side in (3, 5) for where in ("neighbourhood", "random")
+        for term in terms for side in (3, 5) for where in ("neighborhood", "random")
     ]  # fmt: skip
     return Run(
         label=label,

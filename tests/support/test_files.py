@@ -2,7 +2,13 @@ import os
 
 import pytest
 
-from inline_attention.support.files import NotARegularFileError, open_regular, read_bounded, write_atomically
+from inline_attention.support.files import (
+    NotARegularFileError,
+    open_regular,
+    read_bounded,
+    replace_atomically,
+    write_atomically,
+)
 
 
 def test_a_fifo_is_refused_at_once(tmp_path):
@@ -32,3 +38,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_atomically(target, b"new")
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_written_file_has_the_users_permissions(tmp_path):
+    (tmp_path / "plain").touch()
+    with replace_atomically(tmp_path / "a.bin") as temporary:
+        assert temporary.suffix == ".bin"
+        temporary.touch(mode=0o600)  # as safetensors does
+    assert (tmp_path / "a.bin").stat().st_mode == (tmp_path / "plain").stat().st_mode

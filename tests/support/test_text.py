@@ -3,12 +3,27 @@ from pathlib import Path
 import pytest
 
 from inline_attention.support import text
-from inline_attention.support.text import did_you_mean, install_command, printable, show_difference, some_of
+from inline_attention.support.text import counted, did_you_mean, install_command, printable, show_difference, some_of
 
 
 def test_suggestions():
     assert did_you_mean("digts", ["digits", "cifar10"]) == "; did you mean digits?"
     assert did_you_mean("nothing", ["digits"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("plural", "one"),
+    [
+        ("faults", "1 fault"),
+        ("boxes that leave their image", "1 box that leaves its image"),
+        ("categories without an object", "1 category without an object"),
+        ("classes without a pixel", "1 class without a pixel"),
+        ("XML files that are empty", "1 XML file that is empty"),
+    ],
+)
+def test_one_is_singular(plural, one):
+    assert counted(1, plural) == one
+    assert counted(2000, plural) == f"2,000 {plural}"
 
 
 def test_long_lists_are_shortened():

@@ -31,7 +31,7 @@ from inline_attention.models.base import blocks_of
 from inline_attention.models.streaming import streamed
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, draw_picture, new_figure, save
-from inline_attention.support.text import printable
+from inline_attention.support.text import did_you_mean, printable, some_of
 
 Place = tuple[int, int]  # row and column on a token grid
 LEAST_WITH_BORDER = 6  # tokens along a side, from which on the outermost are not chosen
@@ -69,6 +69,17 @@ class AttentionMaps:
     maps: tuple[TokenMap, ...]
     kernels: Tensor | None  # [heads, 3, 3] float64, of the local term, means over channels
     cell_pixels: int = 0  # of a slide: pixels along a side of a place of the grid
+
+
+@dataclass(frozen=True)
+class EvidenceMap:
+    """What the tokens of a slide say about a class, averaged over cells; see `StreamedModel.class_evidence`."""
+
+    label: str  # of the model
+    class_name: str
+    logit: float
+    values: Tensor  # [h, w]
+    cell_pixels: int
 
 
 def measure_attention_maps(
@@ -150,6 +161,37 @@ def measure_slide_maps(
     )
 
 
+def measure_slide_evidence(
+    subject: Subject,
+    slide: Slide,
+    classes: Sequence[str],
+    *,
+    memory: str | int = "4GiB",
+    on_progress: Callable[[float], None] | None = None,
+) -> list[EvidenceMap]:
+    """Return the evidence of the tokens of a slide for classes, given by their names or numbers."""
+    names = subject.class_names or tuple(map(str, range(getattr(subject.model, "num_classes", 0))))
+    numbers = [names.index(name) if name in names else int(name) if name.isdecimal() else -1 for name in classes]
+    for name, number in zip(classes, numbers, strict=True):
+        if not 0 <= number < len(names):
+            hint = did_you_mean(name, names) or f"; it has {some_of(names)}"
+            raise ValueError(f"expected a class of {subject.label}, got {name!r}{hint}")
+    reader = streamed(subject.model, memory, on_progress=on_progress)
+    found = reader.class_evidence(slide, numbers, SLIDE_CELLS)
+    return [
+        EvidenceMap(subject.label, names[number], logit, values.double(), found.cell_pixels)
+        for number, logit, values in zip(numbers, found.logits.tolist(), found.values, strict=True)
+    ]
+
+
+def evidence_rows(evidence: Sequence[EvidenceMap]) -> Iterator[dict[str, Any]]:
+    """Yield a row per model, class and cell, for result files."""
+    for item in evidence:
+        for place, value in enumerate(item.values.flatten().tolist()):
+            row, column = divmod(place, item.values.shape[1])
+            yield {"model": item.label, "class": item.class_name, "row": row, "column": column, "evidence": value}
+
+
 def interesting_tokens(pixels: Tensor, grid_size: tuple[int, int], count: int = 3) -> list[Place]:
     """Return places of a grid with high contrast, far from each other and, on larger grids, from the border."""
     gray = pixels.float().mean(0)[None, None]
@@ -202,7 +244,7 @@ def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: 
         f"{note} Weights in multiples of the uniform weight, 1. Purple is above it, green below, also where "
         "weights are negative; one scale per model, cut at its 99.5th percentile. The framed token is the query. Maps "
         "do not include the local term"
-        + (", whose kernels (means over channels, per head) are shown below." if with_kernels else ".")
+        + (", whose kernels (means over channels, per head) are in the last row." if with_kernels else ".")
     )
     first = maps[0].pixels
     panel_height = 2.5 * min(1.6, max(0.55, first.shape[1] / first.shape[2]))

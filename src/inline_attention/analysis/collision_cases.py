@@ -15,13 +15,25 @@ import torch
 
 from inline_attention.ops import attention_weights
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.figures import ALARM, FAINT, INK, KIND_LABELS, MUTED, Axes, light_grid, new_figure, save
+from inline_attention.support.figures import (
+    ALARM,
+    FAINT,
+    INK,
+    KIND_LABELS,
+    LIGHT,
+    MUTED,
+    PAPER,
+    Axes,
+    light_grid,
+    new_figure,
+    save,
+)
 
 KINDS: tuple[AttentionKind, ...] = ("softmax", "linear", "inline")
 # Weights are float64 and of order one: rounding stays below 1e-14, and what these cases tell apart differs by 1e-2.
 COLLISION_TOLERANCE = 1e-9
 
-QUERY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito's palette
+QUERY_COLORS = ("#b5b5bd", "#85858f", "#55555e", INK)  # no colors: those are reserved for the attentions
 QUERY_MARKERS = ("o", "s", "^", "D")
 QUERY_NAMES = ("q₁", "q₂", "q₃", "q₄")
 
@@ -127,6 +139,41 @@ def draw_collision_cases(results: Sequence[InjectivityResult], path: Path) -> No
         save(figure, path.parent, path.stem, ("png",))
 
 
+def draw_two_queries(results: Sequence[InjectivityResult], path: Path) -> None:
+    """Write a PNG for narrow screens: the weights of two queries on one ray, a panel per attention.
+
+    Bars are in the attention's color, as in the report: filled for the first query, hollow for the second.
+    """
+    from matplotlib.patches import Patch
+
+    shown, pair = results[: len(KINDS)], (0, 2)
+    first, second = (shown[0].case.queries[number].norm() for number in pair)
+    note = (
+        f"Weights of six keys. The second query is {second / first:.0f} times the first. Linear attention divides by "
+        "the sum of the scores, so the length of a query is lost; InLine subtracts their mean. φ is ReLU."
+    )
+    with new_figure(4.6, 6.6, "Two queries on one ray", note) as figure:
+        panels = figure.subplots(len(shown), 1, sharex=True, sharey=True)
+        for axes, result in zip(panels, shown, strict=True):
+            color = LIGHT[result.kind]
+            one, other = (result.weights[number] for number in pair)
+            for weights, shift, face in ((one, -0.2, color), (other, 0.2, PAPER)):
+                places = [key + shift for key in range(1, len(weights) + 1)]
+                axes.bar(places, weights.tolist(), 0.34, facecolor=face, edgecolor=color, linewidth=1.8)
+            axes.axhline(0, color=INK, linewidth=0.9)
+            light_grid(axes)
+            axes.spines["bottom"].set_visible(False)
+            is_same = (one - other).abs().max() <= COLLISION_TOLERANCE
+            statement = "the same weights for both" if is_same else "different weights"
+            name = KIND_LABELS[result.kind]
+            title = f"{name[0].upper()}{name[1:]}: {statement}"
+            axes.set_title(title, fontsize=12, fontweight="bold", color=ALARM if is_same else INK)
+        panels[-1].set(xticks=range(1, len(KEYS) + 1), xlabel="key")
+        handles = [Patch(facecolor=face, edgecolor=INK) for face in (INK, PAPER)]
+        panels[0].legend(handles, ["first query", "second query"], loc="upper right", fontsize=11)
+        save(figure, path.parent, path.stem, ("png",))
+
+
 def _draw_plane(axes: Axes, case: CollisionCase) -> None:
     keys, queries, (apex_x, apex_y) = case.keys.tolist(), case.queries.tolist(), case.apex.tolist()
     starts_at_origin = apex_x == apex_y == 0
@@ -134,7 +181,7 @@ def _draw_plane(axes: Axes, case: CollisionCase) -> None:
     axes.axhline(0, color=FAINT, linewidth=0.8, zorder=0)
     axes.axvline(0, color=FAINT, linewidth=0.8, zorder=0)
     end_x, end_y = (case.apex + 1.1 * (case.queries[-1] - case.apex)).tolist()
-    axes.plot((apex_x, end_x), (apex_y, end_y), color="#CFCFCF", linewidth=5, solid_capstyle="round", zorder=1)
+    axes.plot((apex_x, end_x), (apex_y, end_y), color=FAINT, linewidth=5, solid_capstyle="round", zorder=1)
     if not starts_at_origin:
         for x, y in queries:
             axes.plot((0, x), (0, y), color=MUTED, linewidth=0.9, linestyle=(0, (2, 2.5)), zorder=1)

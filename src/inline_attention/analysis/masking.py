@@ -19,17 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.analysis.locality import SIDES
-from inline_attention.analysis.probes import LayerAttention, attention_layers, neighborhood_mask, observed
+from inline_attention.analysis.probes import (
+    LayerAttention,
+    attention_layers,
+    capture_attention,
+    neighborhood_mask,
+    observed,
+)
 from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
 from inline_attention.support.figures import INK, LIGHT, PAPER, Axes, Chart, LegendEntry, Panel, Style, light_grid
 
-Where: TypeAlias = Literal["nothing", "neighbourhood", "random"]  # in British spelling, as in result files
+Where: TypeAlias = Literal["nothing", "neighborhood", "random"]
 LocalTerm: TypeAlias = Literal["none", "kept", "hidden"]
 BYTES_AT_ONCE = 1 << 28  # of weights
-WHERE_LABELS = {"neighbourhood": "neighborhood hidden", "random": "as many random tokens hidden"}
-WHERE_KINDS = {"neighbourhood": "hidden", "random": "random"}  # kinds of `figures.Style`
+WHERE_LABELS = {"neighborhood": "neighborhood hidden", "random": "as many random tokens hidden"}
+WHERE_KINDS = {"neighborhood": "hidden", "random": "random"}  # kinds of `figures.Style`
 TERM_LABELS = {"none": "no 3×3 term", "hidden": "hidden from the 3×3 term too", "kept": "3×3 term sees all"}
 LEAST_FOR_LABEL = 12.0  # percent of top-1 that leave room for a label inside the bar
 
@@ -38,7 +44,7 @@ LEAST_FOR_LABEL = 12.0  # percent of top-1 that leave room for a label inside th
 class Hiding:
     """What is hidden from each query."""
 
-    where: Where  # "neighbourhood": the query and what is around it; "random": as many tokens
+    where: Where  # "neighborhood": the query and what is around it; "random": as many tokens
     side: int  # of the neighborhood in tokens; 0 for "nothing"
     local_term: LocalTerm  # "kept": the 3×3 term still reads hidden tokens; "none": the model has no such term
 
@@ -72,7 +78,14 @@ def survey_masking(
     seed: int = 0,
     on_progress: OnProgress = lambda _: None,
 ) -> list[MaskingResult]:
-    """Measure accuracy under every hiding, on labeled pictures, which are read once per hiding."""
+    """Measure accuracy under every hiding, on labeled pictures, which are read once per hiding.
+
+    Sides that cover the smallest token grid are left out: neighborhood and random tokens would be the same there.
+    """
+    blank = subject.normalize(torch.zeros(1, 3, *subject.image_size, dtype=torch.uint8))
+    smallest = min(min(layer.grid_size) for layer in capture_attention(subject.model, blank))
+    if not (sides := [side for side in sides if side < smallest]):
+        raise ValueError(f"{subject.label} has a grid of only {smallest} tokens a side, which each neighborhood covers")
     hidings = len(planned_hidings(subject.model, sides))
 
     def batches() -> Iterator[Batch]:
@@ -88,7 +101,7 @@ def planned_hidings(model: nn.Module, sides: Sequence[int]) -> list[Hiding]:
     layers = attention_layers(model).values()
     has_local_term = any(getattr(layer, name, None) for layer in layers for name in ("residual", "static_local"))
     local_terms: tuple[LocalTerm, ...] = ("hidden", "kept") if has_local_term else ("none",)
-    wheres: tuple[Where, ...] = ("neighbourhood", "random")
+    wheres: tuple[Where, ...] = ("neighborhood", "random")
     hidings = [Hiding(where, side, term) for term in local_terms for side in sides for where in wheres]
     return [Hiding("nothing", 0, local_terms[-1]), *hidings]
 
@@ -195,7 +208,7 @@ def draw_masking(results: Mapping[str, Sequence[MaskingResult]], note: str, fold
 def _draw_masking(axes: Axes, items: Sequence[MaskingResult]) -> None:
     sides = sorted({item.hiding.side for item in items})
     for item in items:
-        position = sides.index(item.hiding.side) + (-0.17 if item.hiding.where == "neighbourhood" else 0.17)
+        position = sides.index(item.hiding.side) + (-0.17 if item.hiding.where == "neighborhood" else 0.17)
         color = LIGHT[WHERE_KINDS[item.hiding.where]]
         axes.bar(position, item.top1, 0.32, color=color)
         axes.errorbar(position, item.top1, item.standard_error, color=INK, capsize=3, linewidth=1.2)

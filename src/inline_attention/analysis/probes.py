@@ -289,8 +289,8 @@ def _read_token_attention(
     x: Tensor = arguments["x"]
     normalization = None if isinstance(attention, SoftmaxAttention) else attention.normalization
     local_input = arguments.get("local_input")
-    local_weight = attention._local_weight(x if local_input is None else local_input, None)
-    grid_size = attention._resolve_grid(x.shape[1], arguments.get("grid_size"), x)
+    local_weight = attention.local_weight(x if local_input is None else local_input, None)
+    grid_size = attention.resolve_grid(x.shape[1], arguments.get("grid_size"), attention.expected_grid(x))
     q, k, v = attention.project(x, None, local_weight, grid_size, arguments.get("rope"))[:3]
     # Kernels may be views of parameters; an analysis needs no gradients.
     kernels = None if local_weight is None else local_weight.detach()

@@ -1,4 +1,4 @@
-"""Write a folder with a page that shows a slide, to zoom into, with attention maps over it. It loads nothing else.
+"""Write a folder with a page that shows a slide, to zoom into, with maps over it. It loads nothing else.
 
 DIR/index.html
 DIR/tiles/LEVEL/ROW_COLUMN.jpg    level 0 is the finest; each further one is half as large
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from inline_attention.analysis.attention_map import AttentionMaps
+from inline_attention.analysis.attention_map import AttentionMaps, EvidenceMap
 from inline_attention.data.slides import Slide
 from inline_attention.support.files import unfinished
 from inline_attention.support.text import printable
@@ -31,8 +31,14 @@ LARGEST_SIDE = 16384  # pixels; larger slides are shown reduced
 JPEG_QUALITY = 85
 
 
-def write_slide_page(folder: str | os.PathLike[str], slide: Slide, maps: Sequence[AttentionMaps], note: str) -> Path:
-    """Write the page of a slide with the maps of `measure_slide_maps`; returns `index.html`.
+def write_slide_page(
+    folder: str | os.PathLike[str],
+    slide: Slide,
+    maps: Sequence[AttentionMaps],
+    note: str,
+    evidence: Sequence[EvidenceMap] = (),
+) -> Path:
+    """Write the page of a slide; returns `index.html`. Maps are of `measure_slide_maps` and `measure_slide_evidence`.
 
     An earlier page in the folder is replaced when the new one is complete. Slides above `LARGEST_SIDE` are reduced.
     """
@@ -47,7 +53,7 @@ def write_slide_page(folder: str | os.PathLike[str], slide: Slide, maps: Sequenc
         for top in range(0, slide.size[0], band):
             pyramid.add(_reduced(slide.read_rows(top, min(top + band, slide.size[0])), step))
         pyramid.finish()
-        overlays = _write_overlays(temporary / "overlays", maps, 1 / step)
+        overlays = _write_overlays(temporary / "overlays", evidence, maps, 1 / step)
         content = {"width": width, "height": height, "tile": TILE, "levels": pyramid.sizes, "overlays": overlays}
         page = (files("inline_attention.analysis") / "slide_page.html").read_text(encoding="utf-8")
         values = {
@@ -113,21 +119,28 @@ def _reduced(rows: Tensor, step: int) -> Tensor:
     return F.avg_pool2d(rows[None].float(), step, ceil_mode=True)[0].round().byte()
 
 
-def _write_overlays(folder: Path, maps: Sequence[AttentionMaps], scale: float) -> list[dict[str, object]]:
-    """Write a picture per map: red above the uniform weight, blue below, as opaque as it is far from it."""
+def _write_overlays(
+    folder: Path, evidence: Sequence[EvidenceMap], maps: Sequence[AttentionMaps], scale: float
+) -> list[dict[str, object]]:
+    """Write a picture per map: red above the mean evidence or uniform weight, blue below, opaque far from it."""
     overlays: list[dict[str, object]] = []
+
+    def add(name: str, beyond: Tensor, side: float, **further: object) -> None:
+        values = beyond.numpy()
+        share = np.clip(np.abs(values) / max(float(np.quantile(np.abs(values), 0.995)), 1e-9), 0, 1)
+        color = np.where(values[..., None] > 0, (214, 39, 40), (31, 90, 200))
+        pixels = np.concatenate([color, 255 * share[..., None]], axis=-1).astype(np.uint8)
+        file, (rows, columns) = f"{len(overlays)}.png", values.shape
+        Image.fromarray(pixels).save(folder / file)
+        size = {"width": side * columns, "height": side * rows}
+        overlays.append({"name": name, "file": f"overlays/{file}", **size, **further})
+
+    for item in evidence:
+        name = f"{item.label}: evidence for {printable(item.class_name)}, logit {item.logit:.2f}"
+        add(name, item.values - item.values.mean(), item.cell_pixels * scale)
     for item in maps:
         for token_map in item.maps:
-            beyond = (token_map.times_uniform - 1).numpy()
-            share = np.clip(np.abs(beyond) / max(float(np.quantile(np.abs(beyond), 0.995)), 1e-9), 0, 1)
-            color = np.where(beyond[..., None] > 0, (214, 39, 40), (31, 90, 200))
-            pixels = np.concatenate([color, 255 * share[..., None]], axis=-1).astype(np.uint8)
-            name = f"{len(overlays)}.png"
-            Image.fromarray(pixels).save(folder / name)
-            side = item.cell_pixels * scale
-            (row, column), (rows, columns) = token_map.token, item.grid_size
-            overlays.append({
-                "name": f"{item.label}, layer {item.layer}: cell {row},{column}", "file": f"overlays/{name}",
-                "width": side * columns, "height": side * rows, "query": [column * side, row * side, side],
-            })  # fmt: skip
+            side, (row, column) = item.cell_pixels * scale, token_map.token
+            name = f"{item.label}, layer {item.layer}: cell {row},{column}"
+            add(name, token_map.times_uniform - 1, side, query=[column * side, row * side, side])
     return overlays

@@ -58,12 +58,20 @@ def draw_attention(report: AttentionReport, path: Path, *, only: tuple[int, int]
         f"B·N·C = {min(elements):.3g}–{max(elements):.3g} million. InLine with its 3×3 residual, softmax without. "
         f"Floor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
     )
-    legend = [*(LegendEntry(label_of(name), style) for name, style in styles.items()), FLOOR]
+    drawn = {
+        name
+        for results in widths.values()
+        for result in results
+        for pass_ in report.settings.passes
+        for name in styles
+        if result.milliseconds(pass_, name) is not None
+    }
+    legend = [*(LegendEntry(label_of(name), style) for name, style in styles.items() if name in drawn), FLOOR]
     return _save(
         report,
         Chart(panels, legend),
         path,
-        "Attention from packed qkv",
+        "Time of one attention call",
         small_print,
         MOST_COLUMNS if only else len(widths),
     )

@@ -103,7 +103,7 @@ class Run:
     """One run and its measurements; None until it is measured."""
 
     label: str
-    kind: str  # of attention: the first part of the model's name
+    kind: str  # of attention
     model_name: str
     dataset: str
     curves: TrainingCurves | None = None
@@ -259,7 +259,7 @@ def gather(
     names = [config.model.name for config in configs]
     labels = run_labels(names, folders)
     runs = [
-        Run(label, name.partition("_")[0], name, config.data.dataset)
+        Run(label, config.model.attention_kind, name, config.data.dataset)
         for label, name, config in zip(labels, names, configs, strict=True)
     ]
     results = [_read_ablation(path) for path in ablations]
@@ -334,7 +334,7 @@ def _load(run: Run, folder: Path, config: TrainConfig, device: str) -> LoadedRun
 
 def _rank(folder: Path) -> tuple[int, str]:
     """InLine first, then its twins, whatever their folders are called."""
-    kind = read_config(folder / SETTINGS).model.name.partition("_")[0]
+    kind = read_config(folder / SETTINGS).model.attention_kind
     return ([*ATTENTIONS, kind].index(kind), folder.name)
 
 

@@ -48,11 +48,11 @@ def render(evidence: Evidence) -> str:
     runs = evidence.runs
     judged = {
         "injectivity": [verdicts.judge_injectivity(measure_injectivity())],
-        "confusion": [verdicts.judge_confusion(runs)],
+        "confusion": verdicts.judge_confusion(runs),
         "locality": [verdicts.judge_locality(runs)],
         "masking": [verdicts.judge_masking(runs)],
         "ablation": [verdicts.judge_ablation(file) for file in evidence.ablations],
-        "cost": [verdicts.judge_cost(evidence.cost)],
+        "cost": verdicts.judge_cost(evidence.cost),
         "curves": [verdicts.judge_curves(runs)],
         "answers": [verdicts.judge_answers(runs)],
     }
@@ -62,7 +62,7 @@ def render(evidence: Evidence) -> str:
         labels=KIND_LABELS,
         runs=_run_rows(evidence),
         rule=verdicts.RULE,
-        verdicts={name: [verdict for verdict in found if verdict] for name, found in judged.items()},
+        verdicts=judged,
         sections={
             "injectivity": _injectivity(),
             "confusion": _confusion(evidence, styles),
@@ -106,7 +106,7 @@ def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any
         return None
     shares = {label: [item.percent for item in items] for label, items in images.items()}
     rows = [
-        [label, str(len(values)), *(f"{summary(values):.2f}" for summary in (min, median, fmean, max))]
+        [label, str(len(values)), *(f"{summary(values):.2g}" for summary in (min, median, fmean, max))]
         for label, values in shares.items()
     ]
     means = _listed(f"{fmean(values):.2g} % with {label}" for label, values in shares.items())
@@ -146,7 +146,7 @@ def _masking(evidence: Evidence) -> dict[str, Any] | None:
     costs = []
     for label, items in results.items():
         drops = {item.hiding.where: item.drop for item in reversed(items)}  # of the first side and local term
-        costs.append(f"{label} {drops.get('neighbourhood', 0):.1f} points ({drops.get('random', 0):.1f} at random)")
+        costs.append(f"{label} {drops.get('neighborhood', 0):.1f} points ({drops.get('random', 0):.1f} at random)")
     rows = [
         [label, TERM_LABELS[item.hiding.local_term], WHERE_LABELS.get(item.hiding.where, "nothing hidden"),
          f"{item.hiding.side}×{item.hiding.side}" if item.hiding.side else "", f"{item.top1:.1f}", f"{item.drop:.1f}",
@@ -179,19 +179,23 @@ def _cost(evidence: Evidence) -> dict[str, Any] | None:
     sizes = sorted({point.tokens for point in points})
     if len(sizes) < 2:
         return None
-    growth: list[str] = []
+    growth, memory = list[str](), list[str]()
     for kind in dict.fromkeys(point.kind for point in points):
         times = {point.tokens: point.milliseconds for point in points if point.kind == kind}
         first, last = times[min(times)], times[max(times)]
         growth += [f"×{last / first:,.0f} for {ATTENTIONS[kind].label}"] if first and last else []
+        peaks = [point.peak_bytes for point in points if point.kind == kind and point.tokens == sizes[-1]]
+        memory += [f"{peak / 2**20:.1f} MiB for {ATTENTIONS[kind].label}" for peak in peaks if peak]
     rows = [
         [ATTENTIONS[point.kind].label, f"{point.tokens:,}", number(point.milliseconds, 2),
          number(point.peak_bytes, 1, 2**20), point.note]
         for point in points
     ]  # fmt: skip
     sizes = f"{sizes[0]:,} to {sizes[-1]:,} tokens, {sizes[-1] / sizes[0]:,.0f} times as many"
+    memory = f"At the largest size, one call takes {_listed(memory)}." if memory else ""
     settings = f"{HEADS} heads of {HEAD_DIM} channels, float32, forward, {evidence.environment['machine']}"
-    return {"sizes": sizes, "growth": _listed(growth), "settings": settings, "chart": cost_chart(points), "rows": rows}
+    words = {"sizes": sizes, "growth": _listed(growth), "memory": memory, "settings": settings}
+    return {**words, "chart": cost_chart(points), "rows": rows}
 
 
 def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
@@ -241,14 +245,15 @@ def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, An
                 "ring": f"left:{100 * column / width:.2f}%;top:{100 * row / height:.2f}%;"
                 f"width:{100 / width:.2f}%;height:{100 / height:.2f}%",
                 "spoken": f"Attention of {run.label} from row {row + 1}, column {column + 1} of {height}×{width} "
-                f"tokens, in layer {picture.layer}: from {weights.min():.1f} to {weights.max():.1f} times uniform",
+                f"tokens, in layer {picture.layer}: from {_decimal(weights.min())} to {_decimal(weights.max())} "
+                "times uniform",
                 "answer": answer,
             }
             card = {"name": picture.name, "truth": answer.truth, "figures": []}
             cards.setdefault((picture.index, picture.name), card)["figures"].append(figure)
     for card in cards.values():
         largest = max(LEAST_FULL, *(np.abs(figure["weights"] - 1).max() for figure in card["figures"]))
-        card["scale"] = [f"{1 - largest:.1f}×", "uniform", f"{1 + largest:.1f}×"]
+        card["scale"] = [f"{_decimal(1 - largest)}×", "uniform", f"{_decimal(1 + largest)}×"]
         for figure in card["figures"]:
             figure["map"] = map_address(figure["weights"], largest)
     return list(cards.values())
@@ -269,6 +274,11 @@ def map_address(weights: np.ndarray, largest: float) -> str:
 def _breakable(text: str) -> Markup:
     """Return text whose names may be broken after an underscore or a slash, not within a word."""
     return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(printable(text)))))
+
+
+def _decimal(value: float) -> str:
+    """Return a number with one decimal, with the minus sign that charts have."""
+    return f"{value:.1f}".replace("-", "−")
 
 
 def _facts(environment: Mapping[str, str], names: Sequence[str]) -> str:

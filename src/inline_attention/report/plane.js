@@ -71,7 +71,7 @@
       [[weight, "solid"], [others[index], "outline"]].forEach(([value, name], side) => {
         const x = start + side * 13;
         const [high, low] = [place(value), place(0)].sort((a, b) => a - b);
-        const title = `<title>k${index + 1}: ${value.toFixed(3)}</title>`;
+        const title = `<title>k${index + 1}: ${value.toFixed(3).replace("-", "−")}</title>`;
         shapes.push(svg("rect", { x, y: high, width: 11, height: low - high, class: `weight ${name}` }, title));
         if (value > LARGEST_BAR || value < SMALLEST_BAR) {
           const end = value > 0 ? top + 3 : bottom - 3;

@@ -2,7 +2,7 @@
 
 A claim is a difference that should be positive. It is supported if the 95 % confidence interval of the difference (by
 Student's t, over pictures, layers or seeds) is above zero, contradicted if it is below zero, and otherwise too small to
-tell. Fewer than three observations never tell anything.
+tell. Fewer than three observations never tell anything. A claim without the runs it needs is not tested.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from inline_attention.analysis.collision_cases import InjectivityResult
 from inline_attention.analysis.locality import Locality
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.report.measurement import Run
+from inline_attention.support.figures import KIND_LABELS
 
-Outcome = Literal["supports", "contradicts", "too small to tell"]
+Outcome = Literal["supports", "contradicts", "too small to tell", "not tested"]
 RULE = (
     "Rule: a difference counts if its 95 % confidence interval (Student's t, over pictures, layers or seeds) does not "
     "contain zero."
@@ -29,6 +30,8 @@ LEAST_OBSERVATIONS = 3
 STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04,
              60: 2.00, 120: 1.98}  # fmt: skip
 LEAST_EXPONENT_GAP = 0.25  # by which softmax's cost must grow faster; timings vary by less
+LEAST_MEMORY_RATIO = 1.1  # between memories that differ; the system counts in steps
+MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Verdict:
 
     claim: str
     outcome: Outcome
-    numbers: str
+    numbers: str  # what is missing, if the claim is not tested
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -74,126 +77,143 @@ def judge_injectivity(results: Sequence[InjectivityResult]) -> Verdict:
     )
 
 
-def judge_confusion(runs: Sequence[Run]) -> Verdict | None:
-    """Judge the share of confused pairs, picture by picture, of linear attention against InLine."""
-    linear, inline = _one_of(runs, "linear", "confusion"), _one_of(runs, "inline", "confusion")
-    if linear is None or inline is None:
-        return None
-    theirs, ours = ({item.image: item.percent for item in run.confusion or ()} for run in (linear, inline))
-    both = [name for name in theirs if name in ours]
-    difference, half_width = interval([theirs[name] - ours[name] for name in both])
-    return Verdict(
-        "On real pictures, linear attention confuses more query pairs than InLine",
-        outcome_of(difference, half_width),
-        f"{difference:+.2g} points ± {_width(half_width, '.2g')} over {len(both)} pictures",
-    )
+def judge_confusion(runs: Sequence[Run]) -> list[Verdict]:
+    """Judge the share of confused pairs, picture by picture, of linear attention against InLine and against softmax."""
+    verdicts: list[Verdict] = []
+    for kind in ("inline", "softmax"):
+        claim = f"On real pictures, linear attention confuses more query pairs than {KIND_LABELS[kind]}"
+        compared = _runs_of(runs, ("linear", kind), "confusion")
+        if isinstance(compared, str):
+            verdicts.append(Verdict(claim, "not tested", compared))
+            continue
+        theirs, ours = ({item.image: item.percent for item in run.confusion or ()} for run in compared)
+        both = [name for name in theirs if name in ours]
+        found = interval([theirs[name] - ours[name] for name in both])
+        verdicts.append(Verdict(claim, outcome_of(*found), _points(*found, f"{len(both)} pictures", ".2g")))
+    return verdicts
 
 
-def judge_locality(runs: Sequence[Run]) -> Verdict | None:
+def judge_locality(runs: Sequence[Run]) -> Verdict:
     """Judge the share of attention near a token, layer by layer, of InLine with its 3×3 term against linear."""
-    linear, inline = _one_of(runs, "linear", "locality"), _one_of(runs, "inline", "locality")
-    if linear is None or inline is None:
-        return None
+    claim = "InLine with its 3×3 term attends to the neighborhood more than linear attention"
+    compared = _runs_of(runs, ("linear", "inline"), "locality")
+    if isinstance(compared, str):
+        return Verdict(claim, "not tested", compared)
+    linear, inline = compared
     ours, theirs = _shares(inline.locality or (), "with"), _shares(linear.locality or (), "without")
     layers = sorted(ours.keys() & theirs.keys())
-    difference, half_width = interval([100 * (ours[layer] - theirs[layer]) for layer in layers])
-    return Verdict(
-        "InLine with its 3×3 term attends to the neighborhood more than linear attention",
-        outcome_of(difference, half_width),
-        f"{difference:+.1f} points ± {_width(half_width)} over {len(layers)} layers",
-    )
+    found = interval([100 * (ours[layer] - theirs[layer]) for layer in layers])
+    return Verdict(claim, outcome_of(*found), _points(*found, f"{len(layers)} layers"))
 
 
-def judge_masking(runs: Sequence[Run]) -> Verdict | None:
+def judge_masking(runs: Sequence[Run]) -> Verdict:
     """Judge whether InLine loses more without the neighborhood than without as many random tokens."""
-    run = _one_of(runs, "inline", "masking")
-    if run is None:
-        return None
+    claim = "Hiding the neighborhood costs InLine more than hiding as many random tokens"
+    measured = _runs_of(runs, ("inline",), "masking")
+    if isinstance(measured, str):
+        return Verdict(claim, "not tested", measured)
     found = {
-        item.hiding.where: item for item in reversed(run.masking or ()) if item.hiding.local_term != "kept"
+        item.hiding.where: item for item in reversed(measured[0].masking or ()) if item.hiding.local_term != "kept"
     }  # of the smallest side
-    if not {"neighbourhood", "random"} <= found.keys():
-        return None
-    near, random = found["neighbourhood"], found["random"]
+    if not {"neighborhood", "random"} <= found.keys():
+        return Verdict(claim, "not tested", "needs a neighborhood smaller than the token grid")
+    near, random = found["neighborhood"], found["random"]
     # Both are of the same pictures; as if they were not, the error is larger, which is on the safe side.
     error = math.hypot(near.standard_error, random.standard_error)
     half_width = _quantile(near.images - 1) * error if near.images >= LEAST_OBSERVATIONS else math.inf
     difference = near.drop - random.drop
     return Verdict(
-        "Hiding the neighborhood costs InLine more than hiding as many random tokens",
-        outcome_of(difference, half_width),
-        f"{difference:+.1f} points ± {_width(half_width)} over {near.images} pictures",
+        claim, outcome_of(difference, half_width), _points(difference, half_width, f"{near.images} pictures")
     )
 
 
-def judge_ablation(file: AblationFile) -> Verdict | None:
+def judge_ablation(file: AblationFile) -> Verdict:
     """Judge whether the highest mean of an ablation differs from the lowest, over seeds."""
     means = [result for result in file.results if result.top1_mean is not None]
     if len(means) < 2:
-        return None
+        claim = f"{file.title}: one variant is better than another"
+        return Verdict(claim, "not tested", "needs two variants with results")
     best, worst = (pick(means, key=lambda result: result.top1_mean or 0.0) for pick in (max, min))
-    difference, half_width = unpaired_interval(_seeds(best), _seeds(worst))
+    found = unpaired_interval(_seeds(best), _seeds(worst))
     return Verdict(
         f"{file.title}: {best.label} is better than {worst.label}",
-        outcome_of(difference, half_width),
-        f"{difference:+.1f} points ± {_width(half_width)} over {best.seeds} and {worst.seeds} seeds",
+        outcome_of(*found),
+        _points(*found, f"{best.seeds} and {worst.seeds} seeds"),
     )
 
 
-def judge_cost(points: Sequence[CostPoint]) -> Verdict | None:
-    """Judge the power of the number of tokens that time grows with, between the smallest and the largest size."""
-    powers: dict[str, float] = {}
-    for kind in ("softmax", "inline"):
-        times = {point.tokens: point.milliseconds for point in points if point.kind == kind and point.milliseconds}
-        if len(times) > 1:
-            first, last = min(times), max(times)
-            powers[kind] = math.log((times[last] or 1) / (times[first] or 1)) / math.log(last / first)
-    if len(powers) < 2:
-        return None
-    gap = powers["softmax"] - powers["inline"]
-    outcome = outcome_of(gap, LEAST_EXPONENT_GAP)
-    return Verdict(
-        "Softmax's time grows with a higher power of the number of tokens than InLine's",
-        outcome,
-        f"N^{powers['softmax']:.2f} and N^{powers['inline']:.2f}; a gap of {LEAST_EXPONENT_GAP} counts",
+def judge_cost(points: Sequence[CostPoint]) -> list[Verdict]:
+    """Judge the power of the number of tokens that time grows with, and the memory at the largest size."""
+    times, memories = (
+        {
+            kind: {point.tokens: value for point in points if point.kind == kind and (value := getattr(point, name))}
+            for kind in ("softmax", "inline")
+        }
+        for name in ("milliseconds", "peak_bytes")
     )
+    claim = "Softmax's time grows with a higher power of the number of tokens than InLine's"
+    if min(map(len, times.values())) < 2:
+        time = Verdict(claim, "not tested", "needs the times of softmax and InLine at two sizes")
+    else:
+        softmax, inline = (
+            math.log(found[max(found)] / found[min(found)]) / math.log(max(found) / min(found))
+            for found in times.values()
+        )
+        numbers = f"N^{softmax:.2f} and N^{inline:.2f}; a gap of {LEAST_EXPONENT_GAP} counts"
+        time = Verdict(claim, outcome_of(softmax - inline, LEAST_EXPONENT_GAP), numbers)
+    claim = "InLine takes less memory than softmax (SDPA) at the largest size"
+    sizes = memories["softmax"].keys() & memories["inline"].keys()
+    if not sizes:
+        return [time, Verdict(claim, "not tested", "needs the peak memory of softmax and InLine at one size")]
+    softmax, inline = (found[max(sizes)] for found in memories.values())
+    numbers = (
+        f"{inline / MEBIBYTE:.1f} and {softmax / MEBIBYTE:.1f} MiB at {max(sizes):,} tokens; "
+        f"a factor of {LEAST_MEMORY_RATIO} counts"
+    )
+    return [time, Verdict(claim, outcome_of(math.log(softmax / inline), math.log(LEAST_MEMORY_RATIO)), numbers)]
 
 
-def judge_curves(runs: Sequence[Run]) -> Verdict | None:
+def judge_curves(runs: Sequence[Run]) -> Verdict:
     """Judge the accuracy of several runs of InLine and linear attention: one run each says nothing about seeds."""
     ends: dict[str, list[float]] = {"inline": [], "linear": []}
     for run in runs:
         if run.kind in ends and run.curves is not None and run.curves.epochs:
             top1 = run.curves.epochs[-1].best_known_top1
             ends[run.kind] += [] if top1 is None else [top1]
+    claim = "InLine ends at a higher accuracy than linear attention, whatever the seed"
     if not all(ends.values()):
-        return None
-    difference, half_width = unpaired_interval(ends["inline"], ends["linear"])
-    return Verdict(
-        "InLine ends at a higher accuracy than linear attention, whatever the seed",
-        outcome_of(difference, half_width),
-        f"{difference:+.1f} points ± {_width(half_width)} over {len(ends['inline'])} and {len(ends['linear'])} runs",
-    )
+        lacking = _runs_of(runs, ("linear", "inline"), "curves")
+        return Verdict(claim, "not tested", lacking if isinstance(lacking, str) else "needs accuracies of both runs")
+    found = unpaired_interval(ends["inline"], ends["linear"])
+    over = f"{len(ends['inline'])} InLine and {len(ends['linear'])} linear run{'s' * (len(ends['linear']) > 1)}"
+    return Verdict(claim, outcome_of(*found), _points(*found, over))
 
 
-def judge_answers(runs: Sequence[Run]) -> Verdict | None:
+def judge_answers(runs: Sequence[Run]) -> Verdict:
     """Judge the accuracy on the same pictures of one run of InLine and one of linear attention."""
-    linear, inline = _one_of(runs, "linear", "answers"), _one_of(runs, "inline", "answers")
-    if linear is None or inline is None:
-        return None
-    theirs, ours = ({answer.index: answer.is_right for answer in run.answers or ()} for run in (linear, inline))
+    claim = "This InLine model classifies more pictures correctly than this linear one"
+    compared = _runs_of(runs, ("linear", "inline"), "answers")
+    if isinstance(compared, str):
+        return Verdict(claim, "not tested", compared)
+    theirs, ours = ({answer.index: answer.is_right for answer in run.answers or ()} for run in compared)
     both = [index for index in theirs if index in ours]
-    difference, half_width = interval([100.0 * (ours[index] - theirs[index]) for index in both])
-    return Verdict(
-        "This InLine model answers more pictures rightly than this linear one",
-        outcome_of(difference, half_width),
-        f"{difference:+.1f} points ± {_width(half_width)} over {len(both)} pictures",
-    )
+    found = interval([100.0 * (ours[index] - theirs[index]) for index in both])
+    return Verdict(claim, outcome_of(*found), _points(*found, f"{len(both)} pictures"))
 
 
-def _one_of(runs: Sequence[Run], kind: str, measurement: str) -> Run | None:
-    """Return the first run of a kind of attention that has a measurement."""
-    return next((run for run in runs if run.kind == kind and getattr(run, measurement)), None)
+def _runs_of(runs: Sequence[Run], kinds: Sequence[str], measurement: str) -> list[Run] | str:
+    """Return the first run of each kind of attention that has a measurement, or a sentence on what is missing."""
+    found: list[Run] = []
+    for kind in kinds:
+        of_kind = [run for run in runs if run.kind == kind]
+        if not of_kind:
+            article = "an" if kind == "inline" else "a"
+            return f"needs {article} {KIND_LABELS[kind]} run of the same model"
+        measured = [run for run in of_kind if getattr(run, measurement)]
+        if not measured:
+            return f"needs this measurement of {of_kind[0].label}"
+        found.append(measured[0])
+    return found
 
 
 def _shares(items: Sequence[Locality], term: str) -> Mapping[int, float]:
@@ -210,5 +230,10 @@ def _quantile(degrees: int) -> float:
     return STUDENT_T[max(known for known in STUDENT_T if known <= max(degrees, 1))]
 
 
-def _width(half_width: float, form: str = ".1f") -> str:
-    return "unknown" if math.isinf(half_width) else f"{half_width:{form}}"
+def _points(difference: float, half_width: float, over: str, form: str = ".1f") -> str:
+    """Return a difference with its interval, and the observations."""
+    points = f"{difference:+{form}} points".replace("-", "−")
+    if math.isinf(half_width):
+        each = "of each " if " and " in over else ""
+        return f"{points} over {over}; at least {LEAST_OBSERVATIONS} {each}are needed"
+    return f"{points} ± {half_width:{form}} over {over}"

@@ -162,11 +162,14 @@ class Chart:
                 _add_legend(figure, self.legend)
             return save(figure, folder, name, formats)
 
-    def svgs(self, prefix: str) -> list[tuple[Panel, str, str]]:
-        """Return each panel with the view box and content of its SVG, whose ids start with the prefix."""
+    def svgs(self, prefix: str, width: float = 1) -> list[tuple[Panel, str, str]]:
+        """Return each panel with the view box and content of its SVG, whose ids start with the prefix.
+
+        `width` is in widths of a usual panel.
+        """
         drawn = []
         for number, panel in enumerate(self.panels):
-            with new_figure(PANEL[0], panel.height, svg_text="none") as figure:
+            with new_figure(width * PANEL[0], panel.height, svg_text="none") as figure:
                 axes = figure.subplots()
                 panel.draw(axes)
                 figure.draw_without_rendering()

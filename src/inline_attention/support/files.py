@@ -59,8 +59,8 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def unfinished(path: Path) -> Path:
-    """Return a fresh temporary name beside `path`."""
-    return path.with_name(f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}")
+    """Return a fresh temporary name beside `path`, with its suffix, which some writers ask for."""
+    return path.with_name(f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}{path.suffix}")
 
 
 @contextmanager
@@ -72,7 +72,11 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     temporary = unfinished(path)
     try:
+        temporary.touch()
+        permissions = stat.S_IMODE(temporary.stat().st_mode)
+        temporary.unlink()  # writers may insist on a new file
         yield temporary
+        temporary.chmod(permissions)  # safetensors makes a new file that only its owner can read
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -17,6 +17,22 @@ def did_you_mean(word: object, known: Iterable[str], *, most: int = 1) -> str:
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
+def counted(count: int, plural: str) -> str:
+    """Return a count with what is counted, in the singular for one: "1 box without area", "2 boxes without area"."""
+    if count != 1:
+        return f"{count:,} {plural}"
+    singular = re.sub(r"\b(\w+?)(ies|(?<=x)es|(?<=ss)es|s)\b", _singular, plural, count=1)
+    return "1 " + re.sub(
+        r"(?<= that )(leave|disagree|cover|become)\b",
+        r"\1s",
+        singular.replace(" that are ", " that is ").replace(" their ", " its "),
+    )
+
+
+def _singular(match: re.Match[str]) -> str:
+    return match[1] + ("y" if match[2] == "ies" else "")
+
+
 def some_of(names: Iterable[object], limit: int = 12) -> str:
     """Return the first few names, and how many more there are."""
     listed = [str(name) for name in names]
