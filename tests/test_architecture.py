@@ -58,7 +58,7 @@ def test_imports_point_downwards(file):
 
 
 def test_every_package_has_a_rank():
-    packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    packages = {path.parent.name for path in SOURCE.glob("*/*.py")}
     assert packages <= set(RANKS)
 
 

@@ -151,13 +151,15 @@ def test_untrained_models_for_digits_by_default(invoke, tmp_path):
 
 
 def test_masking(trained, tmp_path):
-    result = trained("masking", "-n", 4, "--sides", "3")
+    result = trained("masking", "-n", 4, "--sides", "3,5")
     assert_files(result, tmp_path / "out", "masking.json", "masking.csv", "masking.png", "masking.svg")
     table = rows(tmp_path / "out" / "masking.csv")
     assert [row["where"] for row in table] == (
-        ["nothing", *["neighbourhood", "random"] * 2] + ["nothing", "neighbourhood", "random"] * 2
+        ["nothing", *["neighborhood", "random"] * 2] + ["nothing", "neighborhood", "random"] * 2
     )
     assert {row["images"] for row in table} == {"4"}
+    assert {row["side"] for row in table} == {"0", "3"}
+    assert "inline_deit_tiny: 5×5 left out" in " ".join(result.stdout.split())
 
 
 def test_masking_needs_the_classes_the_model_was_trained_for(invoke, tmp_path):
@@ -280,3 +282,22 @@ def test_attention_maps_of_a_slide(invoke, checkpoints, tmp_path):
     assert total == pytest.approx(1, abs=0.01), "the rest is the class token's"
     assert "outside the grid of 150×150 tokens" in invoke(*limited[:-6], "--token", "150,0", *models[:2]).output
     assert "choose a --level instead of a --size" in invoke(*limited, "--size", 64).output
+
+
+def test_evidence_for_classes_of_a_slide(invoke, checkpoints, tmp_path):
+    pytest.importorskip("tifffile")
+    from inline_attention.data.marked_slides import Mark, write_slide
+
+    write_slide(tmp_path / "slide.tif", 300, (Mark("ring", 40, 40), Mark("cross", 250, 200)), 24, 0)
+    model = ("--checkpoint", checkpoints[0] / "model.safetensors")
+    command = ("attention-map", tmp_path / "slide.tif", *model, "--evidence")
+    result = invoke(*command, "3", "--evidence", "7", "--level", 0)
+    assert result.exit_code == 0, result.output
+    assert "for class evidence" in result.output
+    with (tmp_path / "out" / "attention-map-evidence.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 150 * 150
+    assert {row["class"] for row in rows} == {"3", "7"}
+    assert "evidence for 3, logit" in (tmp_path / "out" / "slide" / "index.html").read_text()
+    assert "expected a class of inline_deit_tiny, got 'ring'; it has" in invoke(*command, "ring", "--level", 0).output
+    assert "give a tiled file, with --level 0" in invoke(*command, "3").output

@@ -78,6 +78,51 @@ def test_one_table_and_a_file_that_is_a_model(invoke, teacher, tmp_path, monkeyp
     assert "holds checkpoints already" in again.output
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "size"),
+    [
+        ("softmax_deit_tiny", {"embed_dim": 16, "num_heads": 2, "depth": 2, "patch_size": 2}, 8),
+        pytest.param("softmax_pvt_tiny", {"depths": [1, 1, 1, 1]}, 32, marks=pytest.mark.slow),
+        pytest.param(
+            *("softmax_swin_tiny", {"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 2]}, 32),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["deit", "pvt", "swin"],
+)
+def test_a_softmax_run_of_this_library_is_a_teacher(invoke, name, arguments, size, tmp_path):
+    runner = CliRunner()
+    model = ["--model", name, "--img-size", size, "--set", f"model.arguments={json.dumps(arguments)}"]
+    place = ["--output", tmp_path, "--experiment", "softmax", "--set", "logging.tensorboard=false", "--device", "cpu"]
+    trained = runner.invoke(app, [str(item) for item in ("train", "digits", *model, "--updates", 2, *place)])
+    assert trained.exit_code == 0, trained.output
+    options = [*DIGITS, "--no-speed", "--experiment", "inline", "--updates", "2", "--keep-softmax", "1"]
+    if "swin" in name:
+        assert "drop_position_bias=True" in invoke(tmp_path / "softmax", *options).output
+        options += ["--set", "model.conversion_options.drop_position_bias=true"]
+    result = invoke(tmp_path / "softmax", *options)
+    assert result.exit_code == 0, result.output
+    weights = json.loads((tmp_path / "out" / "inline" / "linearize.json").read_text())["weights"]
+    notes = open_checkpoint(weights).metadata
+    assert (notes["model"], json.loads(notes["conversion"])["keep_softmax"]) == (name, [1])
+    picture = tmp_path / "digit.png"
+    digits("train").load(0).save(picture)
+    survey = tmp_path / "survey"
+    surveyed = ["-c", tmp_path / "softmax", "--dataset", "digits", "-j", 0, "-n", 8, "-o", survey]
+    uses = [
+        ("eval", "-c", weights, "--dataset", "digits", "--device", "cpu"),
+        ("predict", picture, "-c", weights, "--device", "cpu"),
+        ("train", "digits", *model, "--initial-checkpoint", weights, "--updates", 1, *place[:2], *place[4:]),
+        ("analyze", "linearize", *surveyed, "--device", "cpu"),
+    ]
+    for use in uses[: 3 if "swin" in name else 4]:
+        done = runner.invoke(app, [str(item) for item in use])
+        assert done.exit_code == 0, done.output
+    if "swin" not in name:
+        rows = (survey / "linearize.csv").read_text().splitlines()
+        assert len(rows) == 1 + len(arguments.get("depths", "12"))
+
+
 def test_pictures_without_classes(invoke, teacher, pictures, tmp_path):
     options = [
         "--features",

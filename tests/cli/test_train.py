@@ -3,6 +3,7 @@
 import pytest
 import torch
 import typer
+from PIL import Image
 from typer.testing import CliRunner
 
 from inline_attention.cli.flags import flags_help, overrides_of, read_settings
@@ -47,6 +48,29 @@ def test_the_recipe_comes_first():
     done = CliRunner().invoke(app, ["train", "--amp", "digits"])
     assert done.exit_code == 1
     assert "inline train digits --amp" in done.output
+
+
+@pytest.mark.parametrize(("model", "count"), [("softmax_swin_tiny", 1), ("inline_dyt_tiny", 0)])
+def test_settings_for_another_model_are_named_if_the_model_exists(model, count, capsys):
+    read_settings("digits", [f"model.name={model}"])
+    assert capsys.readouterr().err.count("fit only inline_deit_tiny; they are not used") == count
+
+
+def test_a_total_batch_larger_than_the_dataset(tmp_path):
+    for split in ("train", "validation"):
+        for number in range(6):
+            path = tmp_path / "cls" / split / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), "gray").save(path)
+    words = ["train", "digits", "--dataset", "folder", "--data-dir", str(tmp_path / "cls"), "--epochs", "1"]
+    words += ["--output", str(tmp_path / "runs"), "--experiment", "run", "--set", "logging.tensorboard=false"]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 1
+    assert "add -b 6 --set training.total_batch_size=null" in refused.output
+    done = CliRunner().invoke(app, [*words, "-b", "3"])
+    assert done.exit_code == 0, done.output
+    assert "training.total_batch_size 128 is not used: there are 6 images" in done.output
+    assert "2 classes (taken from the data)" in done.output
 
 
 def test_an_unknown_flag_is_refused():

@@ -425,7 +425,7 @@ class TestResolve:
 
     def test_a_warm_up_longer_than_the_run_is_told(self):
         text = "\n".join(resolve(with_overrides(TrainConfig(), ["training.epochs=1"])).describe())
-        assert "20 of warm-up from 1.25e-07, which the run does not outlast" in text
+        assert "20 of warm-up from 1.25e-07, longer than the run" in text
 
     def test_without_epochs_there_is_no_cool_down(self):
         overrides = ["schedule.cooldown_epochs=10", "training.epochs=0"]

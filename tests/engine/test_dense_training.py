@@ -18,10 +18,13 @@ from engine.pair import in_pair
 from inline_attention.cli.main import app
 from inline_attention.data.scenes import ScenesPlan, write_scenes
 from inline_attention.engine import train, trainer
-from inline_attention.engine.config import ConfigError
+from inline_attention.engine.config import ConfigError, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
+from inline_attention.models.reading import open_checkpoint
+from inline_attention.recipes import get_recipe
 from inline_attention.tasks.dense import DenseTask
+from inline_attention.tasks.detection.task import DetectionTask
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -78,6 +81,56 @@ def test_training_reduces_the_loss(head, scenes, tmp_path):
     losses = [float(row["train_loss"]) for row in rows_of(folder)]
     assert losses[-1] < 0.9 * losses[0], losses
     assert set(metrics.figures) <= set(rows_of(folder)[-1])
+
+
+PLAIN = ["model.arguments={embed_dim: 16, num_heads: 2, depth: 2, patch_size: 14}", "model.img_size=56"]
+CONVERTED = ["model.name=vit_tiny_patch16_224", "model.attention=inline", "model.keep_softmax=[-1]"]
+
+
+@pytest.mark.parametrize(
+    ("head", "model"),
+    [
+        ("faster_rcnn", ["model.name=inline_deit_tiny"]),
+        ("retinanet", CONVERTED),
+        ("upernet", ["model.name=softmax_deit_tiny"]),
+    ],
+    ids=["inline_deit", "converted", "softmax_deit"],
+)
+def test_plain_backbones_are_trained_resumed_evaluated_and_used(head, model, scenes, tmp_path, capsys):
+    extra = ["optimizer.lr=4e-3", "run.experiment=run", "augmentation.hflip=0", *PLAIN, *model]
+    extra += ["segmentation.scale=[1, 1]"] if head in ("semantic_fpn", "upernet") else []
+    train.train(dense_config(head, scenes, tmp_path, *extra, "training.epochs=1"))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the backbone has one stride; a simple feature pyramid makes strides" in output
+    longer = ["training.epochs=6", "training.validation_interval=6", "run.resume=auto"]
+    folder, metrics = train.train(dense_config(head, scenes, tmp_path, *extra, *longer))
+    losses = [float(row["train_loss"]) for row in rows_of(folder)]
+    assert losses[-1] < 0.95 * losses[0], losses
+    weights = folder / "checkpoints" / "last" / "model.safetensors"
+    arguments = ["--data-dir", scenes, "--repair", "--device", "cpu", "--batch-size", 4, "--workers", 0]
+    done = invoke("eval", "-c", weights, *arguments)
+    assert done.exit_code == 0, done.output
+    assert str(metrics) in " ".join(done.output.split())
+    photo = next((scenes / "images" / "validation").glob("*.jpg"))
+    done = invoke("predict", photo, "-c", weights, "--json", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("model", [["model.name=softmax_deit_tiny"], CONVERTED], ids=["ours", "timm"])
+def test_the_backbone_of_a_converted_classifier_is_taken_with_its_attention(model, scenes, tmp_path):
+    classifier = ["model.num_classes=10", *PLAIN, *model]
+    if model != CONVERTED:
+        classifier += ["model.attention=inline", "model.keep_softmax=[-1]"]
+    digits = ["run.experiment=classifier", f"run.output={tmp_path}", "training.updates=1", "logging.tensorboard=false"]
+    source, _ = train.train(with_overrides(get_recipe("digits").config, [*digits, *classifier]))
+    backbone = [*PLAIN, model[0], f"model.initial_checkpoint={source / 'checkpoints' / 'last'}"]
+    settings = dense_config("retinanet", scenes, tmp_path, *backbone, "training.updates=1", "run.experiment=detector")
+    detector, _ = train.train(settings)
+    file = open_checkpoint(detector / "checkpoints" / "last")
+    assert json.loads(file.metadata["conversion"])["keep_softmax"] == [1]
+    names = {name.removeprefix("backbone.body.model.") for name in file.weights}
+    assert any(name.startswith("blocks.0.attn.residual") for name in names)
+    assert DetectionTask.load(file)[1].attention_conversion["attention"] == "inline"
 
 
 @pytest.mark.parametrize("head", ["retinanet", "semantic_fpn"])
@@ -143,7 +196,7 @@ def test_two_processes_measure_what_one_does(head, strategy, scenes, tmp_path):
     checkpoint = tmp_path / "two" / "checkpoints" / "last"
     done = invoke("eval", "-c", checkpoint, "--data-dir", scenes, "-j", 0, "-b", 1, "--repair", "--device", "cpu")
     assert done.exit_code == 0, done.output
-    sentence, *tables = done.output.strip().splitlines()
+    sentence, *tables = done.stdout.strip().splitlines()
     assert sentence == outcomes[0].value
     header = ["AP", "AP50", "AP75", "small", "medium", "large"] if head == "mask_rcnn" else ["IoU", "accuracy"]
     assert tables[1].split() == header
@@ -160,7 +213,7 @@ def test_faults_of_the_data_are_reported_before_anything_is_written(scenes, tmp_
     (broken / "images" / "training" / content["images"][-1]["file_name"]).unlink()
     with pytest.raises(ConfigError) as error:
         train.train(dense_config("mask_rcnn", broken, tmp_path / "runs", "data.repair=false"))
-    for expected in ("1 boxes without area", "1 objects of an unknown category", "file is missing", "--repair"):
+    for expected in ("1 box without area", "1 object of an unknown category", "file is missing", "--repair"):
         assert expected in str(error.value)
     assert not any("--repair" in str(problem) for problem in error.value.problems)  # advice is no problem
     assert not (tmp_path / "runs").exists()
@@ -203,7 +256,8 @@ def test_a_run_is_not_resumed_with_labels_that_mean_something_else(scenes, tmp_p
 @pytest.mark.parametrize(
     ("head", "override", "message"),
     [
-        ("mask_rcnn", "model.name=inline_deit_tiny", "one resolution throughout"),
+        ("mask_rcnn", "model.name=resnet18", "no plain vision transformer"),
+        ("mask_rcnn", "model.attention=inline", r"model\.attention: .*found no attention to convert"),
         ("mask_rcnn", "augmentation.mixup=0.5", r"augmentation\.mixup: has no effect on detection"),
         ("mask_rcnn", "segmentation.crop=96", r"segmentation\.crop: has no effect on detection"),
         ("mask_rcnn", "checkpoints.metric=top1", "expected a figure of detection"),

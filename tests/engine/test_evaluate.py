@@ -204,18 +204,18 @@ def test_what_was_repaired_is_said_and_recorded(detector, tmp_path):
     arguments = ["eval", "--checkpoint", path, "--data-dir", scenes, "-j", "0", "--device", "cpu"]
     refused = CliRunner().invoke(app, [str(word) for word in arguments])
     assert refused.exit_code == 1
-    assert "1 objects of an unknown category" in refused.output
+    assert "1 object of an unknown category" in refused.output
     results = tmp_path / "out.json"
     done = CliRunner().invoke(app, [str(word) for word in (*arguments, "--repair", "--results-file", results)])
     assert done.exit_code == 0, done.output
-    assert "1 objects of an unknown category" in done.stderr
+    assert "1 object of an unknown category" in done.stderr
     assert "unknown category" not in done.stdout
     names = [category["name"] for category in content["categories"]]
     first_columns = [line.split()[0] for line in done.stdout.splitlines() if line]
     # A sentence, two tables with a header each, and where the file is.
     assert first_columns == ["boxes:", "AP", "boxes", "boxes", *names, "Metrics"]
     (note,) = json.loads(results.read_text())["repaired"]
-    assert "1 objects of an unknown category" in note
+    assert "1 object of an unknown category" in note
 
 
 def test_folders_of_segmenters_are_refused_for_others(detector):
@@ -254,6 +254,8 @@ def test_a_run_knows_its_data(digits_run, place):
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [metrics]
     assert "data of the run: digits, split validation" in done.stderr
+    kind = "last" if "last" in place else "best"
+    assert f"weights: {folder}/checkpoints/{kind}/model.safetensors (epoch 1)" in done.stderr
 
 
 def test_a_stranger_s_run_downloads_nothing(digits_run, tmp_path, pictures, monkeypatch):

@@ -104,6 +104,7 @@ def test_only_registered_names(name):
         ("inline_deit_tiny", {"img_size": [224, -1]}),
         ("inline_deit_tiny", {"img_size": [224, 224, 224]}),
         ("inline_deit_tiny", {"embed_dim": 10**30}),
+        ("inline_deit_tiny", {"stem": [[8, 4], [8, "2"]]}),
         ("inline_deit_tiny", {"drop_rate": float("nan")}),
         ("inline_deit_tiny", {"mlp_ratio": float("inf")}),
         ("inline_deit_tiny", {"num_classes": 10**9}),
@@ -149,6 +150,7 @@ def test_every_recipe_of_ours_describes_an_architecture(recipe):
     [
         ("inline_deit_tiny", SMALL | {"attention_options": {"feature_map": "relu", "normalization": "divide"}}),
         ("inline_pvt_tiny", {"depths": [1, 1, 1, 1], "img_size": [32, 64], "num_classes": 0}),
+        ("inline_deit_tiny", SMALL | {"stem": [[4, 2], [8, 2]]}),
         ("linear_swin_tiny", {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "window_size": 4}),
         ("softmax_cswin_tiny", {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2)}),
         ("vit_tiny_patch16_224", {"depth": 1, "img_size": 64, "patch_size": 16, "num_classes": 5, "reg_tokens": 2}),

@@ -220,7 +220,7 @@ def masking(
     survey = Survey("masking", options, images=images, batch_size=batch_size, workers=workers, labelled=True)
     results = survey.measure(survey_masking, sides=odd_sides, seed=options.seed)
     survey.finish(
-        [masking_table(results)],
+        [masking_table(results, odd_sides)],
         {"masking": results},
         {"sides": odd_sides},
         lambda: draw_masking(results, survey.note, options.output),
@@ -232,7 +232,7 @@ def linearize(
     options: PictureOptions,
     images: Images = 64,
     free: Annotated[
-        float, typer.Option(min=0, max=100, help="Largest loss of the final tokens in percent that is free.")
+        float, typer.Option(min=0, max=100, help="Loss of the final tokens that counts as free, in percent.")
     ] = 10.0,
     batch_size: BatchSize = 8,
     workers: Workers = 2,
@@ -240,8 +240,8 @@ def linearize(
     """Measure which blocks of a softmax network can go linear without training, and suggest --keep-softmax.
 
     For each block: the share of softmax's output beyond the mean value that InLine and linear attention explain, and
-    what the final tokens (and top-1, if the pictures have the model's classes) lose with this block converted alone and
-    together with all that lose less.
+    what the final tokens (and top-1, if the pictures have the model's classes) lose if this block alone is converted,
+    and if all blocks that lose less are converted too.
     """
     from inline_attention.analysis.linearize import draw_linearize, survey_linearize
     from inline_attention.cli.analyze_runs import Survey, load_softmax_subjects
@@ -282,19 +282,25 @@ def attention_map(
     head: Annotated[
         list[int] | None, typer.Option(help="Head, from 0; several are averaged.", show_default="all")
     ] = None,
+    evidence: Annotated[
+        list[str] | None,
+        typer.Option(help="Class whose evidence the slide's page shows; repeatable.", show_default=False),
+    ] = None,
     level: Level = None,
     max_pixels: MaxPixels = DEFAULT_MAX_PIXELS,
     memory: Memory = "4GiB",
 ) -> None:
     """Draw the attention of single tokens of a picture, and the kernels of the local residual.
 
-    Tiled files too large to decode are streamed at full resolution. Their maps are averaged over cells of tokens.
+    Tiled files too large to decode are streamed at full resolution. Their maps are averaged over cells of tokens, and
+    --evidence shows which parts of the slide speak for a class.
     """
     tokens = [parse_token(text) for text in token or ()]
     from inline_attention.analysis import attention_map as maps
     from inline_attention.analysis.subjects import weights_note
     from inline_attention.cli.analyze_runs import finish, load_subjects, measure_slide, start
     from inline_attention.cli.analyze_tables import map_table
+    from inline_attention.cli.printing import fail
     from inline_attention.data.datasets import digits
     from inline_attention.data.images import limit_aspect_ratio, load_image
     from inline_attention.tasks.classification.prediction import Streaming
@@ -302,14 +308,19 @@ def attention_map(
     streaming = Streaming(max_pixels, level, memory)
     console = start(options.output, "attention-map")
     if image is not None and streaming.applies_to(image):
-        subjects, found = measure_slide(options, image, streaming, layer=layer, heads=head, tokens=tokens)
+        subjects, found, shown = measure_slide(
+            options, image, streaming, evidence or (), layer=layer, heads=head, tokens=tokens
+        )
+        rows = {"weights": list(maps.weight_rows(found)), "kernels": []}
         finish(
             console, options.output, "attention-map", [map_table(found)], subjects,
-            {"weights": list(maps.weight_rows(found)), "kernels": []},
+            rows | ({"evidence": list(maps.evidence_rows(shown))} if shown else {}),
             options.described() | {"image": image.name, "level": level or 0},
             lambda: maps.draw_attention_maps(found, image.name, weights_note(subjects), options.output),
         )  # fmt: skip
         return
+    if evidence:
+        fail("--evidence is shown on the page of a slide; give a tiled file, with --level 0 if it is small")
     if image is None:
         picture = digits("validation").load(options.seed % 360)
     else:

@@ -12,7 +12,12 @@ from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
-from inline_attention.analysis.attention_map import AttentionMaps, measure_slide_maps
+from inline_attention.analysis.attention_map import (
+    AttentionMaps,
+    EvidenceMap,
+    measure_slide_evidence,
+    measure_slide_maps,
+)
 from inline_attention.analysis.linearize import as_probed_softmax, softmax_subject
 from inline_attention.analysis.scaling import twins_of
 from inline_attention.analysis.slide_page import write_slide_page
@@ -178,27 +183,33 @@ def load_softmax_subjects(options: ModelOptions, *, for_digits: bool) -> list[Su
 
 
 def measure_slide(
-    options: ModelOptions, path: Path, streaming: Streaming, **arguments: Any
-) -> tuple[list[Subject], list[AttentionMaps]]:
-    """Return the models whose attention can be streamed, and their maps of a slide; write the page of the slide."""
+    options: ModelOptions, path: Path, streaming: Streaming, classes: Sequence[str], **arguments: Any
+) -> tuple[list[Subject], list[AttentionMaps], list[EvidenceMap]]:
+    """Return the models whose attention can be streamed, their maps of a slide and their evidence for classes.
+
+    The page of the slide is written too.
+    """
     if options.size is not None:
         fail(f"{path.name} is too large to be resized; choose a --level instead of a --size")
     subjects = [subject for subject in load_subjects(options, for_digits=False) if subject.kind != "softmax"]
     if not subjects:
         fail("the weights of softmax attention need quadratic memory on such images; use an InLine model")
     found: list[AttentionMaps] = []
+    evidence: list[EvidenceMap] = []
     with open_slide(path, streaming.level or 0) as slide, progress_bar(make_console(stderr=True)) as progress:
         height, width = slide.size
         for subject in subjects:
             sentence = f"{path.name}: streaming {width}×{height} pixels through {subject.label}"
-            on_progress = streaming_task(progress)(sentence)
-            found.append(
-                measure_slide_maps(subject, slide, memory=streaming.memory, on_progress=on_progress, **arguments)
-            )
+            begin = streaming_task(progress)
+            if classes:  # first: a class that is not known is an error before anything runs
+                reading = {"memory": streaming.memory, "on_progress": begin(f"{sentence} for class evidence")}
+                evidence += measure_slide_evidence(subject, slide, classes, **reading)
+            reading = {"memory": streaming.memory, "on_progress": begin(sentence)}
+            found.append(measure_slide_maps(subject, slide, **reading, **arguments))
         with writing_to(options.output):
-            write_slide_page(options.output / "slide", slide, found, weights_note(subjects))
+            write_slide_page(options.output / "slide", slide, found, weights_note(subjects), evidence)
     say(f"to zoom into: {options.output / 'slide' / 'index.html'}", err=True)
-    return subjects, found
+    return subjects, found, evidence
 
 
 def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:

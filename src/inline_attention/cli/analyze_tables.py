@@ -117,9 +117,9 @@ def locality_table(measured: Mapping[str, Sequence[Locality]], sides: Sequence[i
     )
 
 
-def masking_table(results: Mapping[str, Sequence[MaskingResult]]) -> Table:
-    """Return a row per model and hiding."""
-    rows = []
+def masking_table(results: Mapping[str, Sequence[MaskingResult]], sides: Sequence[int]) -> Table:
+    """Return a row per model and hiding; the caption names the sides that were left out."""
+    rows, left_out = [], ""
     for label, items in results.items():
         for item in items:
             hiding = item.hiding
@@ -127,11 +127,13 @@ def masking_table(results: Mapping[str, Sequence[MaskingResult]]) -> Table:
             row += [NOTHING if hiding.local_term == "none" else hiding.local_term]
             row += [f"{item.top1:.2f}", f"{item.standard_error:.2f}"]
             rows.append([*row, f"{item.drop:.2f}" if hiding.side else NOTHING, f"{item.images:,}"])
+        if missing := [f"{side}×{side}" for side in sides if side not in {item.hiding.side for item in items}]:
+            left_out += f" {label}: {', '.join(missing)} left out, as large as its smallest token grid or larger."
     return _table(
         "Top-1 when tokens are hidden from each query",
         ("model", "hidden", "3×3 term", "top-1 %", "± s.e.", "lost", "images"),
         rows,
-        "random: as many tokens as the neighborhood has. 3×3 term hidden: it does not see them either.",
+        f"random: as many tokens as the neighborhood has. 3×3 term hidden: it does not see them either.{left_out}",
         texts=3,
     )
 

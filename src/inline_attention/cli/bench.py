@@ -132,7 +132,7 @@ def bench_models(
 def bench_everyday(
     output: Output = Path("out/bench"),
     only: Annotated[str, typer.Option(help="Measure cells whose section or name contains this.")] = "",
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further cell is begun.")] = math.inf,
+    budget: Annotated[float, typer.Option(min=0, help="Stop starting new cells after this many seconds.")] = math.inf,
     processes: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
     add: Annotated[bool, typer.Option("--add", help="Keep cells already measured in the output folder.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from inline_attention.cli.help_pages import arrange_help
 from inline_attention.cli.printing import fail
 from inline_attention.support.settings import ConfigError
 from inline_attention.support.signals import stop_on_signal
@@ -36,6 +37,11 @@ EXTRAS = {
 
 class Commands(TyperGroup):
     """A group whose commands end with one sentence, not a traceback, unless INLINE_TRACEBACK=1 is set."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the arguments. Help pages are printed here, and completion's options are known only now."""
+        arrange_help(self)
+        return super().make_context(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; exit with code 1 after an error, 130 or 143 after SIGINT or SIGTERM."""

@@ -37,7 +37,9 @@ def evaluate(
     allow_outside_files: OutsideFiles = False,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Image size in pixels.", show_default="the model's")] = None,
-    use_ema: Annotated[bool, typer.Option("--use-ema", help="Require the averaged weights.")] = False,
+    use_ema: Annotated[
+        bool, typer.Option("--use-ema", help="Use averaged weights (EMA); fail if there are none.")
+    ] = False,
     image_folder: Annotated[
         str | None,
         typer.Option(help="Images below --data-dir, such as img/{split} (segmenters).", show_default="by usual names"),
@@ -64,7 +66,7 @@ def evaluate(
         if results_file.is_dir():
             fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
         results_file.parent.mkdir(parents=True, exist_ok=True)
-    from inline_attention.engine.evaluate import data_of_run, evaluate_checkpoint
+    from inline_attention.engine.evaluate import data_of_run, describe_weights, evaluate_checkpoint
     from inline_attention.tasks.task import DataSection
 
     notes: list[str] = []
@@ -73,10 +75,13 @@ def evaluate(
         notes.append(text)
         say(text, err=True)
 
+    is_main = int(os.environ.get("RANK", "0")) == 0  # under torchrun the first process prints
+    if is_main and checkpoint.exists():
+        say(f"weights: {describe_weights(checkpoint, averaged=use_ema)}", err=True)
     data = data_of_run(checkpoint) if data_dir is None and dataset is None else None
     if data is None:
         data = DataSection(dataset or "folder", None if data_dir is None else str(data_dir))
-    elif int(os.environ.get("RANK", "0")) == 0:  # under torchrun the first process prints
+    elif is_main:
         say(f"data of the run: {data.dir or data.dataset}, split {split or data.val_split}", err=True)
     data = dataclasses.replace(
         data, val_split=split or data.val_split, repair=repair or data.repair,

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import timm
+
 from inline_attention.cli.printing import fail, warn
 from inline_attention.engine.config import (
     FLAGS,
@@ -48,8 +50,8 @@ def _with_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
         fitting, dropped = replace(fitting, img_size=SHORTEST_SIDE if family else None), [*dropped, "img_size"]
     if family is None and not given.drop_path:  # not all of timm's models have it
         fitting = replace(fitting, drop_path=None)
-    if dropped:
-        warn(f"--model {wanted.name}: the recipe's {', '.join(dropped)} fit {given.name} alone, and are not used")
+    if dropped and timm.is_model(wanted.name):  # another name is an error soon
+        warn(f"--model {wanted.name}: the recipe's {', '.join(dropped)} fit only {given.name}; they are not used")
     return with_overrides(replace(config, model=fitting), overrides)
 
 

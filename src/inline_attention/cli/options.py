@@ -13,9 +13,9 @@ Seed = Annotated[int, typer.Option(help="Random seed.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")]
 Level = Annotated[
     int | None,
-    typer.Option(min=0, help="Level of a tiled or pyramidal file, 0 the finest.", show_default="0, if too large"),
+    typer.Option(min=0, help="Level of tiled files to stream. 0 is the finest.", show_default="0 if streamed"),
 ]
-MaxPixels = Annotated[int, typer.Option(min=1, help="Stream tiled files above this, refuse others.")]
+MaxPixels = Annotated[int, typer.Option(min=1, help="Pixels above which tiled files are streamed and others refused.")]
 Memory = Annotated[str, typer.Option(help="Memory for streaming, such as 512MiB.")]
 DEFAULT_MAX_PIXELS = 200_000_000  # that of `data.images`, which is slow to import
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -59,7 +59,7 @@ def predict(
     """Predict classes (classifier), objects (detector) or classes of pixels (segmenter) in pictures.
 
     Pictures that cannot be read are reported and skipped. If you named such a picture yourself, the exit code is 1.
-    Tiled files too large to decode run whole all the same, at full resolution, streamed (classifiers).
+    A classifier streams tiled files above --max-pixels at full resolution.
     """
     given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
     from inline_attention.cli.predictors import build_predictor

@@ -147,7 +147,8 @@ def _fitted(table: Table, console: Console) -> Table:
 
     def spare(widths: Sequence[int]) -> int:
         lines = len(widths) + 1 if table.box else 0
-        return console.width - sum(widths) - lines - len(widths) * (table.padding[1] + table.padding[3])
+        padded = len(widths) - (not table.pad_edge)
+        return console.width - sum(widths) - lines - padded * (table.padding[1] + table.padding[3])
 
     if spare(most) >= 0:
         return table

@@ -48,8 +48,12 @@ def train(
     from inline_attention.engine.train import train as train_model
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    overrides = [*overrides_of(context.args), *(settings or ())]
+    given = {override.partition("=")[0] for override in overrides}
+    # With -b alone, the total batch is the recipe's, which was not made for a dataset this small.
+    fit_batch = "training.batch_size" in given and "training.total_batch_size" not in given
     try:
-        folder, metrics = train_model(read_settings(recipe, [*overrides_of(context.args), *(settings or ())]))
+        folder, metrics = train_model(read_settings(recipe, overrides), fit_batch=fit_batch)
     except InterruptedBySignalError as error:
         say(f"{error}; saved. To resume, add --resume {error.folder} to the command", err=True)
         raise typer.Exit(error.exit_code) from error

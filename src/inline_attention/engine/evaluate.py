@@ -14,13 +14,13 @@ from torch import nn
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import Loader
-from inline_attention.engine.checkpoint_format import find_weights
+from inline_attention.engine.checkpoint_format import find_weights, open_training_checkpoint
 from inline_attention.engine.config.checks import DENSE_TASKS
 from inline_attention.engine.config.reading import read_config
 from inline_attention.engine.interruption import Interruption
 from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync, joined_processes
 from inline_attention.engine.run_folder import SETTINGS_FILE, find_run
-from inline_attention.models.checkpoints import load_checkpoint
+from inline_attention.models.checkpoints import CheckpointError, load_checkpoint
 from inline_attention.models.described import Description, read_description
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask
@@ -83,6 +83,15 @@ def data_of_run(path: Path) -> DataSection | None:
         image_folder=data.image_folder,
         map_folder=data.map_folder,
     )
+
+
+def describe_weights(path: Path, *, averaged: bool = False) -> str:
+    """Return the file of weights that is evaluated, with its epoch if it is in a checkpoint of a run."""
+    file = find_weights(path, averaged=averaged)
+    try:
+        return f"{file} (epoch {open_training_checkpoint(file.parent).epoch})"
+    except CheckpointError:
+        return str(file)
 
 
 CLASSIFIERS_BATCH, OTHERS_BATCH = 64, 4  # images per forward pass; a detector's are about twenty times as large

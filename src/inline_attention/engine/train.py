@@ -19,7 +19,7 @@ from inline_attention.engine.checkpoints import (
     TrainingCheckpoint,
     open_training_checkpoint,
 )
-from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check, resolve
+from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, TrainConfig, check, resolve
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption, noted_interruptions
 from inline_attention.engine.processes import Processes, joined_processes, lost_rank_error
 from inline_attention.engine.reporting import SUMMARY, RunReport
@@ -56,12 +56,16 @@ def build_task(config: TrainConfig) -> Task:
 
 
 def train(
-    config: TrainConfig, *, on_epoch: Callable[[Mapping[str, Any]], None] | None = None
+    config: TrainConfig,
+    *,
+    fit_batch: bool = False,
+    on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> tuple[Path, Metrics | None]:
     """Train or resume a run, on this rank and its peers.
 
     Args:
         config: Settings.
+        fit_batch: Drop a total batch that is larger than the dataset, if single batches fit.
         on_epoch: Called on rank 0 with each row of summary.csv, instead of console output.
 
     Returns:
@@ -76,9 +80,9 @@ def train(
         resolved = resolve(config, processes.world_size)
         task = build_task(config)
         data = task.open()
-        if resolved.total_batch_size > len(data.train):
-            message = f"expected at most the {len(data.train)} images there are, got {resolved.total_batch_size}"
-            _refuse([Problem("training.total_batch_size", f"{message}; set it to less, or to null and use -b alone")])
+        config, resolved, batch_notes = _fit_batch(
+            config, resolved, len(data.train), processes.world_size, drop=fit_batch
+        )
         folder = run_folder(config, processes)
         _refuse(check_output(folder))
         with claimed(folder, processes):
@@ -93,12 +97,32 @@ def train(
                 folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
             )
             sizes = f"{len(data.train)} images to train on, {len(data.validation)} to evaluate on"
-            origin = "taken from the data" if config.model.num_classes is None else "as set"
+            origin = "taken from the data" if config.model.num_classes is None else "set by model.num_classes"
             sizes = f"data: {sizes}, {len(trainer.class_names)} classes ({origin})"
             with report, noted_interruptions() as interruption, closing(trainer):
-                for line in (*data.notes, f"run: {folder}", sizes, *resolved.describe(processes.device), *notes):
+                plan = resolved.describe(processes.device)
+                for line in (*data.notes, f"run: {folder}", sizes, *batch_notes, *plan, *task.notes, *notes):
                     report.say(line)
                 return folder, _run(trainer, report, interruption)
+
+
+def _fit_batch(
+    config: TrainConfig, resolved: ResolvedValues, images: int, world_size: int, *, drop: bool
+) -> tuple[TrainConfig, ResolvedValues, list[str]]:
+    """Refuse a total batch of more images than there are, or drop it if single batches fit. Returns a note on it."""
+    total = resolved.total_batch_size
+    if total <= images:
+        return config, resolved, []
+    smaller = replace(config, training=replace(config.training, total_batch_size=None))
+    fitting = resolve(smaller, world_size)
+    if drop and fitting.total_batch_size <= images:
+        note = f"training.total_batch_size {total} is not used: there are {images} images, fewer than one update takes"
+        return smaller, fitting, [note]
+    advice = (
+        f"add -b {max(1, min(config.training.batch_size, images // world_size))} --set training.total_batch_size=null"
+    )
+    message = f"expected at most the {images} images there are, got {total}; {advice}"
+    raise ConfigError([Problem("training.total_batch_size", message)])
 
 
 def _run(trainer: Trainer, report: RunReport, interruption: Interruption) -> Metrics | None:

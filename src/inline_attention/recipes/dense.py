@@ -54,6 +54,7 @@ def _detection(head: str, length: str, family: str, size: str) -> Recipe:
             },
             "training": {"epochs": epochs, **BATCHES},
         },
+        data="COCO",
     )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def _segmentation(family: str, size: str) -> Recipe:
             "schedule": {"name": "poly", "min_lr": 0.0, **schedule},
             "training": {"updates": updates, "validation_interval": EPOCHS_BETWEEN_EVALUATIONS, **BATCHES},
         },
+        data="ADE20K",
     )
 
 

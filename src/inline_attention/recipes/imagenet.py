@@ -76,6 +76,7 @@ def _recipe(name: str) -> Recipe:
             },
         },
         expected=PUBLISHED_TOP1.get(f"inline_{name}"),
+        data="ImageNet-1K",
     )
 
 

@@ -21,6 +21,7 @@ class Recipe:
         settings: What differs from the defaults, by section and name.
         expected: Top-1 in percent that the paper reports; None if nothing is published.
         measured: Top-1 in percent that we measured, from benchmarks/results; None if we did not.
+        data: Dataset that it is made for, in a few words.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Recipe:
     settings: Mapping[str, Mapping[str, Any]]
     expected: float | None = None
     measured: float | None = None
+    data: str = "your pictures"
 
     @cached_property
     def config(self) -> TrainConfig:

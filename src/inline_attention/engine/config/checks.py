@@ -16,7 +16,7 @@ from inline_attention.data.on_device import unsupported_policy
 from inline_attention.engine.config.reading import from_mapping, to_mapping
 from inline_attention.engine.config.resolving import ResolvedValues, optimizer_arguments, resolve
 from inline_attention.engine.config.schema import SECTION_TASKS, SETTINGS, TrainConfig
-from inline_attention.models.described import ModelDescriptionError, create_described_model
+from inline_attention.models.described import ModelDescriptionError
 from inline_attention.models.registry import create_model
 from inline_attention.parallel import unsupported_reason
 from inline_attention.support.settings import ConfigError, Problem, shown
@@ -25,7 +25,7 @@ from inline_attention.tasks.classification.distillation import DistillationSecti
 from inline_attention.tasks.classification.task import AugmentationSection, ClassificationTask, is_known_policy
 from inline_attention.tasks.dense import DenseTask
 from inline_attention.tasks.detection.task import DetectionTask
-from inline_attention.tasks.pyramid import SHORTEST_SIDE, unfit_reason
+from inline_attention.tasks.pyramid import SHORTEST_SIDE, PyramidBackbone, pad_images, unfit_reason
 from inline_attention.tasks.segmentation.task import SegmentationTask
 from inline_attention.tasks.task import ARGUMENT_SETTINGS
 
@@ -235,9 +235,13 @@ def _check_dense(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("model.name", reason)
         return
     arguments = {key: value for key, value in config.model.model_arguments().items() if key != "num_classes"}
+    path = "model.arguments"
     try:
         with torch.no_grad(), torch.device("meta"):
-            model = create_described_model(name, arguments, features_only=True)
-            model(torch.empty(1, 3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE))
+            backbone = PyramidBackbone(name, arguments)
+            if config.model.conversion is not None:
+                path = "model.attention"
+                config.model.conversion.apply(backbone.model)
+            backbone(pad_images([torch.empty(3, 2 * SHORTEST_SIDE, 2 * SHORTEST_SIDE)]))
     except Exception as error:
-        yield Problem("model.arguments", f"{name} cannot be built with these: {error}")
+        yield Problem(path, f"{name} cannot be built with these: {error}")

@@ -65,7 +65,7 @@ class ResolvedValues:
         else:
             warmup = f", {schedule.warmup_epochs} of warm-up from {self.warmup_lr:g}" if schedule.warmup_epochs else ""
             if schedule.warmup_epochs > training.epochs and training.updates is None:
-                warmup += ", which the run does not outlast"
+                warmup += ", longer than the run"
         cooldown = f" + {schedule.cooldown_epochs} of cool-down" if schedule.cooldown_epochs else ""
         length = f"epochs: {training.epochs}{cooldown}" if training.updates is None else f"updates: {training.updates}"
         rates = "in steps" if "step" in schedule.name else f"{schedule.name} down to {self.min_lr:g}"
