@@ -1,5 +1,8 @@
 """Redraw every committed picture from the committed results, so that pictures and text cannot disagree.
 
+That is all of docs/images and benchmarks/results/*.png. The page docs/report/digits.html is not redrawn:
+its measurements need trained models, so that `--demo` copies it.
+
     python benchmarks/pictures.py                   # redraw
     python benchmarks/pictures.py --demo out/demo   # take new results from `make demo` first
 
@@ -19,8 +22,9 @@ from typing import Annotated, Any
 import typer
 
 import cpu_attention
+import linearize
 from inline_attention.ablation.tables import AblationFile, draw_ablation
-from inline_attention.analysis.collision_cases import draw_collision_cases, measure_injectivity
+from inline_attention.analysis.collision_cases import draw_two_queries, measure_injectivity
 from inline_attention.analysis.softmax_series import draw_series, measure_series
 from inline_attention.analysis.training_curves import (
     EpochFigures,
@@ -54,13 +58,16 @@ def main(demo: Annotated[Path | None, typer.Option(help="Take new results from t
     draw_attention(AttentionReport.from_json(attention), RESULTS / "gpu_attention.png")
     draw_attention(AttentionReport.from_json(attention), IMAGES / "attention_speed.png", only=README_WIDTH)
     draw_models(ModelReport.from_json(models), RESULTS / "gpu_models.png")
+    draw_models(ModelReport.from_json(read_json("cpu_models")), RESULTS / "cpu_models.png")
     cpu = read_json("cpu_attention")
     rows = [cpu_attention.Row(**row) for row in cpu["cases"]]
     cpu_attention.draw_plot(rows, [CostPoint(**point) for point in cpu["memory"]])
     ablation = build_dataclass(AblationFile, read_json("cifar10_ablation"))
     small_print = "inline_deit_tiny with 2×2 patches on CIFAR-10, 6 epochs; top-1 of the test images."
     draw_ablation(ablation.results, RESULTS, "cifar10_ablation", title=ablation.title, small_print=small_print)
-    draw_collision_cases(measure_injectivity(), IMAGES / "injectivity.png")
+    linearized = read_json("linearize_digits")
+    linearize.draw("digits", linearize.EXPERIMENTS["digits"], linearized["seeds"], RESULTS)
+    draw_two_queries(measure_injectivity(), IMAGES / "injectivity.png")
     draw_series(measure_series(), IMAGES / "softmax_series.png")
     draw_training_curves(read_curves(), IMAGES, name="digits_curves", formats=("png",))
     take_screenshot()
