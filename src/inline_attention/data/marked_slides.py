@@ -104,7 +104,7 @@ def write_slides(
             path = folder / split / label / f"{index:06d}.tif"
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                write_slide(path, plan.size, marks, plan.mark_size, derived_seed("slide", plan.seed, split, index))
+                write_slide(path, plan.size, marks, plan.mark_size, _seed(plan, split, index))
             writer.writerow([path.relative_to(folder).as_posix(), split, label, *marks[0], *marks[1]])
             if on_progress is not None:
                 on_progress()
@@ -160,6 +160,23 @@ def write_slide(path: str | os.PathLike[str], size: int, marks: tuple[Mark, ...]
                 compression="jpeg", compressionargs={"level": JPEG_QUALITY}, subfiletype=int(level > 0),
                 metadata=None, maxworkers=1,
             )  # fmt: skip
+
+
+def draw_slide(plan: SlidesPlan, split: str, index: int) -> tuple[np.ndarray, str]:
+    """Draw a slide in memory; return its pixels `[size, size, 3]`, which no JPEG has changed, and its class."""
+    label, size = CLASSES[index % 2], plan.size
+    draw = _Drawing(size, place_marks(plan, split, index, label), plan.mark_size, _seed(plan, split, index))
+    pixels = np.empty((size, size, 3), dtype=np.uint8)
+    for top in range(0, size, TILE):
+        for left in range(0, size, TILE):
+            pixels[top : top + TILE, left : left + TILE] = draw(
+                top, left, min(TILE, size - top), min(TILE, size - left)
+            )
+    return pixels, label
+
+
+def _seed(plan: SlidesPlan, split: str, index: int) -> int:
+    return derived_seed("slide", plan.seed, split, index)
 
 
 class _Drawing:

@@ -1,0 +1,308 @@
+"""Two small marks far apart: the whole image at once, against tiles with pooled features and softmax on smaller images.
+
+    python benchmarks/far_apart.py run --method inline --seed 0        # one run, in this process
+    python benchmarks/far_apart.py all [--at-once 3] [--time-limit 300]  # every method and seed, then the table
+
+Slides are those of `inline data slides`: two marks, each a ring or a cross, at least half a side apart. The class says
+whether both marks are of one kind. Every method starts at 512×512 pixels and doubles the side up to 4096. Methods that
+see reduced slides do so from the second stage on. A step has at most the pixels of 64 slides of the first stage.
+
+Results: benchmarks/results/gpu_far_apart.{json,md}. `all` takes the results of finished runs from --runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor, nn
+
+from inline_attention import create_model
+from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.benchmark.side_by_side import Command, run_side_by_side
+from inline_attention.data.marked_slides import CLASSES, SlidesPlan, draw_slide
+
+RESULTS = Path(__file__).parent / "results"
+SIDES = (512, 1024, 2048, 4096)
+TRAINING_SLIDES = {512: 2048, 1024: 1024, 2048: 384, 4096: 96}
+VALIDATION_SLIDES = 96
+STEPS = {512: 3000, 1024: 600, 2048: 400, 4096: 300}
+PIXELS_PER_STEP = 64 * 512**2
+EARLY_STOP = 0.995  # of the validation slides right: the next stage begins
+EVALUATE_EVERY = 100
+MEAN, SPREAD = (195.0, 150.0, 182.0), 40.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a model sees of a slide.
+
+    Attributes:
+        title: Name in the table.
+        model: Model of the library; depth and width are the same for all.
+        reduction: Factor by which slides are made smaller before the model sees them.
+        tile: Side of tiles that the model sees one at a time; None: it sees all at once.
+        hidden: Width of the hidden layer between pooled features of tiles and classes; 0: none.
+    """
+
+    title: str
+    model: str = "inline_deit_tiny"
+    reduction: int = 1
+    tile: int | None = None
+    hidden: int = 0
+
+
+METHODS = {
+    "inline": Method("InLine, whole slide"),
+    "tiles": Method("InLine, tiles of 512², mean of their features", tile=512),
+    "tiles_mlp": Method("InLine, tiles of 512², MLP on the mean of their features", tile=512, hidden=384),
+    "softmax_2": Method("softmax, slide reduced to 2048²", model="softmax_deit_tiny", reduction=2),
+    "softmax_4": Method("softmax, slide reduced to 1024²", model="softmax_deit_tiny", reduction=4),
+}
+
+
+class SlideClassifier(nn.Module):
+    """A model over whole slides, or over tiles whose features are averaged."""
+
+    def __init__(self, method: Method, depth: int) -> None:
+        super().__init__()
+        self.method = method
+        self.network: Any = create_model(method.model, num_classes=2, img_size=512, depth=depth)
+        width = self.network.num_features
+        self.head = nn.Linear(width, 2)
+        if method.hidden:
+            self.head = nn.Sequential(nn.Linear(width, method.hidden), nn.GELU(), nn.Linear(method.hidden, 2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classify slides `[B, 3, H, W]`."""
+        tile = self.method.tile
+        if tile is None:
+            return self.network(images)
+        tiles = images.unfold(2, tile, tile).unfold(3, tile, tile)  # [B, 3, rows, columns, tile, tile]
+        tiles = tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+        network = self.network
+        features = network.forward_head(network.forward_features(tiles), pre_logits=True)
+        return self.head(features.unflatten(0, (len(images), -1)).mean(1))
+
+
+def prepare(images: Tensor, reduction: int) -> Tensor:
+    """Return normalized slides from bytes `[B, H, W, 3]`."""
+    mean = torch.tensor(MEAN, device=images.device)
+    images = ((images.float() - mean) / SPREAD).permute(0, 3, 1, 2)
+    return F.avg_pool2d(images, reduction) if reduction > 1 else images.contiguous()
+
+
+def slides_of(folder: Path, side: int, mark: int, split: str) -> tuple[Tensor, Tensor]:
+    """Return all slides `[N, H, W, 3]` of a size and their classes `[N]`; drawn once, by all processors."""
+    count = TRAINING_SLIDES[side] if split == "train" else VALIDATION_SLIDES
+    path = folder / f"{split}-{side}-{mark}.npy"
+    labels = torch.arange(count) % len(CLASSES)
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = SlidesPlan(images=count, validation_images=count, size=side, mark_size=mark)
+        unfinished = path.with_suffix(f".{os.getpid()}.npy")
+        array = np.lib.format.open_memmap(unfinished, "w+", dtype=np.uint8, shape=(count, side, side, 3))
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            for index, (pixels, _) in enumerate(pool.map(partial(draw_slide, plan, split), range(count), chunksize=4)):
+                array[index] = pixels
+        array.flush()
+        unfinished.rename(path)
+    return torch.from_numpy(np.load(path)), labels
+
+
+def turned(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Flip and transpose a batch of bytes `[B, H, W, 3]` at random: eight views of every slide."""
+    down, across, swap = (torch.rand(3, generator=generator) < 0.5).tolist()
+    images = images.flip(1) if down else images
+    images = images.flip(2) if across else images
+    return images.transpose(1, 2) if swap else images
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor, batch: int, reduction: int) -> float:
+    """Return the share of slides whose class is right."""
+    model.eval()
+    right = 0
+    for some, classes in zip(images.split(batch), labels.split(batch), strict=True):
+        with torch.autocast(some.device.type, torch.bfloat16):
+            right += (model(prepare(some, reduction)).argmax(1) == classes).sum().item()
+    model.train()
+    return right / len(images)
+
+
+def train(
+    method: Method, seed: int, folder: Path, device: torch.device, *, mark: int, depth: int, lr: float, share: float
+) -> Iterator[dict[str, Any]]:
+    """Train through all sizes; yield side, accuracy, steps and seconds of each stage."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = SlideClassifier(method, depth).to(device)
+    sides = [side for side in SIDES if side == SIDES[0] or side // method.reduction >= SIDES[0]]
+    for number, side in enumerate(sides):
+        data = [slides_of(folder, side, mark, split) for split in ("train", "validation")]
+        (images, labels), (held_out, held_out_labels) = (
+            (pixels.to(device), classes.to(device)) for pixels, classes in data
+        )
+        reduction = method.reduction if number else 1
+        batch = max(2, PIXELS_PER_STEP // (side // reduction) ** 2)
+        steps = max(1, round(STEPS[side] * share))
+        rate = lr if number == 0 else lr / 2
+        optimizer = create_optimizer_v2(model, opt="adamw", lr=rate, weight_decay=0.02)
+        started, evaluating, best, done, step_seconds = time.perf_counter(), 0.0, 0.0, 0, []
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+            chosen = torch.randint(len(images), (batch,), generator=generator).to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = model(prepare(turned(images[chosen], generator), reduction))
+            loss = F.cross_entropy(logits.float(), labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            done = step + 1
+            if done % EVALUATE_EVERY == 0 or done == steps:
+                value = loss.item()  # waits for the device
+                paused = time.perf_counter()
+                step_seconds.append((paused - started - evaluating) / done)
+                best = accuracy(model, held_out, held_out_labels, batch, reduction)
+                evaluating += time.perf_counter() - paused
+                print(f"{method.title}, {side}²: step {done}, loss {value:.3f}, accuracy {best:.3f}", flush=True)
+                if best >= EARLY_STOP:
+                    break
+        seconds = time.perf_counter() - started - evaluating
+        del images, held_out
+        yield {
+            "side": side,
+            "accuracy": best,
+            "steps": done,
+            "batch": batch,
+            "seconds": seconds,
+            "seconds_per_image": min(step_seconds) / batch,
+        }
+
+
+def write_results(found: Sequence[dict[str, Any]], settings: dict[str, Any]) -> str:
+    """Write JSON and Markdown of all finished runs; return the table."""
+    environment = describe_environment()
+    rows = []
+    for name, method in METHODS.items():
+        runs = [run["stages"] for run in found if run["method"] == name]
+        if not runs:
+            continue
+        last = [stages[-1] for stages in runs]
+        cells = ["; ".join(f"{100 * stage['accuracy']:.1f}" for stage in last)]
+        by_side = {stage["side"]: [] for stages in runs for stage in stages}
+        for stages in runs:
+            for stage in stages:
+                by_side[stage["side"]].append(100 * stage["accuracy"])
+        cells += [f"{fmean(by_side[side]):.1f}" if side in by_side else "" for side in SIDES[:-1]]
+        cells += [
+            f"{1000 * fmean(stage['seconds_per_image'] for stage in last):.1f}",
+            f"{fmean(sum(stage['seconds'] for stage in stages) for stages in runs):.0f}",
+        ]
+        rows.append([method.title, *cells])
+    header = ["method", f"{SIDES[-1]}², % per seed", *(f"{side}², %" for side in SIDES[:-1])]
+    table = markdown_table([*header, "ms per slide, training", "training, s"], rows)
+    later = ", ".join(str(STEPS[side]) for side in SIDES[1:])
+    text = (
+        f"Slides with two marks of {settings['mark']} pixels, each a ring or a cross: are both of one kind? Accuracy "
+        f"on {VALIDATION_SLIDES} slides of each size, half of each class; chance: 50 %. Models have {settings['depth']} "
+        "blocks, 192 channels and patches of 16 pixels; bfloat16 autocast, eager. Each method starts at 512×512 pixels "
+        f"(at most {STEPS[512]:,} steps) and doubles the side ({later} steps). A stage ends at "
+        f"{100 * EARLY_STOP:.1f} %. Several runs shared the GPU, so seconds are only a rough comparison."
+    )
+    write_json(RESULTS / "gpu_far_apart.json", {"environment": environment, "settings": settings, "runs": list(found)})
+    write_markdown(RESULTS / "gpu_far_apart.md", "Two marks far apart", environment, f"{text}\n\n{table}")
+    return table
+
+
+app = typer.Typer(add_completion=False)
+Slides = Annotated[Path, typer.Option(help="Folder for drawn slides.")]
+Runs = Annotated[Path, typer.Option(help="Folder for results of single runs.")]
+Mark = Annotated[int, typer.Option(help="Side of a mark in pixels.")]
+Depth = Annotated[int, typer.Option(help="Blocks of the models.")]
+Rate = Annotated[float, typer.Option(help="Learning rate.")]
+Share = Annotated[float, typer.Option(help="Share of the steps, to try the script.")]
+
+
+@app.command()
+def run(
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")],
+    seed: int = 0,
+    slides: Slides = Path("out/far_apart/slides"),
+    runs: Runs = Path("out/far_apart/runs"),
+    mark: Mark = 32,
+    depth: Depth = 6,
+    lr: Rate = 5e-4,
+    share: Share = 1.0,
+) -> None:
+    """Train one method with one seed."""
+    path = runs / f"{method}-{seed}.json"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stages: list[dict[str, Any]] = []
+    for stage in train(METHODS[method], seed, slides, device, mark=mark, depth=depth, lr=lr, share=share):
+        stages.append(stage)
+        print(json.dumps(stage), flush=True)
+    runs.mkdir(parents=True, exist_ok=True)
+    content = {"method": method, **asdict(METHODS[method]), "seed": seed, "stages": stages}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+@app.command("all")
+def run_all(
+    seeds: int = 2,
+    at_once: Annotated[int, typer.Option(help="Runs at a time.")] = 3,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which runs are stopped.")] = math.inf,
+    only: Annotated[list[str] | None, typer.Option(help="Methods; all by default.")] = None,
+    slides: Slides = Path("out/far_apart/slides"),
+    runs: Runs = Path("out/far_apart/runs"),
+    mark: Mark = 32,
+    depth: Depth = 6,
+    lr: Rate = 5e-4,
+    share: Share = 1.0,
+) -> None:
+    """Train every method with every seed, and write the results."""
+    for side in SIDES:  # once, before processes share the processors
+        for split in ("train", "validation"):
+            slides_of(slides, side, mark, split)
+    settings = {"mark": mark, "depth": depth, "lr": lr, "share": share}
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    commands = [
+        Command(
+            f"{method}, seed {seed}",
+            (sys.executable, __file__, "run", f"--method={method}", f"--seed={seed}", f"--slides={slides}",
+             f"--runs={runs}", *options),
+            runs / f"{method}-{seed}.log",
+        )
+        for seed in range(seeds)
+        for method in only or METHODS
+        if not (runs / f"{method}-{seed}.json").exists()
+    ]  # fmt: skip
+    limit = None if math.isinf(time_limit) else time_limit
+    for ended in run_side_by_side(commands, at_once=at_once, time_limit=limit):
+        print(
+            f"{ended.command.name}: {ended.outcome}, {ended.seconds:.0f} s\n{ended.command.last_lines(4)}", flush=True
+        )
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]
+    print(write_results(found, settings))
+
+
+if __name__ == "__main__":
+    app()
