@@ -223,7 +223,7 @@ def write_results(found: Sequence[dict[str, Any]], settings: dict[str, Any]) -> 
     later = ", ".join(str(STEPS[side]) for side in SIDES[1:])
     text = (
         f"Slides with two marks of {settings['mark']} pixels, each a ring or a cross: are both of one kind? Accuracy "
-        f"on {VALIDATION_SLIDES} slides of each size, half of each class; chance: 50 %. Models have {settings['depth']} "
+        f"on {VALIDATION_SLIDES} slides of each size, half of each class; chance: 50 %. Models: {settings['depth']} "
         "blocks, 192 channels and patches of 16 pixels; bfloat16 autocast, eager. Each method starts at 512×512 pixels "
         f"(at most {STEPS[512]:,} steps) and doubles the side ({later} steps). A stage ends at "
         f"{100 * EARLY_STOP:.1f} %. Several runs shared the GPU, so seconds are only a rough comparison."
