@@ -89,8 +89,8 @@ def main(
     write_json(RESULTS / f"{RECIPE}.json", content)
     last = float(epochs[-1]["top1"])
     body = (
-        f"`{command}`: **{top1:.2f} %** of the 10,000 test images. The weights are the best of all evaluations on these "
-        f"images; the last epoch has {last:.2f} %. Every epoch: [{RECIPE}.json]({RECIPE}.json)."
+        f"`{command}`: **{top1:.2f} %** of the 10,000 test images. The weights are the best of all evaluations on "
+        f"these; the last epoch has {last:.2f} %. Every epoch: [{RECIPE}.json]({RECIPE}.json)."
     )
     write_markdown(RESULTS / f"{RECIPE}.md", f"{NAME}, the model in the package", environment, body)
     print(f"{top1:.2f} %: {SHIPPED / NAME}")

@@ -9,8 +9,8 @@ The paper has no such experiment. We measured 82.6 % (InLine), 76.1 % (softmax) 
 seeds. For longer runs add `--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1`; on a GPU add `--torchcompile`.
 `benchmarks/cifar10.py --long` is such a run: 93.1 %.
 
-`inline train cifar10_micro --data-dir DIR`: the small model of the package, 90.7 %. It takes three minutes on a GPU with
-`--torchcompile`, and some hours on a CPU (benchmarks/results/cifar10_micro.md).
+`inline train cifar10_micro --data-dir DIR`: the small model of the package, 90.7 %. It takes three minutes on a GPU
+with `--torchcompile`, and some hours on a CPU (benchmarks/results/cifar10_micro.md).
 
 `inline train finetune --data-dir DIR --initial-checkpoint FILE`: any checkpoint on a folder of your own images, one
 subfolder per class. Choose another model than InLine-DeiT-T with `--model`, and its stochastic depth with `--drop-path`
