@@ -202,7 +202,10 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     sample = PictureSample(pictures, images=images, seed=config.training.seed, batch_size=8)
     survey = survey_linearize(subject, sample)
     if count >= len(survey.blocks):
-        raise ValueError(f"--keep-worst must be below {len(survey.blocks)}, the number of blocks, got {count}")
+        raise ValueError(
+            f"--keep-softmax {count} keeps the {count} blocks that lose most, and there are {len(survey.blocks)}; give "
+            f"less, or name blocks: --keep-softmax {count},"
+        )
     return survey.lose_most(count)
 
 
