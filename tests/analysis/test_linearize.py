@@ -53,7 +53,7 @@ def lost(model, images):
 
 def converted(keep):
     model = small_vit()
-    convert_attention(model, keep_softmax=keep, local_residual=False)
+    convert_attention(model, keep_softmax=keep, local_residual=False, softmax_prefix=True)
     return model
 
 

@@ -63,7 +63,7 @@ def test_one_table_and_a_file_that_is_a_model(invoke, teacher, tmp_path, monkeyp
     monkeypatch.setattr(linearized.measure_speed, "__kwdefaults__", {
         **linearized.measure_speed.__kwdefaults__, "sizes": (8, 16), "seconds": 0.0
     })  # fmt: skip
-    result = invoke(teacher, *DIGITS, "--experiment", "first", "--keep-softmax", "0")
+    result = invoke(teacher, *DIGITS, "--experiment", "first", "--keep-softmax", "0,")
     assert result.exit_code == 0, result.output
     for part in ("softmax teacher", "linearized", "top-1 %", "parameters", "images/s at 8²", "memory at 16², MiB"):
         assert part in result.output
@@ -96,7 +96,7 @@ def test_a_softmax_run_of_this_library_is_a_teacher(invoke, name, arguments, siz
     place = ["--output", tmp_path, "--experiment", "softmax", "--set", "logging.tensorboard=false", "--device", "cpu"]
     trained = runner.invoke(app, [str(item) for item in ("train", "digits", *model, "--updates", 2, *place)])
     assert trained.exit_code == 0, trained.output
-    options = [*DIGITS, "--no-speed", "--experiment", "inline", "--updates", "2", "--keep-softmax", "1"]
+    options = [*DIGITS, "--no-speed", "--experiment", "inline", "--updates", "2", "--keep-softmax", "1,"]
     if "swin" in name:
         assert "drop_position_bias=True" in invoke(tmp_path / "softmax", *options).output
         options += ["--set", "model.conversion_options.drop_position_bias=true"]
@@ -138,12 +138,18 @@ def test_pictures_without_classes(invoke, teacher, pictures, tmp_path):
         "-j",
         "0",
     ]
-    result = invoke(teacher, *options, "--device", "cpu", "--experiment", "features", "--keep-worst", "1")
+    result = invoke(teacher, *options, "--device", "cpu", "--experiment", "features", "--keep-softmax", "1")
     assert result.exit_code == 0, result.output
     assert "blocks that keep softmax:" in result.output
     assert "tokens, R² %" in result.output
     written = json.loads((tmp_path / "out" / "features" / "linearize.json").read_text())
     assert set(written["figures"]) == {"converted", "linearized"}
+    assert len(json.loads(open_checkpoint(written["weights"]).metadata["conversion"])["keep_softmax"]) == 1
+
+
+@pytest.mark.parametrize(("text", "kept"), [("2", 2), ("0", 0), ("4,8", [4, 8]), ("8, 4", [4, 8]), ("4,", [4])])
+def test_one_number_counts_blocks_and_a_list_names_them(text, kept):
+    assert command.parse_kept(text) == kept
 
 
 def test_broken_pictures_are_named(invoke, teacher, pictures):
@@ -159,10 +165,10 @@ def test_broken_pictures_are_named(invoke, teacher, pictures):
     ("arguments", "text"),
     [
         (["vit_tiny_patch16_22", "--data-dir", "x"], "did you mean vit_tiny_patch16_224"),
-        (["TEACHER", "--keep-softmax", "two"], "expected numbers of blocks"),
-        (["TEACHER", "--keep-softmax", "0", "--keep-worst", "1", *DIGITS], "give one of the two"),
-        (["TEACHER", "--keep-worst", "2", *DIGITS], "must be below 2"),
-        (["TEACHER", "--keep-softmax", "7", *DIGITS], "keep_softmax must have whole numbers"),
+        (["TEACHER", "--keep-softmax", "two"], "expected how many blocks"),
+        (["TEACHER", "--keep-softmax", ","], "expected how many blocks"),
+        (["TEACHER", "--keep-softmax", "2", *DIGITS], "and there are 2; give less"),
+        (["TEACHER", "--keep-softmax", "7,", *DIGITS], "keep_softmax must have whole numbers"),
         (["TEACHER", "--size", "big"], "expected pixels"),
         (["TEACHER"], "expected the folder of the data"),
         (["TEACHER", "--epoch", "1"], "did you mean --epochs"),

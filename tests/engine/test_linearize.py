@@ -22,6 +22,7 @@ from inline_attention.engine.train import train
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.hub import save_pretrained
 from inline_attention.models.reading import CheckpointError, open_checkpoint
+from inline_attention.tasks.classification.distillation import converted_attentions
 from inline_attention.tasks.task import DataSection
 
 NAME = "vit_tiny_patch16_224"
@@ -101,6 +102,15 @@ def test_a_killed_run_resumes_in_the_same_bits_and_measures_nothing_twice(tmp_pa
     assert len(measured) == 1  # the result
     assert parts.figures == whole.figures
     assert_same_end(whole.folder, parts.folder)
+
+
+def test_the_teacher_is_compiled_as_the_student_is(tmp_path, teacher, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, *, mode: compiled.append((model, mode)) or model)
+    train(student(tmp_path, teacher, "training.updates=1", "training.compile=true"), on_epoch=lambda _: None)
+    assert [mode for _, mode in compiled] == ["default", "default"]
+    assert [bool(converted_attentions(model)) for model, _ in compiled] == [True, False]
+    assert not compiled[1][0].training
 
 
 def test_a_damaged_result_file_is_measured_again(tmp_path, teacher):

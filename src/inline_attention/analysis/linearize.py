@@ -178,15 +178,17 @@ def measure_blocks(model: nn.Module, batches: Callable[[], Iterator[tuple[Tensor
     return LinearizeSurvey(blocks, 100 * correct / images if labelled else None, images)
 
 
-def softmax_output(layer: LayerAttention) -> Tensor:
-    """Return the output `[B, N, H, D]` of softmax attention on a layer's queries, keys and values."""
-    q, k, v = (part.transpose(1, 2) for part in (layer.q, layer.k, layer.v))
+def softmax_output(layer: LayerAttention, queries: int | None = None) -> Tensor:
+    """Return the output `[B, N, H, D]` of softmax attention for a layer's first `queries`, or all."""
+    q, k, v = (part.transpose(1, 2) for part in (layer.q[:, :queries], layer.k, layer.v))
     return nn.functional.scaled_dot_product_attention(q, k, v, scale=layer.rule.scale).transpose(1, 2)
 
 
 def converted_output(layer: LayerAttention) -> Tensor:
-    """Return what InLine attention mixes in a layer, `[B, N, C]`."""
-    return inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale).flatten(2)
+    """Return what a converted layer mixes, `[B, N, C]`: InLine, and softmax for class and register tokens."""
+    out = inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale)
+    prefix = layer.num_prefix_tokens
+    return torch.cat([softmax_output(layer, prefix), out[:, prefix:]], dim=1).flatten(2)
 
 
 def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> list[int]:
@@ -202,7 +204,10 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     sample = PictureSample(pictures, images=images, seed=config.training.seed, batch_size=8)
     survey = survey_linearize(subject, sample)
     if count >= len(survey.blocks):
-        raise ValueError(f"--keep-worst must be below {len(survey.blocks)}, the number of blocks, got {count}")
+        raise ValueError(
+            f"--keep-softmax {count} keeps the {count} blocks that lose most, and there are {len(survey.blocks)}; give "
+            f"less, or name blocks: --keep-softmax {count},"
+        )
     return survey.lose_most(count)
 
 

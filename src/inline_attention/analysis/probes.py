@@ -101,6 +101,7 @@ class LayerAttention:
     num_prefix_tokens: int  # before the grid
     groups: Tensor | None = None  # [H, N]: tokens with equal numbers see each other; None when all see all
     position_bias: Callable[[int, Tensor], Tensor] | None = None  # of a head and queries [Q]: [Q, N], for softmax
+    softmax_prefix: bool = False  # queries of prefix tokens attend by softmax, whatever the rule
 
     @property
     def num_tokens(self) -> int:
@@ -161,7 +162,13 @@ class LayerAttention:
             visible &= ~hidden
         bias = None if self.position_bias is None else self.position_bias(head, queries)
         q, k = self.q[images, :, head], self.k[images, :, head]
-        return self.rule.weights(q[..., queries, :], k, bias=bias, visible=visible, dtype=dtype)
+        weights = self.rule.weights(q[..., queries, :], k, bias=bias, visible=visible, dtype=dtype)
+        if not self.softmax_prefix or not (is_prefix := queries < self.num_prefix_tokens).any():
+            return weights
+        softmax = MixingRule(None, "identity", self.rule.scale)
+        visible = None if visible is None else visible[is_prefix]
+        weights[..., is_prefix, :] = softmax.weights(q[..., queries[is_prefix], :], k, visible=visible, dtype=dtype)
+        return weights
 
     def neighbors(self, head: int) -> tuple[Tensor, Tensor]:
         """Return the 3×3 neighbors that the local term reads, see `neighbor_table`."""
@@ -297,7 +304,8 @@ def _read_token_attention(
     static = attention.static_local
     bias = None if static is None or static.bias is None else static.bias.detach().view(q.shape[2:])
     rule = MixingRule(normalization, attention.feature_map, attention.scale)
-    return LayerAttention(name, index, rule, q, k, v, kernels, bias, grid_size, attention.num_prefix_tokens)
+    prefix, by_softmax = attention.num_prefix_tokens, attention.softmax_prefix
+    return LayerAttention(name, index, rule, q, k, v, kernels, bias, grid_size, prefix, softmax_prefix=by_softmax)
 
 
 def _read_grid_attention(

@@ -27,15 +27,13 @@ ANALYZED_IMAGES = 64
 TITLES = {"top1": "top-1 %", "top5": "top-5 %", "loss": "loss", "token_r2": "tokens, R² %", "output_r2": "output, R² %"}
 
 
-def parse_blocks(text: str | None) -> list[int] | None:
-    """Return numbers of blocks, which count from 0."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
+def parse_kept(text: str) -> int | list[int]:
+    """Return how many blocks keep softmax, given as one number, or which ones, given as a list."""
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if not all(part.isdecimal() for part in parts):
-        message = f"expected numbers of blocks from 0, separated by commas, such as 4,8, got {text!r}"
+        message = f"expected how many blocks, such as 2, or which ones, from 0, such as 4,8 (4, for one), got {text!r}"
         raise typer.BadParameter(message, param_hint="--keep-softmax")
-    return sorted({int(part) for part in parts})
+    return sorted({int(part) for part in parts}) if "," in text else int(text)
 
 
 def linearize(
@@ -49,9 +47,9 @@ def linearize(
         typer.Option(help="Image size to deploy at: 512, or 384x640.", show_default="the teacher's"),
     ] = None,
     keep_softmax: Annotated[
-        str | None, typer.Option(help="Blocks that keep softmax, from 0, such as 4,8.", show_default="none")
+        str | None,
+        typer.Option(help="Blocks that keep softmax: 4,8; or 2, the two that lose most.", show_default="none"),
     ] = None,
-    keep_worst: Annotated[int, typer.Option(min=0, help="Number of blocks that lose most and keep softmax.")] = 0,
     attention_epochs: Annotated[
         int, typer.Option(min=0, help="Epochs of a first phase on each attention's output.")
     ] = 0,
@@ -66,9 +64,7 @@ def linearize(
     from its tokens alone. The flags of `inline train` apply: --epochs, --data-dir, -b, --lr, --device, --output,
     --experiment, --resume and others.
     """
-    pixels, blocks = None if size is None else parse_size(size), parse_blocks(keep_softmax)
-    if blocks and keep_worst:
-        fail("--keep-softmax names blocks and --keep-worst counts them; give one of the two")
+    pixels, kept = None if size is None else parse_size(size), 0 if keep_softmax is None else parse_kept(keep_softmax)
     from inline_attention.cli.flags import overrides_of
     from inline_attention.engine.interruption import InterruptedBySignalError
     from inline_attention.engine.linearize import linearize as run
@@ -76,11 +72,11 @@ def linearize(
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     given = [*overrides_of(context.args), *(settings or ())]
     given += [] if pixels is None else [f"model.img_size={json.dumps([pixels[0], pixels[-1]])}"]
-    given += [] if blocks is None else [f"model.keep_softmax={blocks}"]
+    given += [f"model.keep_softmax={kept}"] if isinstance(kept, list) else []
     config = read_linearize_settings(model, given, features=features)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    if keep_worst:
-        config = _keep_blocks_that_lose_most(config, keep_worst, is_main=is_main)
+    if isinstance(kept, int) and kept:
+        config = _keep_blocks_that_lose_most(config, kept, is_main=is_main)
     try:
         result = run(config, attention_epochs=attention_epochs, on_note=say)
     except InterruptedBySignalError as error:

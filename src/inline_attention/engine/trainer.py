@@ -140,12 +140,13 @@ class Trainer:
                 self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
             )
         self.precision = Precision(config.training.amp, processes.device)
-        self.objective = task.objective(self.class_names, self.images.rank)
         self.wrapped = self.strategy.wrap(self.model)
         self.runnable = self.wrapped
         if config.training.compile:
             mode, _ = resolved.compile_mode(processes.device)
             self.runnable = cast(nn.Module, torch.compile(self.wrapped, mode=mode))
+            task.compile(mode)
+        self.objective = task.objective(self.class_names, self.images.rank)
         self.best_metric = config.checkpoints.metric or next(iter(task.metrics))
         self.store = CheckpointStore(
             folder / CHECKPOINTS,

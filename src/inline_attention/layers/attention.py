@@ -22,7 +22,7 @@ from inline_attention.ops.api import attend
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FeatureMap
-from inline_attention.ops.tracing import as_autocast, is_exporting, plain_sizes, unrecorded
+from inline_attention.ops.tracing import are_plain_eager_tensors, as_autocast, is_exporting, plain_sizes, unrecorded
 
 
 class Projected(NamedTuple):
@@ -63,6 +63,7 @@ class TokenAttention(ProjectedAttention):
         local_residual: bool = True,
         static_local: bool = False,
         num_prefix_tokens: int = 0,
+        softmax_prefix: bool = False,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         backend: str = "auto",
@@ -83,6 +84,7 @@ class TokenAttention(ProjectedAttention):
             local_residual: Add the dynamic 3×3 term, predicted from the mean token.
             static_local: Add a learned depthwise 3×3 convolution of the values (with bias), the same for all samples.
             num_prefix_tokens: Class or register tokens before the grid.
+            softmax_prefix: Let the queries of these tokens attend by softmax: they are few, so time stays linear.
             attn_drop: Dropout rate on the attention. Linear-time attention never forms its weights, so there the
                 attention's output is dropped; `SoftmaxAttention` drops weights.
             proj_drop: Dropout rate on the projected output.
@@ -106,6 +108,7 @@ class TokenAttention(ProjectedAttention):
         self.feature_map = feature_map
         self.normalization: Normalization = normalization
         self.num_prefix_tokens = num_prefix_tokens
+        self.softmax_prefix = softmax_prefix
         self.backend = backend
         self.default_grid_size: tuple[int, int] | None = None
         self.patch_grid: PatchGrid | None = None
@@ -456,10 +459,26 @@ class KernelAttention(TokenAttention):
 
     def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call by the op."""
-        return self.attn_drop(attend(call, self.backend))
+        if not (self.softmax_prefix and self.num_prefix_tokens):
+            return self.attn_drop(attend(call, self.backend))
+        first = _softmax(call, self.num_prefix_tokens)  # now: the op may write over the queries
+        out = attend(call, self.backend)
+        if torch.is_grad_enabled() or not are_plain_eager_tensors(out):
+            out = torch.cat([first, out[:, self.num_prefix_tokens :]], dim=1)
+        else:
+            out[:, : self.num_prefix_tokens] = first
+        return self.attn_drop(out)
+
+    def _check_has_linear_prefix(self) -> None:
+        if self.softmax_prefix and self.num_prefix_tokens:
+            raise ValueError(
+                "softmax_prefix needs all keys at once, and here each part of the image has its own; convert the model "
+                "with softmax_prefix=False"
+            )
 
     def mix_shards(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> tuple[Tensor, Tensor | None]:
         """Merge the states of all ranks' keys: they travel with the sums of tokens, in one message."""
+        self._check_has_linear_prefix()
         mask = None if call.key_padding_mask is None else self._counted_once(call.key_padding_mask, shards)
         k, v, tokens = (self._counted_once(part, shards) for part in (call.k, call.v, tokens))
         state = states.attention_state(k, v, feature_map=call.feature_map, key_padding_mask=mask)
@@ -477,6 +496,7 @@ class KernelAttention(TokenAttention):
 
     def state(self, x: Tensor) -> states.AttentionState:
         """Return the state of the keys and values of tokens `[B, N, C]`. States of disjoint sets of tokens merge."""
+        self._check_has_linear_prefix()
         call = self.project(x)
         return states.attention_state(call.k, call.v, feature_map=self.feature_map)
 
@@ -536,16 +556,7 @@ class SoftmaxAttention(TokenAttention):
         if mask is not None:
             with unrecorded():
                 validation.check_mask(mask, call.k)
-        out = heads_last(
-            F.scaled_dot_product_attention(
-                call.q.transpose(1, 2),
-                call.k.transpose(1, 2),
-                call.v.transpose(1, 2),
-                attn_mask=None if mask is None else mask[:, None, None, :],
-                dropout_p=self.attn_drop.p if self.training else 0.0,
-                scale=call.scale,
-            )
-        )
+        out = _softmax(call, dropout=self.attn_drop.p if self.training else 0.0)
         if call.local_weight is None or call.grid_size is None:
             return out
         prefix = call.num_prefix_tokens
@@ -565,6 +576,20 @@ class SoftmaxAttention(TokenAttention):
         total = shards.group.sum(token_sum(self._counted_once(tokens, shards), own))
         count = k.shape[1] if mask is None else mask.sum(1, keepdim=True)
         return out, (total / count).to(tokens.dtype)
+
+
+def _softmax(call: AttentionCall, queries: int | None = None, dropout: float = 0.0) -> Tensor:
+    """Mix values by softmax for the first `queries`, or all: `[B, queries, H, D]`, without the local term."""
+    mask = call.key_padding_mask
+    out = F.scaled_dot_product_attention(
+        call.q[:, :queries].transpose(1, 2),
+        call.k.transpose(1, 2),
+        call.v.transpose(1, 2),
+        attn_mask=None if mask is None else mask[:, None, None, :],
+        dropout_p=dropout,
+        scale=call.scale,
+    )
+    return heads_last(out)
 
 
 def rotate(x: Tensor, rope: Tensor, half: bool) -> Tensor:

@@ -178,6 +178,7 @@ def _like(
             "num_prefix_tokens": attention.num_prefix_tokens,
             "attn_drop": attention.attn_drop.p,
             "static_local": attention.static_local is not None,
+            "softmax_prefix": attention.softmax_prefix,
             "backend": attention.backend,
         }
     if num_prefix_tokens is not None:

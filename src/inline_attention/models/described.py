@@ -183,6 +183,7 @@ _LAYER: dict[str, _Rule] = {
     "normalization": _word("subtract", "divide", "magnitude"),
     "local_residual": _FLAG,
     "static_local": _FLAG,
+    "softmax_prefix": _FLAG,
     "scale": _optional(_real(1e-6, 1e6)),
     "backend": _word(*BACKEND_NAMES),
 }

@@ -5,7 +5,8 @@ tokens of the softmax model in FILE and from the labels. Choose another model th
 `inline train linearize_features --data-dir DIR --initial-checkpoint FILE` needs no labels: it matches tokens and
 outputs on any folder of pictures.
 
-Ten epochs are a thirtieth of what training a ViT on ImageNet takes. There is no warm-up, since the weights start where
+Class and register tokens keep softmax: their queries are few, and InLine explains little of what a class token attends
+to. Ten epochs are a thirtieth of what training a ViT on ImageNet takes. There is no warm-up, since the weights start where
 the teacher's are. Augmentation is light, since teacher and student see the same view.
 """
 
@@ -16,7 +17,10 @@ from typing import Any
 from inline_attention.recipes.recipe import Recipe
 
 _LINEARIZE: dict[str, dict[str, Any]] = {
-    "model": {"name": "vit_small_patch16_224", "attention": "inline", "require_checkpoint": True},
+    "model": {
+        "name": "vit_small_patch16_224", "attention": "inline", "require_checkpoint": True, "drop_path": 0.0,
+        "conversion_options": {"softmax_prefix": True},
+    },
     "augmentation": {
         "scale": (0.35, 1.0), "auto_augment": None, "color_jitter": 0.2, "reprob": 0.0, "mixup": 0.0, "cutmix": 0.0
     },

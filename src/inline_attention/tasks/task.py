@@ -320,6 +320,9 @@ class Task(ABC):
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
         """Return the loss function of a rank."""
 
+    def compile(self, mode: str) -> None:  # noqa: B027
+        """Compile the models that `objective` uses beside the trained one, before it is called."""
+
     @abstractmethod
     def evaluator(self, source: Any, device: torch.device) -> Evaluator:
         """Return a new evaluator for the validation data."""

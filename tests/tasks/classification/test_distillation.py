@@ -91,6 +91,32 @@ def test_the_loss_is_the_sum_of_its_parts():
     torch.testing.assert_close(found.detach(), 0.5 * kl + 0.25 * labels + 2 * error / spread)
 
 
+@pytest.mark.parametrize("match", ["logits", "features"])
+def test_a_compiled_teacher_gives_the_same_loss(match):
+    teacher, settings = small_vit(), DistillationSection(match=match)
+    labels = Objective() if match == "logits" else None
+    first, second = student_of(teacher), student_of(teacher)
+    eager = DistillationObjective(teacher, first, settings, None, labels)
+    expected = [eager(first, batch()).item() for _ in range(2)]
+    calls = []
+
+    def counting(graph, inputs):
+        calls.append(len(inputs))
+        return graph
+
+    teacher = small_vit()
+    compiled = torch.compile(teacher, backend=counting, fullgraph=True)
+    objective = DistillationObjective(teacher, second, settings, None, labels, run_teacher=compiled)
+    second_runnable = torch.compile(second, backend=counting)
+    assert [objective(second_runnable, batch()).item() for _ in range(2)] == pytest.approx(expected)
+    assert len(calls) == 2  # each model once, although evaluation and training come in turns
+    evaluator = FeatureEvaluator(teacher, None)
+    evaluator.add(second.eval(), batch())
+    second.train()
+    assert objective(second_runnable, batch()).item() == pytest.approx(expected[0])
+    assert len(calls) == 2
+
+
 def test_attention_is_matched_on_the_teachers_inputs():
     teacher, some = small_vit(), batch()
     student = student_of(teacher, local_residual=False)

@@ -8,7 +8,7 @@ Shapes: `B` batch, `N` tokens, `P` prefix tokens, `C` channels, `K` classes, `H`
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,6 +91,7 @@ class DistillationTask(ClassificationTask):
         self._settings, self._source = distillation, source
         self._teacher: nn.Module | None = None
         self._student: nn.Module | None = None
+        self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
         if not distillation.uses_labels:
             self.metrics = FeatureMetrics.NAMES
 
@@ -159,11 +160,18 @@ class DistillationTask(ClassificationTask):
         return ClassificationTask(self._data, section, self._augmentation, smoothing=self._smoothing, seed=self._seed)
 
     def objective(self, class_names: Sequence[str], rank: int) -> Any:
-        """Return the loss of the match."""
+        """Return the loss of the match; the teacher moves to the student's device."""
+        teacher = self.teacher.to(next(self.student.parameters()).device)
         if self._settings.match == "attention":
-            return AttentionObjective(self.teacher, self.student)
+            return AttentionObjective(teacher, self.student)
         labels = super().objective(class_names, rank) if self._settings.uses_labels else None
-        return DistillationObjective(self.teacher, self.student, self._settings, self._teacher_pixels(), labels)
+        size, run = self._teacher_pixels(), self._compiled_teacher
+        return DistillationObjective(teacher, self.student, self._settings, size, labels, run_teacher=run)
+
+    def compile(self, mode: str) -> None:
+        """Compile the teacher, which costs as much as the student's forward pass."""
+        if self._settings.match != "attention":  # there, hooks come and go
+            self._compiled_teacher = torch.compile(self.teacher, mode=mode)
 
     def evaluator(self, source: ImageSource, device: torch.device) -> Any:
         """Return an evaluator of accuracy, or of the agreement with the teacher's features."""
@@ -232,19 +240,26 @@ class DistillationObjective:
         settings: DistillationSection,
         teacher_size: Size | None,
         labels: Objective | None,
+        *,
+        run_teacher: Callable[[Tensor], Tensor] | None = None,
     ):
-        self._teacher, self._settings, self._size, self._labels = teacher, settings, teacher_size, labels
+        """Attach to both models; `run_teacher` is the compiled teacher."""
+        self._settings, self._size, self._labels = settings, teacher_size, labels
         self._prefix = _prefix_tokens(student)
-        self._tokens = Recorder()
-        if settings.features_weight or labels is None:
+        self._run_teacher = teacher if run_teacher is None else run_teacher
+        self._tokens, self._expected_tokens = Recorder(), Recorder()
+        if settings.features_weight:
             # Not per call: torch.compile does not see hooks that come later.
-            self._tokens.attach(student, token_layer(student))
+            self._tokens.attach(student, token_layer(student), training=True)
+            self._expected_tokens.attach(teacher, token_layer(teacher), training=False)
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch."""
         settings = self._settings
         images, targets = (batch.images, batch.targets) if self._labels is None else self._labels.mixed(batch)
-        expected, expected_tokens = run_teacher(self._teacher, images, self._size)
+        with torch.no_grad():
+            expected = self._run_teacher(resized_images(images, self._size))
+        expected_tokens = self._expected_tokens.take()
         logits = runnable(images)
         if self._labels is None:
             loss = unexplained_share(logits, expected)
@@ -254,7 +269,7 @@ class DistillationObjective:
                 loss = loss + settings.logits_weight * soft_cross_entropy(logits, expected, settings.temperature)
             if settings.labels_weight:
                 loss = loss + settings.labels_weight * self._labels.loss(logits, targets)
-        if (tokens := self._tokens.take()) is not None and settings.features_weight:
+        if (tokens := self._tokens.take()) is not None:
             shape = images.shape[-2:]
             tokens = resized_tokens(tokens, shape, expected_tokens.shape[1], self._prefix)
             loss = loss + settings.features_weight * unexplained_share(tokens, expected_tokens)
@@ -272,12 +287,11 @@ class AttentionObjective:
         for name in self._names:
             layer = student.get_submodule(name)
             layer.register_forward_pre_hook(self._teachers_input(name))
-            self._outputs[name].attach(student, layer)
+            self._outputs[name].attach(student, layer, training=True)
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the unexplained share of the teacher's outputs, the mean over all attentions."""
         expected: dict[str, Tensor] = {}
-        self._teacher.to(batch.images.device)
         with torch.no_grad(), _recorded_calls(self._teacher, self._names, self._inputs, expected):
             self._teacher(batch.images)
         runnable(batch.images)
@@ -294,16 +308,16 @@ class AttentionObjective:
 
 
 class Recorder:
-    """Keeps the last output of a layer in training mode."""
+    """Keeps the last output of a layer."""
 
     def __init__(self) -> None:
         self._output: Tensor | None = None
 
-    def attach(self, model: nn.Module, layer: nn.Module) -> None:
-        """Record the layer's output whenever the model trains."""
+    def attach(self, model: nn.Module, layer: nn.Module, *, training: bool) -> None:
+        """Record the layer's output whenever the model is in training mode, or in evaluation mode."""
 
         def keep(_layer: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
-            if model.training:
+            if model.training is training:
                 self._output = output
 
         layer.register_forward_hook(keep)
@@ -353,9 +367,14 @@ def token_layer(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def run_teacher(teacher: nn.Module, images: Tensor, size: Size | None) -> tuple[Tensor, Tensor]:
     """Return the teacher's output `[B, K]` and tokens `[B, N, C]` for images `[B, 3, H, W]`, resized to its size."""
-    if size is not None and tuple(images.shape[-2:]) != tuple(size):
-        images = F.interpolate(images, size=size, mode="bicubic", antialias=True)
-    return run_with_tokens(teacher.to(images.device), images)
+    return run_with_tokens(teacher.to(images.device), resized_images(images, size))
+
+
+def resized_images(images: Tensor, size: Size | None) -> Tensor:
+    """Return images `[B, 3, H, W]` in a size; None leaves them as they are."""
+    if size is None or tuple(images.shape[-2:]) == tuple(size):
+        return images
+    return F.interpolate(images, size=size, mode="bicubic", antialias=True)
 
 
 def run_with_tokens(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,111 @@
+"""Class and register tokens whose queries attend by softmax, in a layer that is linear for all others."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+from inline_attention import InLineAttention, convert_attention
+from inline_attention.analysis.masking import mixed_values
+from inline_attention.analysis.probes import capture_attention, observed
+from inline_attention.layers.attention import LinearAttention, SoftmaxAttention
+
+PREFIX = 2
+
+
+def layer_of(kind=InLineAttention, **options):
+    torch.manual_seed(0)
+    options = {"num_prefix_tokens": PREFIX, "softmax_prefix": True, "local_residual": True} | options
+    layer = kind(16, 2, **options).double()
+    torch.nn.init.normal_(layer.qkv.weight)
+    torch.nn.init.normal_(layer.residual[-1].weight)
+    return layer.eval()
+
+
+def tokens(batch=3, side=4):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, PREFIX + side * side, 16, dtype=torch.float64, generator=generator)
+
+
+def softmax_of(layer):
+    twin = SoftmaxAttention(16, 2).double().eval()
+    twin.qkv, twin.proj = layer.qkv, layer.proj
+    return twin
+
+
+@pytest.mark.parametrize("kind", [InLineAttention, LinearAttention])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_prefix_tokens_get_softmax_and_the_grid_what_it_had(kind, masked, grad):
+    layer, x = layer_of(kind), tokens()
+    plain = copy.deepcopy(layer)
+    plain.softmax_prefix = False
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    mask[1, -3:] = False
+    options = {"key_padding_mask": mask} if masked else {}
+    before = x.clone()
+    with torch.set_grad_enabled(grad):
+        out = layer(x, **options)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(out[:, :PREFIX], softmax_of(layer)(x, **options)[:, :PREFIX])
+    torch.testing.assert_close(out[:, PREFIX:], plain(x, **options)[:, PREFIX:])
+    assert not torch.allclose(out[:, :PREFIX], plain(x, **options)[:, :PREFIX], rtol=1e-2)
+
+
+def test_gradients():
+    layer = layer_of()
+    assert torch.autograd.gradcheck(layer, (tokens(1, 2).requires_grad_(),))
+    assert torch.autograd.gradcheck(lambda weight: torch.func.functional_call(
+        layer, {"qkv.weight": weight}, (tokens(1, 2),)), (layer.qkv.weight,))  # fmt: skip
+
+
+def test_separate_queries_whose_memory_the_output_may_take():
+    torch.manual_seed(0)
+    layer = InLineAttention(16, 2, fused_qkv=False, num_prefix_tokens=PREFIX, softmax_prefix=True).eval()
+    x = tokens().float()
+    with torch.no_grad():
+        found = layer(x)
+    torch.testing.assert_close(found, layer(x))
+
+
+def test_a_compiled_and_an_exported_layer_agree():
+    layer, x = layer_of(), tokens()
+    expected = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x), expected)
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(x), expected)
+
+
+def test_analysis_sees_the_weights_of_softmax():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2)
+    convert_attention(model, softmax_prefix=True)
+    model = model.double().eval()
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.qkv.weight)
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    first = capture_attention(model, images)[0]
+    scores = first.rule.scale * first.q[0, 0, 1] @ first.k[0, :, 1].T
+    torch.testing.assert_close(first.rows(0, 1)[0], scores.softmax(-1))
+    with torch.no_grad():
+        expected = model(images)
+        with observed(model, mixed_values):
+            torch.testing.assert_close(model(images), expected)
+
+
+def test_parts_of_an_image_are_refused():
+    with pytest.raises(ValueError, match="softmax_prefix=False"):
+        layer_of().state(tokens())
+    layer_of(num_prefix_tokens=0).state(tokens())
+
+
+def test_an_untrained_class_token_keeps_what_it_reads():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=1, num_heads=2)
+    torch.nn.init.normal_(model.blocks[0].attn.qkv.weight)
+    student = copy.deepcopy(model)
+    convert_attention(student, softmax_prefix=True)
+    assert student.attention_conversion["options"] == {"softmax_prefix": True}
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(student.eval()(images), model.eval()(images))  # one block: the head sees no grid token
