@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import re
 
 import numpy as np
 import pytest
@@ -93,10 +94,26 @@ def test_tokens_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "_in_file", lambda *a: files.append(a[1]) or in_file(*a))
     model, pixels = create("inline_pvt_tiny"), image(340, 257)
     found = streamed(model, "2MiB", folder=tmp_path)(pixels)
-    assert files == [85 * 65 * 64 * 4]
+    assert files[0] == 85 * 65 * 64 * 4
     assert list(tmp_path.iterdir()) == []
     with torch.inference_mode():
         torch.testing.assert_close(found, model(pixels[None]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["inline_deit_tiny", *(f"{kind}_{f}_tiny" for kind in ("inline", "softmax") for f in FAMILIES[1:])]
+)
+@pytest.mark.parametrize("size", [(64, 1600), (900, 48), (300, 300)], ids=str)
+def test_the_memory_that_an_error_names_is_enough(name, size):
+    """Even if tokens would fit into it, but leave no room for a band."""
+    model, pixels = create(name), image(*size)
+    with pytest.raises(ValueError, match="memory must be at least") as error:
+        streamed(model, 1)(pixels)
+    (least,) = re.findall(r"at least ([\d,]+) KiB", str(error.value))
+    with torch.inference_mode():
+        expected = model(pixels[None])
+    found = streamed(model, f"{least.replace(',', '')}KiB")(pixels)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bytes_are_normalized():

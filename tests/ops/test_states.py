@@ -1,9 +1,12 @@
 """States of keys and values: split, merged and attended to, they give what the op gives for all keys at once."""
 
+import os
+
 import pytest
 import torch
 
 from inline_attention import AttentionState, attend, attention_state, inline_attention, merge_states
+from inline_attention.ops import states
 
 B, N, M, H, D, DV = 2, 5, 23, 3, 4, 6
 EXACT = {"rtol": 1e-11, "atol": 1e-12}  # float64
@@ -124,3 +127,61 @@ def test_errors(call, message):
 def test_a_state_is_a_tuple_of_tensors_that_ranks_can_exchange():
     gathered = AttentionState(*(part.clone() for part in state()))
     assert [tuple(part.shape) for part in gathered] == [(B,), (B, H, D), (B, H, DV), (B, H, D, DV)]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: see the GPU tests")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("normalization", "feature_map"), NORMALIZED)
+def test_kernels_without_a_gradient(normalization, feature_map, masked, dtype, monkeypatch):
+    check_kernels("cpu", normalization, feature_map, masked, dtype, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("normalization", "feature_map"), NORMALIZED)
+def test_kernels_on_a_gpu(normalization, feature_map, masked, dtype, monkeypatch):
+    check_kernels("cuda", normalization, feature_map, masked, dtype, monkeypatch)
+
+
+def check_kernels(device, normalization, feature_map, masked, dtype, monkeypatch):
+    """States and outputs by the kernels are those of the composed operations, also where bands meet."""
+    q, k, v, own = (torch.randn(B, n, H, d, dtype=dtype, device=device) for n, d in ((6, D), (M, D), (M, DV), (6, DV)))
+    own, v = own.transpose(-1, -2).contiguous().transpose(-1, -2), v + 5
+    mask = torch.tensor([[True] * M, [False] * M], device=device) if masked else None
+    weight = torch.randn(B, H, DV, 3, 3, dtype=dtype, device=device)
+    options = {"normalization": normalization, "feature_map": feature_map, "scale": 0.7}
+
+    def run():
+        first = attention_state(k[:, :9], v[:, :9], feature_map=feature_map)
+        rest = attention_state(
+            k[:, 9:], v[:, 9:], feature_map=feature_map, key_padding_mask=None if mask is None else mask[:, 9:]
+        )
+        merged = merge_states(first, rest)
+        return (
+            *rest,
+            *merged,
+            attend(q, merged, **options),
+            attend(q, merged, v=own, local_weight=weight, grid_size=(2, 3), **options),
+        )
+
+    monkeypatch.setattr(states, "KERNEL_DEVICES", ())
+    expected = run()
+    monkeypatch.setattr(states, "KERNEL_DEVICES", (device,))
+    used = [count_calls(monkeypatch, states.triton, name) for name in ("state_of_keys", "attend_to_state")]
+    found = run()
+    assert [len(calls) for calls in used] == [2, 2]
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max().clamp(min=1)))
+    k.requires_grad_()
+    assert run()[-1].requires_grad
+    assert [len(calls) for calls in used] == [2, 2], "the kernels of a state have no derivative"
+
+
+def count_calls(monkeypatch, module, name):
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or function(*arguments))
+    return calls

@@ -35,7 +35,7 @@ from inline_attention.ops.states import AttentionState, merge_states, state_weig
 from inline_attention.support.files import free_bytes, replace_atomically
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-SHARE_FOR_TOKENS = 2 / 3  # of the memory, at most; the rest is for a band
+SHARE_FOR_TOKENS = 3 / 4  # of the memory, at most; the rest is for a band
 SHARE_OF_HOST = 1 / 2  # of the free host memory, for tokens of a GPU
 ZEROS = bytes(2**24)
 
@@ -330,6 +330,11 @@ class _Run:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.source: PixelSource = _TensorSource(source) if isinstance(source, Tensor) else source
         self.size = self.source.size
+        config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+        self.statistics = [  # mean and standard deviation of pixels
+            torch.tensor(config.get(name, default), device=self.device).view(1, -1, 1, 1)
+            for name, default in (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD))
+        ]
         if min(self.size) < model.largest_stride:
             raise ValueError(
                 f"images must be at least {model.largest_stride} pixels high and wide, got {self.size[0]}×"
@@ -346,6 +351,13 @@ class _Run:
             for block in level.blocks:
                 work = 4 * _channels(block) ** 2 + 2 * _channels(block) * _hidden(block)
                 self.steps.append(_Step(number, block, block is level.blocks[-1], work))
+        bands = [self._least_band(step) for step in self.steps]
+        self.least_memory = max(bands)
+        # Of each level, with the embedding of the next one.
+        self.least_bands = [
+            max(band for step, band in zip(self.steps, bands, strict=True) if self._reads(step, level))
+            for level in range(len(self.grids))
+        ]
         self.total_work = sum(step.work * math.prod(self.grids[step.level]) for step in self.steps)
         self.tokens: _Tokens | None = None  # after the steps so far
         self.prefix: Tensor | None = None  # [1, P, C]
@@ -364,9 +376,11 @@ class _Run:
             summary = _Summary(cast(Block, following)) if is_linear else None
             outputs = [*(sinks.get(step.level, ()) if step.ends_level else ()), *([summary.add] if summary else ())]
             if isinstance(step.module, Block):
-                self._run_block(step.module, step.work, outputs, skip_grid=following is None and self.prefix_only)
+                self._run_block(
+                    step.module, step.level, step.work, outputs, skip_grid=following is None and self.prefix_only
+                )
             else:
-                self._run_embedding(step.module, self.grids[step.level], step.work, outputs)
+                self._run_embedding(step.module, step.level, step.work, outputs)
             if summary and self.prefix is not None:
                 summary.add(self.prefix)
             self.summary = summary
@@ -445,15 +459,13 @@ class _Run:
 
         return evidence, logits.detach()
 
-    def _run_embedding(self, level: Level, grid_size: tuple[int, int], work: float, sinks: Sequence[Sink]) -> None:
+    def _run_embedding(self, level: Level, number: int, work: float, sinks: Sequence[Sink]) -> None:
         assert level.embed is not None
-        (height, width), stride, channels = grid_size, level.stride, _channels(level.blocks[0])
+        (height, width), stride, channels = self.grids[number], level.stride, _channels(level.blocks[0])
         finer = self.tokens
         in_height, in_width = self.size if finer is None else finer.data.shape[:2]
-        in_channels = self.model.in_chans if finer is None else finer.data.shape[2]
-        tokens = self._allocate(height, width, channels)
-        needed = in_channels * stride**2 * (9 + self.dtype.itemsize) + 24 * channels
-        needed = max(needed, self._block_bytes(level.blocks[0]))  # the sinks compute its keys and values
+        needed = self._embedding_bytes(level, self.model.in_chans if finer is None else finer.data.shape[2])
+        tokens = self._allocate(height, width, channels, number)
         for start, stop in self._bands(height, width, needed, halo=level.halo):
             low, high = max(0, start - level.halo), min(height, stop + level.halo)
             first, last = low * stride, min(high * stride, in_height)
@@ -464,7 +476,7 @@ class _Run:
         self.held -= 0 if finer is None else finer.device_bytes
         self.tokens = tokens
 
-    def _run_block(self, block: Block, work: float, sinks: Sequence[Sink], *, skip_grid: bool) -> None:
+    def _run_block(self, block: Block, level: int, work: float, sinks: Sequence[Sink], *, skip_grid: bool) -> None:
         tokens, attention, summary = self.tokens, block.attn, self.summary
         assert tokens is not None
         height, width, channels = tokens.data.shape
@@ -485,13 +497,12 @@ class _Run:
             align, shift = attention.window_size, attention.shift_of(height, width)
             # Bands end between windows. Only the first band has windows that the shift cuts at the upper edge.
             offset = shift[0]
-            needed += 3 * attention.num_heads * attention.window_size**2 * self.dtype.itemsize
 
             def attend(x: Tensor, start: int, size: tuple[int, int]) -> Tensor:
                 return attention.attend(block.norm1(x), size, shift=(0 if start else shift[0], shift[1]))
 
         elif isinstance(attention, StripeAttention) and attention.stripe_width is not None:
-            align, vertical, half = attention.stripe_width, self._vertical_stripes(block, tokens), channels // 2
+            align, vertical, half = attention.stripe_width, self._vertical_stripes(block, level, tokens), channels // 2
 
             def attend(x: Tensor, start: int, size: tuple[int, int]) -> Tensor:
                 # A band holds horizontal stripes only; what it computes for vertical ones is dropped.
@@ -521,11 +532,13 @@ class _Run:
         self.prefix = out[:, :prefix] if prefix else None
         self._finish_band(tokens, 0, out[:, prefix:], work, sinks)
 
-    def _vertical_stripes(self, block: Block, tokens: _Tokens) -> _Tokens:
+    def _vertical_stripes(self, block: Block, level: int, tokens: _Tokens) -> _Tokens:
         """Return the first half of the channels of CSWin's attention, which runs down columns."""
         attention = cast(StripeAttention, block.attn)
         stripe, (height, width, channels) = cast(int, attention.stripe_width), tokens.data.shape
-        out = self._allocate(height, width, channels // 2)
+        out = self._allocate(height, width, channels // 2, level)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the host gathers columns, which copies may be writing still
         for start, stop in self._bands(width, height, self._block_bytes(block), align=stripe):
             columns = tokens.data[:, start:stop].to(self.device).flatten(0, 1)[None]
             attended = attention.attend(block.norm1(columns), (height, stop - start))[0, :, : channels // 2]
@@ -562,7 +575,10 @@ class _Run:
         free = self.memory - self.held
         rows = free // (bytes_per_token * width) - 2 * halo
         if rows < align and rows < height:
-            least = self.memory - free + (min(align, height) + 2 * halo) * bytes_per_token * width
+            least = (min(align, height) + 2 * halo) * bytes_per_token * width
+            if least > self.least_memory:  # not one of the steps, for which tokens leave enough
+                least += 0 if self.tokens is None else self.tokens.data.nbytes
+            least = max(least, self.least_memory)
             raise ValueError(
                 f"memory must be at least {ceil_divide(least, 2**10):,} KiB for this model and image, "
                 f"got {self.memory // 2**10:,} KiB"
@@ -578,12 +594,45 @@ class _Run:
     def _block_bytes(self, block: Block) -> int:
         """Return the most bytes that running a block takes for a token, roughly."""
         channels, item = _channels(block), self.dtype.itemsize
+        if isinstance(block.attn, WindowAttention):
+            weights = 3 * block.attn.num_heads * block.attn.window_size**2 * item
+        else:
+            weights = 0
         attention = channels * (7 * item + 6 * 4)  # sums are in float32
-        return max(attention, item * (6 * channels + 2 * _hidden(block)))
+        return max(attention, item * (6 * channels + 2 * _hidden(block))) + weights
 
-    def _allocate(self, height: int, width: int, channels: int) -> _Tokens:
+    def _embedding_bytes(self, level: Level, in_channels: int) -> int:
+        """Return the most bytes that an embedding takes for a token, roughly."""
+        embedding = in_channels * level.stride**2 * (9 + self.dtype.itemsize) + 24 * _channels(level.blocks[0])
+        return max(embedding, self._block_bytes(level.blocks[0]))  # the sinks compute its keys and values
+
+    def _least_band(self, step: _Step) -> int:
+        """Return the bytes of the smallest band of a step."""
+        (height, width), module = self.grids[step.level], step.module
+        if isinstance(module, Level):
+            finer = self.model.network()[step.level - 1].blocks[-1] if step.level else None
+            channels = self.model.in_chans if finer is None else _channels(finer)
+            return (1 + 2 * module.halo) * width * self._embedding_bytes(module, channels)
+        needed, attention = self._block_bytes(module), module.attn
+        if isinstance(attention, KernelAttention):
+            return (1 + 2 * int(attention.has_local_term)) * width * needed
+        if isinstance(attention, WindowAttention):
+            return min(attention.window_size, height) * width * needed
+        if isinstance(attention, StripeAttention) and attention.stripe_width is not None:
+            stripe = attention.stripe_width
+            return max(min(stripe, height) * width, min(stripe, width) * height) * needed
+        return height * width * needed
+
+    @staticmethod
+    def _reads(step: _Step, level: int) -> bool:
+        """True if a step reads or makes the tokens of a level."""
+        return step.level == level or (step.level == level + 1 and isinstance(step.module, Level))
+
+    def _allocate(self, height: int, width: int, channels: int, level: int) -> _Tokens:
+        """Allocate tokens of a level on the device if they leave enough for its bands, else elsewhere."""
         shape, size = (height, width, channels), height * width * channels * self.dtype.itemsize
-        if size + self.held <= self.memory * SHARE_FOR_TOKENS:
+        band = max((1 - SHARE_FOR_TOKENS) * self.memory, self.least_bands[level])
+        if size + self.held + band <= self.memory:
             self.held += size
             return _Tokens(torch.empty(shape, device=self.device, dtype=self.dtype), self.device, size)
         if self.device.type != "cpu" and size <= _free_host_memory() * SHARE_OF_HOST:
@@ -596,14 +645,16 @@ class _Run:
         expected = (self.model.in_chans, stop - start, self.size[1])
         if rows.shape != expected:
             raise ValueError(f"the source must return rows of shape {expected}, got {tuple(rows.shape)}")
-        rows = rows.to(self.device)[None]
+        if rows.device != self.device:
+            on_host = rows
+            rows = torch.empty(expected, dtype=on_host.dtype, device=self.device)
+            for plane, from_host in zip(rows, on_host, strict=True):  # each is contiguous, and copied without a detour
+                # Other sources than tensors may use their memory again.
+                plane.copy_(from_host, non_blocking=isinstance(self.source, _TensorSource))
+        rows = rows[None]
         if rows.is_floating_point():
             return rows.to(self.dtype)
-        config: dict[str, Any] = getattr(self.model, "pretrained_cfg", None) or {}
-        mean, std = (
-            torch.tensor(config.get(name, default), device=self.device).view(1, -1, 1, 1)
-            for name, default in (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD))
-        )
+        mean, std = self.statistics
         return rows.float().div_(255).sub_(mean).div_(std).to(self.dtype)
 
 

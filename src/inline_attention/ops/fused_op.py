@@ -165,7 +165,7 @@ def _forward(kernels: Kernels, call: AttentionCall, *, keep_state: bool) -> tupl
     if call.q.shape[0] == 0:
         return _empty_results(call)
     with on_device(call.q.device):
-        return kernels.forward(_with_unit_strides(call), keep_state)
+        return kernels.forward(with_unit_strides(call), keep_state)
 
 
 def _backward(
@@ -176,7 +176,7 @@ def _backward(
     if call.q.shape[0] == 0:
         return grads, None if call.local_weight is None else torch.empty_like(call.local_weight)
     with on_device(call.q.device):
-        call, grad_out = _with_unit_strides(call), _with_unit_stride(grad_out)
+        call, grad_out = with_unit_strides(call), _with_unit_stride(grad_out)
         return grads, kernels.backward(call, grad_out, state, _separate(grads))
 
 
@@ -308,7 +308,8 @@ def _empty_results(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return call.v.new_empty(*call.q.shape[:3], call.v.shape[3]), empty_state(call.q, call.v)
 
 
-def _with_unit_strides(call: AttentionCall) -> AttentionCall:
+def with_unit_strides(call: AttentionCall) -> AttentionCall:
+    """Return the call with a last dimension of unit stride in q, k and v, as kernels need it."""
     q, k, v = call.q, call.k, call.v
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return call

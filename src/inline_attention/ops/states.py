@@ -9,15 +9,18 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 from __future__ import annotations
 
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inline_attention.ops import composed, validation
-from inline_attention.ops.call import Normalization
+from inline_attention.ops.backends import triton
+from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
-from inline_attention.ops.tracing import as_autocast
+from inline_attention.ops.tracing import as_autocast, is_plain_execution
+
+KERNEL_DEVICES = ("cuda",)  # Triton's interpreter on a CPU is for tests
 
 
 class AttentionState(NamedTuple):
@@ -71,14 +74,20 @@ def attention_state(
             ),
         )
     k, v = as_autocast(k), as_autocast(v)
+    count = (
+        torch.full(k.shape[:1], k.shape[1], dtype=torch.int64, device=k.device)
+        if key_padding_mask is None
+        else key_padding_mask.sum(1)
+    )
     with torch.autocast(k.device.type, enabled=False):
+        call = AttentionCall(k, k, v, None, 1.0, feature_map, "subtract", key_padding_mask, None, None, 0)
+        if _suits_kernels(call, k, v):
+            covariance, key_mean, value_mean = triton.state_of_keys(call)
+            return AttentionState(count, key_mean, value_mean, covariance)
         dtype = torch.promote_types(k.dtype, torch.float32)
         key, value = apply_feature_map(feature_map, k, dtype), v.to(dtype)
-        if key_padding_mask is None:
-            count = torch.full(k.shape[:1], k.shape[1], dtype=torch.int64, device=k.device)
-        else:
+        if key_padding_mask is not None:
             key, value = composed.without_padding(key, value, key_padding_mask)
-            count = key_padding_mask.sum(1)
         key_mean, value_mean, covariance = composed.moments(key, value, key_padding_mask)
         return AttentionState(count, key_mean.squeeze(1), value_mean.squeeze(1), covariance)
 
@@ -90,9 +99,15 @@ def merge_states(*states: AttentionState) -> AttentionState:
     """
     if not states:
         raise ValueError("merge_states needs at least one state, got none")
-    shapes = {(state.key_mean.shape, state.covariance.shape, state.covariance.dtype) for state in states}
-    if len(shapes) > 1:
-        raise ValueError(f"states must agree in B, H, D, Dv and dtype, got {sorted(map(str, shapes))}")
+    for state in states:
+        if not isinstance(state, AttentionState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"merge_states takes states, each an argument of its own, got {type(state).__name__}")
+    kinds = {(tuple(state.covariance.shape), state.covariance.dtype, state.covariance.device) for state in states}
+    if len(kinds) > 1:
+        raise ValueError(
+            "states must agree in B, H, D, Dv, dtype and device, got "
+            + " and ".join(sorted(f"{shape} {dtype} on {device}" for shape, dtype, device in kinds))
+        )
     counts, key_means, value_means, covariances = (torch.stack(parts) for parts in zip(*states, strict=True))
     total = counts.sum(0)
     dtype = key_means.dtype  # integers would be divided in float32
@@ -135,24 +150,32 @@ def attend(
     validation.check_feature_map(feature_map)
     validation.check_normalization(normalization)
     scale = validation.resolve_scale(scale, q.shape[3])
-    q = as_autocast(q)
-    with torch.autocast(q.device.type, enabled=False):
-        query = apply_feature_map(feature_map, q, state.covariance.dtype)
-        (B, _, H, D), expected = query.shape, state.covariance.shape
-        if tuple(expected[:3]) != (B, H, D):
+    _check_state(state, q)
+    q, v, local_weight = as_autocast(q), as_autocast(v), as_autocast(local_weight)
+    own = q
+    if local_weight is not None:
+        if v is None:
+            raise ValueError("local_weight needs v, the values of the queries' own tokens")
+        validation.check_head_tokens("v", v)
+        expected = *q.shape[:3], state.value_mean.shape[2]
+        if any(got != wanted for got, wanted in zip(v.shape, expected, strict=True)) or v.device != q.device:
             raise ValueError(
-                f"q must agree with the state in B, H and D = {tuple(expected[:3])}, got {(B, H, D)} after the feature "
-                "map; use the feature map and the layout [B, N, H, D] of the keys"
+                f"v must be the values [B, N, H, Dv] = {expected} of the queries' own tokens on {q.device}, got "
+                f"{tuple(v.shape)} on {v.device}"
             )
+        own, grid_size = v, validation.check_local(local_weight, grid_size, 0, v)
+    with torch.autocast(q.device.type, enabled=False):
+        call = AttentionCall(q, q, own, None, scale, feature_map, normalization, None, local_weight, grid_size, 0)
+        others = () if local_weight is None else (own, local_weight)
+        if own.dtype == q.dtype and _suits_kernels(call, q, *state[1:], *others):
+            return triton.attend_to_state(call, (scale * state.covariance, state.key_mean, state.value_mean))
+        query = apply_feature_map(feature_map, q, state.covariance.dtype)
+        if query.shape[3] != state.covariance.shape[2]:
+            raise _disagrees(state, query)
         means = state.key_mean[:, None], state.value_mean[:, None]
         out = composed.apply_moments(query, *means, state.covariance, scale, normalization)
-        if local_weight is not None:  # added before the sum is rounded to the dtype of q
-            if v is None:
-                raise ValueError("local_weight needs v, the values of the queries' own tokens")
-            validation.check_head_tokens("v", v)
-            grid_size = validation.check_local(local_weight, grid_size, 0, v)
-            local = composed.local_term(as_autocast(v).to(out.dtype), local_weight.to(out.dtype), grid_size)
-            out = out + local
+        if local_weight is not None and grid_size is not None:  # added before the sum is rounded to the dtype of q
+            out = out + composed.local_term(own.to(out.dtype), local_weight.to(out.dtype), grid_size)
         return out.to(q.dtype)
 
 
@@ -179,3 +202,34 @@ def state_weights(
         mean_score = scale * (query * state.key_mean[:, :, None]).sum(-1, keepdim=True)
         deviation = deviation * composed.amplification(mean_score, normalization)
     return (1 + deviation) / state.key_count.to(dtype)[:, None, None, None]
+
+
+def _suits_kernels(call: AttentionCall, *tensors: Tensor) -> bool:
+    """True if the Triton kernels can run the part of a call that needs these tensors."""
+    return (
+        call.q.device.type in KERNEL_DEVICES
+        and isinstance(call.feature_map, str)
+        and call.q.numel() > 0
+        and is_plain_execution(*tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        and triton.unsupported_reason(call) is None
+    )
+
+
+def _check_state(state: Any, q: Tensor) -> None:
+    """Check that an argument is a state for queries `[B, N, H, ·]`."""
+    if not isinstance(state, AttentionState):
+        raise ValueError(f"state must be an AttentionState, got {type(state).__name__}; use attention_state(k, v)")
+    B, H, _, _ = state.covariance.shape
+    if q.shape[0] != B or q.shape[2] != H:
+        raise _disagrees(state, q)
+    if state.covariance.device != q.device:
+        raise ValueError(f"q and the state must be on one device, got {q.device} and {state.covariance.device}")
+
+
+def _disagrees(state: AttentionState, query: Tensor) -> ValueError:
+    B, _, H, D = query.shape
+    return ValueError(
+        f"q must agree with the state in B, H and D = {tuple(state.covariance.shape[:3])}, got {(B, H, D)} after the "
+        "feature map; use the feature map and the layout [B, N, H, D] of the keys"
+    )

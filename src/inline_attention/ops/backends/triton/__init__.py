@@ -48,6 +48,31 @@ def _backward(*arguments: Any) -> Tensor | None:
     return backward(*arguments)
 
 
+def state_of_keys(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """scale · Cov(phi(k), v) `[B, H, D, Dv]` of the keys of a call, and the means of phi(k) and of v."""
+    from inline_attention.ops.backends.triton.forward import accumulate
+
+    with fused_op.on_device(call.k.device):
+        call = fused_op.with_unit_strides(call)
+        state = fused_op.split_state(fused_op.empty_state(call.k, call.v), call.k, call.v)
+        accumulate(call, state)
+    return state
+
+
+def attend_to_state(call: AttentionCall, state: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Output `[B, N, H, Dv]` of the queries of a call over such a state, contiguous; the call's keys are not read.
+
+    Its scale is the one of the state, and its values are those of the queries' own tokens, for the local term.
+    """
+    from inline_attention.ops.backends.triton.forward import apply
+
+    with fused_op.on_device(call.q.device):
+        call, weight = fused_op.with_unit_strides(call), call.local_weight
+        covariance, key_mean, value_mean = (part.contiguous() for part in state)
+        taps = None if weight is None else weight.flatten(-2).permute(0, 3, 1, 2).contiguous()
+        return apply(call, (covariance, key_mean, value_mean), taps)
+
+
 run = fused_op.register("triton", _forward, _backward, largest_head_dim=LARGEST_HEAD_DIM, can_make_state_again=False)
 
 

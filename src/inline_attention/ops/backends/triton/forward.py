@@ -267,19 +267,30 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.
     Not in the memory of q: a warp may still read queries that another warp of its program would overwrite.
     """
     del keep_state  # the output kernel reads it from memory in any case
-    q, k, v, key_padding_mask, local_weight = call.q, call.k, call.v, call.key_padding_mask, call.local_weight
-    (B, N, H, D), M, DV = q.shape, k.shape[1], v.shape[3]
-    device, scale = q.device, float(call.scale)
+    q, v, local_weight = call.q, call.v, call.local_weight
     state = empty_state(q, v)
-    covariance, key_mean, value_mean = split_state(state, q, v)
-    heads = tuning.head_group(H, D, DV)
-    half_products = tuning.half_products(q.dtype, call.feature_map)
-    mask_strides = (0, 0) if key_padding_mask is None else key_padding_mask.stride()
     taps = None
     if local_weight is not None:
         local_weight = local_weight.contiguous()
-        taps = torch.empty((B, 9, H, DV), dtype=v.dtype, device=device)
+        taps = torch.empty((q.shape[0], 9, *v.shape[2:]), dtype=v.dtype, device=q.device)
+    accumulate(call, split_state(state, q, v), local_weight, taps)
+    return apply(call, split_state(state, q, v), taps), state
 
+
+def accumulate(
+    call: AttentionCall,
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    local_weight: torch.Tensor | None = None,
+    taps: torch.Tensor | None = None,
+) -> None:
+    """Fill a state (see `split_state`) from the keys and values of a call; copy `local_weight` to `taps` if given."""
+    k, v, key_padding_mask = call.k, call.v, call.key_padding_mask
+    (B, M, H, D), DV = k.shape, v.shape[3]
+    covariance, key_mean, value_mean = state
+    device, scale = k.device, float(call.scale)
+    heads = tuning.head_group(H, D, DV)
+    half_products = tuning.half_products(k.dtype, call.feature_map)
+    mask_strides = (0, 0) if key_padding_mask is None else key_padding_mask.stride()
     plan = tuning.plan("state", B, M, heads, half_products, device)
     partial_stride = tuning.state_floats(D, DV)
     partial = None
@@ -299,16 +310,27 @@ def forward(call: AttentionCall, keep_state: bool) -> tuple[torch.Tensor, torch.
             partial, key_mean, value_mean, covariance, scale, B * H, plan.chunks, partial_stride,
             D, DV, heads.block_dv, rows, chunks, enable_fp_fusion=True,
         )  # fmt: skip
-        del partial  # the output may have its memory
-    out = torch.empty((B, N, H, DV), dtype=v.dtype, device=device)
-    plan = tuning.plan("output", B, N, heads, half_products, device)
+
+
+def apply(
+    call: AttentionCall, state: tuple[torch.Tensor, torch.Tensor, torch.Tensor], taps: torch.Tensor | None
+) -> torch.Tensor:
+    """Output `[B, N, H, Dv]` of the queries of a call over a state; `taps` `[B, 9, H, Dv]` are its local weights."""
+    q, v, key_padding_mask = call.q, call.v, call.key_padding_mask
+    covariance, key_mean, value_mean = state
+    (B, N, H, D), DV = q.shape, covariance.shape[3]
+    heads = tuning.head_group(H, D, DV)
+    half_products = tuning.half_products(q.dtype, call.feature_map)
+    mask_strides = (0, 0) if key_padding_mask is None else key_padding_mask.stride()
+    out = torch.empty((B, N, H, DV), dtype=v.dtype, device=q.device)
+    plan = tuning.plan("output", B, N, heads, half_products, q.device)
     _forward_output_kernel[(B * plan.chunks, heads.groups)](
         q, v, key_padding_mask, taps, key_mean, value_mean, covariance, out,
-        scale, N, H, plan.chunks, plan.chunk_tokens, *(call.grid_size or (0, 0)), call.num_prefix_tokens,
+        float(call.scale), N, H, plan.chunks, plan.chunk_tokens, *(call.grid_size or (0, 0)), call.num_prefix_tokens,
         *q.stride()[:3], *v.stride()[:3], *mask_strides,
         D, DV, heads.size, heads.block_d, heads.block_dv, plan.block_tokens,
         call.feature_map, call.normalization, half_products,
-        key_padding_mask is not None, local_weight is not None, heads.resident,
+        key_padding_mask is not None, taps is not None, heads.resident,
         **plan.options,
     )  # fmt: skip
-    return out, state
+    return out
