@@ -1,14 +1,18 @@
 """Linearize a softmax ViT: accuracy of students by share of the teacher's epochs, with and without labels; speed.
 
     python benchmarks/linearize.py digits
-    python benchmarks/linearize.py cifar10 --data-dir DIR [--runs out/linearize] [--time-limit 560] [--seeds 2]
-    python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR
+    python benchmarks/linearize.py cifar10 --data-dir DIR [--at-once 4] [--time-limit 560] [--seeds 2]
+    python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine. Its attention is replaced (InLine or linear, with and without the local
-3×3 term), and students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the student of a backbone
-without head matches tokens alone, and a linear probe is trained on teacher and student. After the time limit or a kill,
-the same command resumes; finished runs are not repeated. `speed` compares ViT-S and ViT-B with their conversions.
+A softmax ViT of timm is trained by the engine. On the larger datasets it first learns with patches of twice the side, a
+quarter of the tokens, which count as quarter epochs; then its patch and position embeddings are resampled. The teacher
+is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
+Its attention is replaced (InLine or linear, with and without the local 3×3 term; class tokens keep softmax in all), and
+students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the student of a backbone without head
+matches tokens alone, and a linear probe is trained on teacher and student. Runs are processes, several at a time; those
+that matter most come first. After the time limit or a kill, the same command resumes; finished runs are not repeated.
+`speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
 folders train/CLASS and validation/CLASS. Results: benchmarks/results/linearize_DATASET.{json,md,png}, rewritten after
@@ -20,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,19 +36,20 @@ import timm
 import torch
 import torch.nn.functional as F
 import typer
+from timm.layers import resample_abs_pos_embed, resample_patch_embed  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
 from inline_attention import convert_attention
-from inline_attention.ablation.runs import UnusableRunError, finish_run, run_folder
+from inline_attention.ablation.runs import read_outcome, run_command, run_folder
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.linearized import measure_speed
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
+from inline_attention.benchmark.side_by_side import Command, run_side_by_side
 from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, TrainConfig, with_overrides
 from inline_attention.engine.evaluate import evaluate_task
-from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.processes import joined_processes
-from inline_attention.engine.train import build_task, train
+from inline_attention.engine.train import build_task, open_sources
 from inline_attention.models.checkpoints import open_checkpoint, save_weights
 from inline_attention.recipes import get_recipe
 from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, light_grid
@@ -58,151 +64,253 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
     "linear with 3×3": ("linear", {"local_residual": True}, Style("linear")),
     "linear": ("linear", {}, Style("linear", 1)),
 }
-LONG = (
-    "training.batch_size=512", "training.total_batch_size=512", "training.validation_interval=5",
-    "optimizer.lr=1e-3", "optimizer.lr_base_size=512", "schedule.warmup_epochs=5", "augmentation.mixup=0.8",
-    "augmentation.cutmix=1.0", "augmentation.auto_augment=rand-m9-mstd0.5-inc1", "checkpoints.keep_last=1",
-    "checkpoints.interval_epochs=5",
+PROBES = ("probe of the teacher", "probe of the student")
+NOTES = ("model", "model_arguments", "class_names", "crop_pct")
+QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
+MIXED = (
+    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
+    "training.compile=true", "training.validation_interval=10", "checkpoints.interval_epochs=10",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A dataset, the teacher's settings, and the students' lengths in percent of the teacher's epochs."""
+    """A dataset, the teacher's settings, and the students' lengths in percent of the teacher's epochs.
+
+    Attributes:
+        recipe: Recipe whose data settings are used.
+        patch: Side of the teacher's patches in pixels.
+        epochs: Epochs of the teacher at its patches.
+        coarse_epochs: Epochs before, with patches of twice the side.
+        overrides: Settings of teacher and students.
+        fine: Settings of the teacher alone.
+        coarse: Settings of the teacher with larger patches.
+        batch: Images per update of the students.
+        shares: Students' lengths, in percent.
+        probe_share: Length of the student without labels, in percent.
+    """
 
     recipe: str
+    patch: int
     epochs: int
     overrides: tuple[str, ...]
+    fine: tuple[str, ...]
+    coarse_epochs: int = 0
+    coarse: tuple[str, ...] = ()
+    batch: int = 256
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
 
-    def student_epochs(self, share: int) -> int:
-        """Return the epochs of a student."""
-        return max(1, round(self.epochs * share / 100))
+    @property
+    def teacher_epochs(self) -> float:
+        """Epochs of the teacher at its patches; coarse ones have a quarter of the tokens and count a quarter."""
+        return self.epochs + self.coarse_epochs / 4
 
 
+FINE = (
+    *MIXED, "augmentation.mixup_prob=0.5", "training.batch_size=256", "training.total_batch_size=256",
+    "optimizer.lr=5e-4", "training.validation_interval=5",
+)  # fmt: skip
+COARSE = (*MIXED, "training.batch_size=128", "training.total_batch_size=128", "optimizer.lr=1e-3")
 EXPERIMENTS = {
     "digits": Experiment(
         "digits",
-        60,
-        (
-            "model.arguments={patch_size: 2, embed_dim: 64, num_heads: 2, depth: 3}", "training.batch_size=64",
-            "training.total_batch_size=64", "optimizer.lr=1e-3", "training.validation_interval=60",
-            "checkpoints.keep_last=1", "checkpoints.interval_epochs=60",
+        patch=2,
+        epochs=60,
+        overrides=("model.arguments={patch_size: 2, embed_dim: 64, num_heads: 2, depth: 3}",),
+        fine=(
+            "training.batch_size=64", "training.total_batch_size=64", "optimizer.lr=1e-3",
+            "training.validation_interval=60", "checkpoints.interval_epochs=60",
         ),
-        shares=(2, 10),
+        batch=64,
     ),
     "cifar10": Experiment(
-        "cifar10", 160, ("model.arguments={patch_size: 2}", "model.img_size=32", *LONG), shares=(1, 5, 10, 25)
+        "cifar10", patch=2, epochs=10, coarse_epochs=80, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
-        120,
-        (
-            "model.arguments={patch_size: 4}", "model.img_size=64", "model.num_classes=100", "data.dataset=folder",
-            "augmentation.crop_padding=8", *LONG,
+        patch=4,
+        epochs=10,
+        coarse_epochs=80,
+        overrides=(
+            "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8"
         ),
+        fine=FINE,
+        coarse=COARSE,
     ),
 }  # fmt: skip
-# Students differ from their teacher in these; data and augmentation are the same.
+# Students differ from their teacher in these.
 STUDENT_SECTIONS = ("optimizer", "schedule", "loss")
 
 
-def teacher_settings(
-    experiment: Experiment, data_dir: Path | None, runs: Path, seed: int, overrides: Sequence[str]
-) -> TrainConfig:
-    """Return the settings of the softmax teacher."""
-    data = [] if data_dir is None else [f"data.dir={data_dir}", f"data.workers={max(1, (os.cpu_count() or 2) - 1)}"]
-    if experiment.recipe == "cifar10" and data_dir is not None and (data_dir / "train").is_dir():
-        data += ["data.dataset=folder", *(["data.val_split=test"] if (data_dir / "test").is_dir() else [])]
-    fixed = [f"model.name={MODEL}", "model.drop_path=null", f"training.epochs={experiment.epochs}"]
-    place = [f"run.output={runs}", f"run.experiment=teacher-seed{seed}", f"training.seed={seed}"]
-    quiet = ["logging.tensorboard=false"]
-    config = get_recipe(experiment.recipe).config
-    return with_overrides(config, [*fixed, *experiment.overrides, *data, *quiet, *overrides, *place])
+@dataclass(frozen=True)
+class Place:
+    """Where an experiment runs: data, folder of the runs, device, seed, and the user's own settings."""
+
+    experiment: Experiment
+    data_dir: Path | None
+    runs: Path
+    seed: int
+    own: tuple[str, ...]
+    at_once: int = 1
+
+    @property
+    def teacher(self) -> Path:
+        """Weights of the teacher."""
+        return self.runs / f"teacher-seed{self.seed}.safetensors"
+
+    def settings(self, name: str, *overrides: str) -> TrainConfig:
+        """Return the settings of a run of the teacher's model on the data."""
+        data: list[str] = []
+        if self.data_dir is not None:
+            data = [f"data.dir={self.data_dir}", f"data.workers={max(1, (os.cpu_count() or 2) // self.at_once - 1)}"]
+            if self.experiment.recipe == "cifar10" and (self.data_dir / "train").is_dir():
+                is_cifar = (self.data_dir / "test").is_dir()
+                data += ["data.dataset=folder", *(["data.val_split=test"] if is_cifar else [])]
+        fixed = [
+            f"model.name={MODEL}",
+            "model.drop_path=null",
+            f"model.arguments={{patch_size: {self.experiment.patch}}}",
+        ]
+        where = [f"run.output={self.runs}", f"run.experiment={name}-seed{self.seed}", f"training.seed={self.seed}"]
+        every = [*fixed, *self.experiment.overrides, *data, *QUIET, *overrides, *self.own, *where]
+        return with_overrides(get_recipe(self.experiment.recipe).config, every)
+
+    def teacher_settings(self) -> TrainConfig:
+        """Return the settings of the teacher at its patches."""
+        start = [f"model.initial_checkpoint={self.refined}"] if self.experiment.coarse_epochs else []
+        return self.settings("teacher", *self.experiment.fine, f"training.epochs={self.experiment.epochs}", *start)
+
+    def coarse_settings(self) -> TrainConfig:
+        """Return the settings of the teacher with larger patches."""
+        arguments = f"model.arguments={{patch_size: {2 * self.experiment.patch}}}"
+        epochs = f"training.epochs={self.experiment.coarse_epochs}"
+        return self.settings("coarse", *self.experiment.coarse, epochs, arguments)
+
+    @property
+    def refined(self) -> Path:
+        """Weights of the coarse teacher, resampled to its final patches."""
+        return self.runs / f"refined-seed{self.seed}.safetensors"
+
+    def student_settings(self, variant: str, share: int, *, backbone: Path | None = None) -> TrainConfig:
+        """Return the settings of a student of the teacher, or, without labels, of a backbone without head."""
+        recipe, experiment = get_recipe("linearize_classifier").config, self.experiment
+        attention, options, _ = VARIANTS[variant]
+        batch = [f"training.batch_size={experiment.batch}", f"training.total_batch_size={experiment.batch}"]
+        light = ["augmentation.mixup=0", "augmentation.cutmix=0", "augmentation.reprob=0"]
+        match = "logits" if backbone is None else "features"
+        name = f"{variant.replace(' ', '_').replace('×', 'x')}-{share}-{match}"
+        base = self.settings(name, *batch, *light, "training.clip_grad=1.0")
+        images = len(open_sources(base).train)
+        updates = max(1, round(experiment.teacher_epochs * share / 100 * (images // experiment.batch)))
+        model: Any = replace(
+            base.model,
+            initial_checkpoint=str(backbone or self.teacher),
+            attention=attention,
+            conversion_options={"softmax_prefix": True, **options},
+        )
+        return replace(
+            base,
+            **{section: getattr(recipe, section) for section in STUDENT_SECTIONS},
+            model=model,
+            distillation=replace(recipe.distillation, match=match),
+            training=replace(base.training, updates=updates, validation_interval=10**6),
+        )
 
 
-def student_settings(teacher: TrainConfig, weights: Path, variant: str, epochs: int, **match: Any) -> TrainConfig:
-    """Return the settings of a student that learns from a teacher's weights."""
-    recipe = get_recipe("linearize_classifier").config
-    attention, options, _ = VARIANTS[variant]
-    model: Any = replace(
-        teacher.model, initial_checkpoint=str(weights), attention=attention, conversion_options=options
-    )
-    name = f"{variant.replace(' ', '_').replace('×', 'x')}-{epochs}-{match.get('match', 'logits')}"
-    return replace(
-        teacher,
-        **{section: getattr(recipe, section) for section in STUDENT_SECTIONS},
-        model=model,
-        run=replace(teacher.run, experiment=f"{name}-seed{teacher.training.seed}"),
-        distillation=replace(recipe.distillation, **match),
-        training=replace(teacher.training, epochs=epochs, validation_interval=epochs, clip_grad=1.0),
-    )
+def refine(coarse: Path, place: Place) -> None:
+    """Resample the weights of a teacher with larger patches to half their side."""
+    file, patch = open_checkpoint(coarse), place.experiment.patch
+    weights = dict(file.weights)
+    weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
+    side = 2 * math.isqrt(weights["pos_embed"].shape[1] - 1)
+    weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side], num_prefix_tokens=1)
+    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
+    notes["model_arguments"] = json.dumps({**json.loads(notes["model_arguments"]), "patch_size": patch})
+    save_weights(weights, place.refined, metadata=notes)
 
 
-def top1_of(config: TrainConfig) -> float:
-    """Return the accuracy of a task's model before any training."""
-    with joined_processes(config.run.device) as processes:
-        task = build_task(config)
-        data = task.open()
-        training = config.training
-        arguments = (processes, config.data, training.batch_size, training.amp)
-        return evaluate_task(task, data.validation, data.class_names, *arguments).figures["top1"]
+def round_teacher(weights: Path, place: Place) -> None:
+    """Write the teacher in half precision."""
+    file = open_checkpoint(weights)
+    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
+    save_weights({name: value.half() for name, value in file.weights.items()}, place.teacher, metadata=notes)
 
 
-def measure_seed(
-    experiment: Experiment, teacher: TrainConfig, stop_at: float, found: dict[str, Any]
-) -> Iterator[tuple[str, float]]:
-    """Yield each result of a seed as it comes: its name and top-1. Results that are in `found` are not repeated."""
-    outcome = finish_run(teacher, stop_at=stop_at, on_epoch=show)
-    if outcome.top1 is None:
-        raise UnusableRunError(f"the teacher failed: {outcome.failure}")
-    yield "teacher", outcome.top1
-    weights = find_weights(run_folder(teacher) / "checkpoints" / "last")
+def teacher_commands(places: Sequence[Place], phase: str) -> dict[Command, Place]:
+    """Return the commands of the teachers that are missing, for one phase: "coarse" or "fine"."""
+    found = {}
+    for place in places:
+        if place.teacher.exists() or (
+            phase == "coarse" and (not place.experiment.coarse_epochs or place.refined.exists())
+        ):
+            continue
+        config = place.coarse_settings() if phase == "coarse" else place.teacher_settings()
+        found[run_command(f"{phase} teacher, seed {place.seed}", config, is_alone=False)] = place
+    return found
+
+
+def student_runs(place: Place, round_: int) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield the runs of a round, by name of their result: what decides comes first."""
     for variant in VARIANTS:
-        if key(variant, 0) not in found:
-            yield key(variant, 0), top1_of(student_settings(teacher, weights, variant, 1))
-    for share in experiment.shares:
-        for variant in VARIANTS:
-            config = student_settings(teacher, weights, variant, experiment.student_epochs(share))
-            outcome = finish_run(config, stop_at=stop_at, on_epoch=show)
-            yield key(variant, share), math.nan if outcome.top1 is None else outcome.top1
-    if "probe of the student" not in found:
-        yield from probe(experiment, teacher, weights, stop_at)
+        for share in place.experiment.shares:
+            is_main = variant == next(iter(VARIANTS))
+            importance = 0 if share == 10 else 1 if share == 25 and is_main else 2 if share < 10 else 3
+            if importance == round_:
+                yield key(variant, share), place.student_settings(variant, share)
 
 
 def key(variant: str, share: int) -> str:
     return f"{variant}, {share} %"
 
 
-def probe(experiment: Experiment, teacher: TrainConfig, weights: Path, stop_at: float) -> Iterator[tuple[str, float]]:
-    """Distill a backbone without head on features alone; yield the linear probes of teacher and student."""
-    file = open_checkpoint(weights)
-    backbone = weights.parents[2] / f"backbone-seed{teacher.training.seed}.safetensors"
-    arguments = {**json.loads(file.metadata["model_arguments"]), "num_classes": 0}
-    notes = {"model": teacher.model.name, "model_arguments": json.dumps(arguments)}
-    headless = {name: value for name, value in file.weights.items() if not name.startswith("head.")}
-    save_weights(headless, backbone, metadata=notes)
-    epochs = experiment.student_epochs(experiment.probe_share)
-    config = student_settings(teacher, backbone, "InLine", epochs, match="features")
-    config = replace(config, augmentation=replace(config.augmentation, mixup=0.0, cutmix=0.0))
-    config = replace(config, run=replace(config.run, resume="auto"))
+def evaluations_file(place: Place, kind: str) -> Path:
+    return place.runs / f"{kind}-seed{place.seed}.json"
 
-    def epoch_done(row: Mapping[str, Any]) -> None:
-        show(row)
-        if time.monotonic() > stop_at:
-            raise InterruptedBySignalError(15)
 
-    folder, _ = train(config, on_epoch=epoch_done)
-    trained = replace(config.model, initial_checkpoint=str(find_weights(folder)))
+def evaluate_untrained(place: Place) -> dict[str, float]:
+    """Return the accuracy of the teacher and of its conversions without training."""
+    configs = {key(variant, 0): place.student_settings(variant, 1) for variant in VARIANTS}
+    first = next(iter(configs.values()))
+    off = replace(first.distillation, match="off")
+    plain: Any = replace(first.model, attention=None, conversion_options={})
+    configs = {"teacher": replace(first, distillation=off, model=plain), **configs}
+    found: dict[str, float] = {}
+    with joined_processes(first.run.device) as processes:
+        data = build_task(configs["teacher"]).open()
+        for name, config in configs.items():
+            arguments = (processes, config.data, config.training.batch_size, config.training.amp)
+            metrics = evaluate_task(build_task(config), data.validation, data.class_names, *arguments)
+            found[name] = metrics.figures["top1"]
+    return found
+
+
+def backbone_of(place: Place) -> Path:
+    """Write the teacher without its head; return the file."""
+    path = place.runs / f"backbone-seed{place.seed}.safetensors"
+    if not path.exists():
+        file = open_checkpoint(place.teacher)
+        arguments = {**json.loads(file.metadata["model_arguments"]), "num_classes": 0}
+        headless = {name: value for name, value in file.weights.items() if not name.startswith("head.")}
+        save_weights(headless, path, metadata={"model": MODEL, "model_arguments": json.dumps(arguments)})
+    return path
+
+
+def probe(place: Place) -> dict[str, float]:
+    """Return the linear probes of the teacher and of the student that was distilled without labels."""
+    backbone = backbone_of(place)
+    config = place.student_settings("InLine", place.experiment.probe_share, backbone=backbone)
+    trained = replace(config.model, initial_checkpoint=str(find_weights(run_folder(config) / "checkpoints" / "last")))
     distillation = replace(config.distillation, teacher=str(backbone))
     with joined_processes(config.run.device) as processes:
         task: Any = build_task(replace(config, model=trained, distillation=distillation))
         student = task.build_model([])
-        labelled = build_task(replace(teacher, model=replace(teacher.model, initial_checkpoint=None)))
+        labelled = build_task(place.teacher_settings())
         data = labelled.open()
-        for name, model in (("teacher", task.teacher), ("student", student)):
-            yield f"probe of the {name}", linear_probe(model.to(processes.device).eval(), labelled, data, processes)
+        models = zip(PROBES, (task.teacher, student), strict=True)
+        return {
+            name: linear_probe(model.to(processes.device).eval(), labelled, data, processes) for name, model in models
+        }
 
 
 @torch.no_grad()
@@ -240,28 +348,29 @@ def linear_probe(model: nn.Module, task: Any, data: Any, processes: Any) -> floa
         return (linear(test_features).argmax(1) == test_labels).float().mean().item() * 100
 
 
-def show(row: Mapping[str, Any]) -> None:
-    accuracy = f", top-1 {row['top1']:.2f} %" if "top1" in row else ""
-    print(f"  epoch {row['epoch']}, loss {row['train_loss']:.4f}{accuracy}", flush=True)
-
-
 def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, float]], output: Path) -> None:
     """Write JSON, Markdown and the picture of all seeds so far."""
     environment = describe_environment()
-    content = {"environment": environment, "dataset": name, "teacher_epochs": experiment.epochs, "seeds": found}
+    epochs = experiment.teacher_epochs
+    content = {"environment": environment, "dataset": name, "teacher_epochs": epochs, "seeds": found}
     write_json(output / f"linearize_{name}.json", content)
     shares = (0, *experiment.shares)
-    epochs = ["0", *(str(experiment.student_epochs(share)) for share in experiment.shares)]
-    header = ["student", *(f"{share} % ({count} epochs)" for share, count in zip(shares, epochs, strict=True))]
+    header = ["student", *(f"{share} % ({share / 100 * epochs:.3g} epochs)" for share in shares)]
     rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in VARIANTS]
+    how = f"{experiment.epochs} epochs with patches of {experiment.patch} pixels"
+    if experiment.coarse_epochs:
+        coarse = f"{experiment.coarse_epochs} epochs with patches of {2 * experiment.patch} pixels"
+        how = (
+            f"{coarse}, then {how}; a coarse epoch has a quarter of the tokens and counts a quarter: {epochs:g} epochs"
+        )
     text = [
-        f"Softmax teacher ({MODEL}), {experiment.epochs} epochs: top-1 {summary(found, 'teacher')} % of the held-out "
-        f"pictures, {len(found)} seeds (± standard deviation). Students start from its weights and learn from its "
-        "logits, its tokens and the labels. Columns: share of the teacher's epochs.",
+        f"Softmax teacher: {MODEL}, {how}. Top-1 {summary(found, 'teacher')} % of the held-out pictures, {len(found)} "
+        "seeds (± standard deviation). Students start from its weights and learn from its logits, its tokens and the "
+        f"labels, in batches of {experiment.batch}. Class tokens keep softmax in all. Columns: share of the teacher's "
+        "epochs; last epoch or update, no selection.",
         markdown_table(header, rows),
-        f"Without labels, {experiment.student_epochs(experiment.probe_share)} epochs on tokens and pooled features "
-        f"alone: linear probe of the teacher {summary(found, 'probe of the teacher')} %, of the InLine student "
-        f"{summary(found, 'probe of the student')} %.",
+        f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
+        f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
     ]
     write_markdown(output / f"linearize_{name}.md", f"Linearizing a ViT: {name}", environment, "\n\n".join(text))
     draw(name, experiment, found, output)
@@ -294,7 +403,7 @@ def draw(name: str, experiment: Experiment, found: Mapping[str, Mapping[str, flo
 
     legend = [LegendEntry(variant, style) for variant, (_, _, style) in VARIANTS.items()]
     chart = Chart([Panel("", panel, "Top-1 by share of the teacher's epochs.", 3.6)], [*legend, TEACHER_ENTRY])
-    note = f"{MODEL} on {name}, {experiment.epochs} epochs of the teacher, mean of {len(found)} seeds."
+    note = f"{MODEL} on {name}, {experiment.teacher_epochs:g} epochs of the teacher, mean of {len(found)} seeds."
     chart.save(
         output, f"linearize_{name}", title=f"Linearizing a ViT: {name}", small_print=note, width=8.6, formats=("png",)
     )
@@ -321,15 +430,61 @@ def measure_models(output: Path, device: str) -> None:
     write_markdown(output / "linearize_speed.md", "Converted ViTs against softmax", environment, table)
 
 
+def collect(places: Sequence[Place]) -> dict[str, dict[str, float]]:
+    """Return all results so far, by seed."""
+    found: dict[str, dict[str, float]] = {}
+    for place in places:
+        results = found.setdefault(str(place.seed), {})
+        for path in (evaluations_file(place, kind) for kind in EVALUATIONS):
+            results |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if place.teacher.exists():
+            for name, config in (run for round_ in range(ROUNDS) for run in student_runs(place, round_)):
+                if (outcome := read_outcome(config)) is not None:
+                    results[name] = math.nan if outcome.top1 is None else outcome.top1
+    return found
+
+
+EVALUATIONS = {"untrained": evaluate_untrained, "probe": probe}
+ROUNDS = 4
+
+
+def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[Command]:
+    """Return the commands of all runs and evaluations that are missing, the most important first."""
+
+    def evaluation(kind: str, place: Place) -> Command:
+        words = (sys.executable, __file__, *arguments, "--evaluate", kind, "--first-seed", str(place.seed))
+        return Command(f"{kind}, seed {place.seed}", words, place.runs / f"{kind}-seed{place.seed}.log")
+
+    commands = [evaluation("untrained", place) for place in places if not evaluations_file(place, "untrained").exists()]
+    for round_ in range(ROUNDS):
+        for place in places:
+            commands += [
+                run_command(f"{name}, seed {place.seed}", config, is_alone=False)
+                for name, config in student_runs(place, round_)
+                if read_outcome(config) is None
+            ]
+            share = place.experiment.probe_share
+            features = place.student_settings("InLine", share, backbone=backbone_of(place)) if round_ == 1 else None
+            if features is not None and read_outcome(features) is None:
+                commands.append(run_command(f"features, seed {place.seed}", features, is_alone=False))
+            if round_ == 2 and not evaluations_file(place, "probe").exists():
+                commands.append(evaluation("probe", place))
+    return commands
+
+
 def main(
     dataset: Annotated[str, typer.Argument(help="digits, cifar10, tiny-imagenet-100 or speed.")],
     data_dir: Annotated[Path | None, typer.Option(help="Data folder.", exists=True, file_okay=False)] = None,
     runs: Annotated[Path, typer.Option(help="Folder of the runs. Existing ones are resumed.")] = Path("out/linearize"),
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds.")] = 2,
+    first_seed: Annotated[int, typer.Option(help="First seed.")] = 0,
+    at_once: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 1,
     time_limit: Annotated[float, typer.Option(help="Seconds after which runs are saved and stopped.")] = math.inf,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the teacher; repeatable.")] = None,
+    only: Annotated[str | None, typer.Option(help="teachers: train no students.")] = None,
+    evaluate: Annotated[str | None, typer.Option(help="untrained or probe: used by the script itself.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of all runs; repeatable.")] = None,
 ) -> None:
     if dataset == "speed":
         measure_models(output, device)
@@ -337,22 +492,41 @@ def main(
     if dataset not in EXPERIMENTS:
         raise typer.BadParameter(f"expected one of {', '.join(EXPERIMENTS)} or speed, got {dataset!r}")
     experiment, stop_at = EXPERIMENTS[dataset], time.monotonic() + time_limit
-    overrides = [f"run.device={device}", *(set_ or ())]
-    path = output / f"linearize_{dataset}.json"
-    found: dict[str, dict[str, float]] = json.loads(path.read_text())["seeds"] if path.exists() else {}
+    own = (f"run.device={device}", *(set_ or ()))
+    numbers = range(first_seed, first_seed + (1 if evaluate else seeds))
+    places = [Place(experiment, data_dir, runs / dataset, seed, own, at_once) for seed in numbers]
+    if evaluate is not None:
+        (place,) = places
+        write_json(evaluations_file(place, evaluate), EVALUATIONS[evaluate](place))
+        return
+
+    def finish(commands: Sequence[Command]) -> Iterator[Command]:
+        left = None if math.isinf(time_limit) else max(1.0, stop_at - time.monotonic())
+        for ended in run_side_by_side(commands, at_once=at_once, time_limit=left):
+            print(f"{ended.command.name}: {ended.outcome}, {ended.seconds:.0f} s", flush=True)
+            if ended.outcome == "done":
+                yield ended.command
+            elif ended.outcome == "failed":
+                print(ended.command.last_lines(), flush=True)
+
     try:
-        for seed in range(seeds):
-            results = found.setdefault(str(seed), {})
-            teacher = teacher_settings(experiment, data_dir, runs / dataset, seed, overrides)
-            for name, top1 in measure_seed(experiment, teacher, stop_at, results):
-                results[name] = top1
-                print(f"seed {seed}, {name}: {top1:.2f} %", flush=True)
-                write_results(dataset, experiment, found, output)
+        for phase in ("coarse", "fine"):
+            commands = teacher_commands(places, phase)
+            for command in finish(list(commands)):
+                place = commands[command]
+                config = place.coarse_settings() if phase == "coarse" else place.teacher_settings()
+                weights = find_weights(run_folder(config) / "checkpoints" / "last")
+                (refine if phase == "coarse" else round_teacher)(weights, place)
+        trained = [place for place in places if place.teacher.exists()]
+        if only == "teachers":
+            return
+        words = [dataset, "--runs", str(runs), "--device", device, *(f"--set={text}" for text in set_ or ())]
+        words += [] if data_dir is None else ["--data-dir", str(data_dir)]
+        for _ in finish(student_commands(trained, words)):
+            write_results(dataset, experiment, collect(places), output)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    except InterruptedBySignalError as error:
-        print(f"{error}; saved. The same command resumes")
-    print(output / f"linearize_{dataset}.md")
+    print((output / f"linearize_{dataset}.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

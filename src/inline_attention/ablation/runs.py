@@ -248,11 +248,7 @@ def train_side_by_side(
         if (outcome := read_outcome(config)) is not None:
             yield FinishedRun(cell, seed, outcome)
             continue
-        settings = run_folder(config).with_suffix(".yaml")
-        settings.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(settings, to_yaml(config))  # not through a link that is there
-        arguments = (sys.executable, "-m", MODULE, str(settings), *(["--alone"] if at_once == 1 else []))
-        command = Command(f"{cell.label}, seed {seed}", arguments, settings.with_suffix(".log"))
+        command = run_command(f"{cell.label}, seed {seed}", config, is_alone=at_once == 1)
         jobs[command] = cell, seed, config
     for ended in run_side_by_side(list(jobs), at_once=at_once, time_limit=time_limit):
         cell, seed, config = jobs[ended.command]
@@ -262,6 +258,15 @@ def train_side_by_side(
             on_trouble(f"{ended.command.name}: failed; the end of its output:\n{ended.command.last_lines()}")
         else:
             on_trouble(f"{ended.command.name}: {ended.outcome}: the time was up")
+
+
+def run_command(name: str, config: TrainConfig, *, is_alone: bool) -> Command:
+    """Write the settings beside the run's folder; return the command of a process that finishes the run."""
+    settings = run_folder(config).with_suffix(".yaml")
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(settings, to_yaml(config))  # not through a link that is there
+    arguments = (sys.executable, "-m", MODULE, str(settings), *(["--alone"] if is_alone else []))
+    return Command(name, arguments, settings.with_suffix(".log"))
 
 
 def collect(cells: Sequence[Cell], seeds: Sequence[int], output: Path) -> list[AblationResult]:
