@@ -50,7 +50,8 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
         CheckpointError: If the weights cannot be used.
         ValueError: If its attention is converted already.
     """
-    file = open_checkpoint(find_weights(path))
+    weights = find_weights(path)
+    file = open_checkpoint(weights)
     if conversion_of(file) is not None:
         raise ValueError(f"{file.path} has converted attention already; give the softmax model it was made from")
     described = read_description(file, model_name)
@@ -65,7 +66,7 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
             settings["distillation.teacher_size"] = json.dumps(model.pretrained_cfg["input_size"][1:])
     if described.crop_pct is not None:
         settings["data.crop_pct"] = json.dumps(described.crop_pct)
-    texts = {"model.name": described.name, "model.initial_checkpoint": str(file.path)}
+    texts = {"model.name": described.name, "model.initial_checkpoint": str(weights)}
     return [*(f"{key}={json.dumps(value)}" for key, value in texts.items()), *(f"{k}={v}" for k, v in settings.items())]
 
 

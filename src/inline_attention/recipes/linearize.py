@@ -6,8 +6,8 @@ tokens of the softmax model in FILE and from the labels. Choose another model th
 outputs on any folder of pictures.
 
 Class and register tokens keep softmax: their queries are few, and InLine explains little of what a class token attends
-to. Ten epochs are a thirtieth of what training a ViT on ImageNet takes. There is no warm-up, since the weights start where
-the teacher's are. Augmentation is light, since teacher and student see the same view.
+to. Ten epochs are a thirtieth of what training a ViT on ImageNet takes. There is no warm-up, since the weights start
+where the teacher's are. Augmentation is light, since teacher and student see the same view.
 """
 
 from __future__ import annotations

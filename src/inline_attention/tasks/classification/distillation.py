@@ -109,9 +109,10 @@ class DistillationTask(ClassificationTask):
 
     def open(self) -> TaskData:
         """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
-        if self._settings.uses_labels:
-            return super().open()
         opened = super().open()
+        if self._settings.uses_labels:
+            self._check_classes(opened.class_names)
+            return opened
         names = self._teacher_classes
         return replace(opened, train=_relabelled(opened.train, names), validation=_relabelled(opened.validation, names))
 
@@ -120,8 +121,6 @@ class DistillationTask(ClassificationTask):
         if conversion_of(self._file) is not None:
             message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
             raise ConfigError([Problem("distillation.teacher", message)])
-        if self._settings.uses_labels:
-            self._check_classes(class_names)
         self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
         student = self._student = self._build_student(class_names)
         if self._settings.match == "attention":
@@ -143,7 +142,7 @@ class DistillationTask(ClassificationTask):
             )
             raise ConfigError([Problem("model.img_size", message)])
         student.set_input_size(img_size=size)
-        self.start = task.start
+        self.start, self._preparation = task.start, task._preparation
         return student
 
     def teacher_task(self) -> ClassificationTask:
