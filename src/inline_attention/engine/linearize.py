@@ -148,11 +148,13 @@ def linearize(
 
 
 def _first_phase(config: TrainConfig, epochs: int) -> TrainConfig | None:
-    """Return the settings of the first phase: no labels, each attention by itself."""
+    """Return the settings of the first phase: no labels, each attention by itself, at the teacher's size."""
     if not epochs:
         return None
+    size = config.distillation.teacher_size or config.model.img_size
     return replace(
         config,
+        model=replace(config.model, img_size=size),
         run=replace(config.run, resume="auto" if config.run.resume else None),
         distillation=replace(config.distillation, match="attention"),
         augmentation=replace(config.augmentation, mixup=0.0, cutmix=0.0),

@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models.checkpoints import number_of_classes
-from inline_attention.models.described import conversion_of, create_described_model, parse_class_names
+from inline_attention.models.described import conversion_of, create_described_model, parse_class_names, parse_note
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.support.settings import ConfigError, Problem, setting
 from inline_attention.support.text import printable, show_difference
@@ -130,9 +131,9 @@ class DistillationTask(ClassificationTask):
         return student
 
     def _build_student(self, class_names: Sequence[str]) -> nn.Module:
-        """Build the student; with the teacher's weights at another size, its position embeddings are resampled."""
+        """Build the student; with weights of the teacher's size at another, its position embeddings are resampled."""
         size, teacher_size = self._model.img_size, self._settings.teacher_size
-        if self._model.initial_checkpoint != self._source or teacher_size is None or size in (None, teacher_size):
+        if teacher_size is None or size in (None, teacher_size) or not self._starts_at_teacher_size():
             return super().build_model(class_names)
         task = ClassificationTask(self._data, replace(self._model, img_size=teacher_size))
         student: Any = task.build_model(class_names)
@@ -144,6 +145,14 @@ class DistillationTask(ClassificationTask):
         student.set_input_size(img_size=size)
         self.start, self._preparation = task.start, task._preparation
         return student
+
+    def _starts_at_teacher_size(self) -> bool:
+        """True if the student's first weights are the teacher's, or say that they are of images of its size."""
+        start = self._model.initial_checkpoint
+        if start is None or start == self._source:
+            return True
+        size = (parse_note(open_checkpoint(start), "model_arguments", dict) or {}).get("img_size")
+        return size is not None and to_2tuple(size) == self._teacher_pixels()
 
     def teacher_task(self) -> ClassificationTask:
         """Return the task of the teacher alone, at its own image size: softmax attention, no distillation."""
@@ -216,7 +225,7 @@ class DistillationTask(ClassificationTask):
     def _teacher_pixels(self) -> Size | None:
         """Height and width of the teacher's images; None if they are the student's."""
         size = self._settings.teacher_size
-        return None if size is None else (size, size) if isinstance(size, int) else size
+        return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:
