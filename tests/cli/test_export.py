@@ -151,5 +151,16 @@ def test_options_that_do_not_fit(checkpoint, tmp_path, arguments, words):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_model_of_one_size_is_not_exported_for_every_size(tmp_path):
+    arguments = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 10}
+    model = create_model("vit_tiny_patch16_224", **arguments)
+    path = tmp_path / "vit.safetensors"
+    notes = {"model": "vit_tiny_patch16_224", "model_arguments": json.dumps(arguments)}
+    save_weights(model, path, metadata=notes)
+    result = invoke(path, "--size", "dynamic")
+    assert result.exit_code == 1
+    assert "takes images of one size" in result.stderr
+
+
 def test_size_in_other_words(checkpoint):
     assert "dynamic" in invoke(checkpoint[1], "--size", "large").stderr

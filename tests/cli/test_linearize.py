@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from inline_attention.cli import linearize as command
 from inline_attention.cli.main import app
 from inline_attention.data.datasets import digits
+from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.reading import CheckpointError, open_checkpoint
 
@@ -205,6 +206,23 @@ def test_pretrained_weights_are_asked_of_timm(tmp_path, monkeypatch):
     given = ["model.initial_checkpoint=x", f"run.output={tmp_path}"]
     with pytest.raises(CheckpointError, match="x cannot be opened"):
         command.read_linearize_settings(NAME, given, features=False)
+
+
+def test_a_folder_of_transformers_is_a_teacher(invoke, pictures, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=28, patch_size=14))
+    model.save_pretrained(tmp_path / "dinov2")
+    preprocessor = {"image_mean": [0.2, 0.3, 0.4], "image_std": [0.5, 0.5, 0.5]}
+    (tmp_path / "dinov2" / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    options = ["--features", "--data-dir", pictures, "--epochs", 1, "-b", 9, "--amp", "off", "--no-speed", "-j", 0]
+    result = invoke(tmp_path / "dinov2", *options, "--device", "cpu", "--size", 42)
+    assert result.exit_code == 0, result.output
+    assert "other classes" not in " ".join(result.output.split())
+    notes = open_checkpoint(find_weights(tmp_path / "out" / "dinov2")).metadata
+    assert json.loads(notes["mean"]) == [0.2, 0.3, 0.4]
+    assert json.loads(notes["conversion"])["options"] == {"softmax_prefix": True}
+    assert json.loads(notes["model_arguments"])["img_size"] == [42, 42]
 
 
 def test_blocks_are_analyzed(teacher, tmp_path):

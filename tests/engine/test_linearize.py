@@ -122,7 +122,9 @@ def test_a_damaged_result_file_is_measured_again(tmp_path, teacher):
 
 def test_a_student_of_another_size_is_rebuilt_from_its_file(tmp_path, teacher):
     larger = ("model.img_size=16", "data.in_memory=false", "augmentation.crop=resized", "training.updates=2")
-    result = linearize(student(tmp_path, teacher, *larger))
+    result = linearize(student(tmp_path, teacher, *larger), attention_epochs=1)
+    first = open_checkpoint(tmp_path / "run" / "attention" / "checkpoints" / "last" / "model.safetensors")
+    assert first.weights["pos_embed"].shape == (1, 17, 16)
     assert json.loads(open_checkpoint(result.weights).metadata["model_arguments"])["img_size"] == 16
     assert load_file(result.weights)["pos_embed"].shape == (1, 65, 16)
     found = evaluate_checkpoint(result.weights, DataSection("digits"), device="cpu")

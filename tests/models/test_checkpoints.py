@@ -5,11 +5,12 @@ import pathlib
 import pickle
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from inline_attention import create_model
+from inline_attention import convert_attention, create_model
 from inline_attention.models import checkpoints
 from inline_attention.models.checkpoints import (
     CheckpointError,
@@ -472,3 +473,22 @@ def test_places_that_cannot_be_written(tmp_path, weights_file, state):
         with pytest.raises(CheckpointError, match=r"could not be written.*folder exists"):
             save_weights(state, path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224"]
+)
+@pytest.mark.parametrize("converted", [False, True])
+def test_positions_of_timms_models_are_resampled(tmp_path, name, converted):
+    arguments = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+    small, large = (timm.create_model(name, img_size=size, **arguments) for size in (16, (24, 32)))
+    if converted:
+        convert_attention(small)
+        convert_attention(large)
+    save_weights(small, tmp_path / "small.safetensors")
+    load_checkpoint(large, tmp_path / "small.safetensors")
+    small.set_input_size(img_size=(24, 32))
+    torch.testing.assert_close(large.pos_embed, small.pos_embed)
+    save_weights(large, tmp_path / "large.safetensors")
+    with pytest.raises(CheckpointMismatchError, match="pos_embed"):  # 6×8 is no square
+        load_checkpoint(timm.create_model(name, img_size=16, **arguments), tmp_path / "large.safetensors")

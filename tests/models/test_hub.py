@@ -94,6 +94,20 @@ def test_adapted_to_other_classes_channels_and_features(folder, create):
     assert backbone(torch.randn(1, 3, 16, 32))[0].shape == (1, 16, 2, 4)
 
 
+@pytest.mark.parametrize("create", [inline_attention.create_model, timm.create_model])
+def test_features_of_a_converted_model(tmp_path, create):
+    arguments = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": 2}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+    inline_attention.convert_attention(model, keep_softmax=[2], softmax_prefix=True)
+    save_pretrained(model, tmp_path)
+    backbone = create(f"local-dir:{tmp_path}", pretrained=True, features_only=True, out_indices=(0, 1)).eval()
+    images = torch.randn(1, 3, 16, 16)
+    expected = model.forward_intermediates(images, indices=(0, 1), intermediates_only=True)
+    for found, wanted in zip(backbone(images), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert backbone.feature_info.channels() == [16, 16]
+
+
 def test_without_weights_only_the_architecture_is_taken(folder):
     model, path = folder
     other = inline_attention.create_model(f"local-dir:{path}")

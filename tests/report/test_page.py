@@ -16,7 +16,7 @@ from inline_attention.support.figures import LIGHT
 from report.written_evidence import Outline, ablation, evidence, run
 
 HOSTILE = """<script>alert(1)</script>"'&"><img src=x onerror=alert(2)>{{ 7 * 7 }}</style></svg>"""
-PART_NAMES = ["injectivity", "confusion", "locality", "masking", "ablation", "cost", "curves", "answers"]
+PART_NAMES = ["injectivity", "series", "confusion", "locality", "masking", "ablation", "cost", "curves", "answers"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_every_chart_and_picture_says_what_it_shows(complete):
         assert re.search(r'aria-label="[^"]+"|aria-hidden="true"', svg), svg
     for image in re.findall(r"<img[^>]*>", complete):
         assert 'alt="' in image
-    for name in ("confusion", "locality", "masking", "cost", "curves"):
+    for name in ("series", "confusion", "locality", "masking", "cost", "curves"):
         section = part(complete, name)
         assert "<svg" in section
         assert 'role="img"' in section

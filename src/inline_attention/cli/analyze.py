@@ -261,11 +261,8 @@ def linearize(
     )
     for label, result in found.items():
         kept = result.keep_softmax(free)
-        advice = (
-            f"--keep-softmax {','.join(map(str, kept))}{',' * (len(kept) == 1)}"
-            if kept
-            else "none: all blocks can go linear"
-        )
+        blocks = ",".join(map(str, kept)) + "," * (len(kept) == 1)  # one number alone would count blocks
+        advice = f"--keep-softmax {blocks}" if kept else "none: all blocks can go linear"
         say(f"{label}: keep at most {free:g} % lost without training: {advice}", err=True)
 
 

@@ -50,7 +50,8 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
         CheckpointError: If the weights cannot be used.
         ValueError: If its attention is converted already.
     """
-    file = open_checkpoint(find_weights(path))
+    weights = find_weights(path)
+    file = open_checkpoint(weights)
     if conversion_of(file) is not None:
         raise ValueError(f"{file.path} has converted attention already; give the softmax model it was made from")
     described = read_description(file, model_name)
@@ -65,7 +66,7 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
             settings["distillation.teacher_size"] = json.dumps(model.pretrained_cfg["input_size"][1:])
     if described.crop_pct is not None:
         settings["data.crop_pct"] = json.dumps(described.crop_pct)
-    texts = {"model.name": described.name, "model.initial_checkpoint": str(file.path)}
+    texts = {"model.name": described.name, "model.initial_checkpoint": str(weights)}
     return [*(f"{key}={json.dumps(value)}" for key, value in texts.items()), *(f"{k}={v}" for k, v in settings.items())]
 
 
@@ -147,11 +148,13 @@ def linearize(
 
 
 def _first_phase(config: TrainConfig, epochs: int) -> TrainConfig | None:
-    """Return the settings of the first phase: no labels, each attention by itself."""
+    """Return the settings of the first phase: no labels, each attention by itself, at the teacher's size."""
     if not epochs:
         return None
+    size = config.distillation.teacher_size or config.model.img_size
     return replace(
         config,
+        model=replace(config.model, img_size=size),
         run=replace(config.run, resume="auto" if config.run.resume else None),
         distillation=replace(config.distillation, match="attention"),
         augmentation=replace(config.augmentation, mixup=0.0, cutmix=0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from inline_attention.layers.attention import KernelAttention
@@ -240,6 +242,8 @@ def _fit(
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
         _warn_of_unknown_grids(model, file, weights, noted)
+    else:
+        weights = _with_resampled_positions(model, weights)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     heads = _heads(model)
     reinitialized: tuple[str, ...] = ()
@@ -277,6 +281,21 @@ def _fit(
         lines.append("create the model that the file was made for, with its name, image size and options")
     shapes = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in mismatched]
     raise CheckpointMismatchError("\n  ".join(lines), missing, unexpected, shapes)
+
+
+def _with_resampled_positions(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with the position embeddings of a square grid on the grid of a vision transformer of timm."""
+    own, found = getattr(model, "pos_embed", None), weights.get("pos_embed")
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if not isinstance(own, Tensor) or found is None or grid is None or found.dim() != 3 or own.dim() != 3:
+        return weights
+    prefix = own.shape[1] - grid[0] * grid[1]  # class and register tokens that have positions
+    side = math.isqrt(max(found.shape[1] - prefix, 0))
+    is_square = prefix >= 0 < side and side**2 == found.shape[1] - prefix
+    if not is_square or found.shape[1:] == own.shape[1:] or not found.is_floating_point():
+        return weights
+    resampled = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
+    return {**weights, "pos_embed": resampled.contiguous()}
 
 
 def _head_advice(in_file: int | None, in_model: int | None) -> list[str]:

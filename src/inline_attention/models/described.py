@@ -90,7 +90,7 @@ class Description:
 
     def note_preparation(self, model: nn.Module) -> None:
         """Note on a model how its images are prepared, where timm looks for it."""
-        setattr(model, "pretrained_cfg", {**getattr(model, "pretrained_cfg", {}), **self.preparation})  # noqa: B010 - timm's
+        note_preparation(model, self.preparation)
 
 
 class _Rule(NamedTuple):
@@ -388,6 +388,24 @@ def conversion_of(file: Checkpoint) -> Conversion | None:
         raise CheckpointError(f"{file.path} describes a model that is refused: {error}") from error
 
 
+def preparation_of(file: Checkpoint) -> dict[str, Any]:
+    """Return mean, std and interpolation of the images, as far as a file gives them.
+
+    Raises:
+        ModelDescriptionError: If one is refused.
+    """
+    found = {name: value for name in _PREPARATION if (value := parse_note(file, name)) is not None}
+    for name, value in found.items():
+        if not _PREPARATION[name].accepts(value):
+            raise ModelDescriptionError(f"expected {_PREPARATION[name].expected} as {name}, got {_shown(value)}")
+    return found
+
+
+def note_preparation(model: nn.Module, preparation: Mapping[str, Any]) -> None:
+    """Note on a model how its images are prepared, where timm looks for it."""
+    setattr(model, "pretrained_cfg", {**getattr(model, "pretrained_cfg", {}), **preparation})  # noqa: B010 - timm's
+
+
 def read_description(file: Checkpoint, model_name: str | None = None) -> Description:
     """Return what a file says about its classifier.
 
@@ -412,11 +430,8 @@ def read_description(file: Checkpoint, model_name: str | None = None) -> Descrip
             )
         return Description(model_name, {}, class_names, conversion=conversion)
     crop_pct: float | None = parse_note(file, "crop_pct", (int, float))
-    preparation = {name: value for name in _PREPARATION if (value := parse_note(file, name)) is not None}
     try:
-        for name, value in preparation.items():
-            if not _PREPARATION[name].accepts(value):
-                raise ModelDescriptionError(f"expected {_PREPARATION[name].expected} as {name}, got {_shown(value)}")
+        preparation = preparation_of(file)
         name, arguments, model = _build_on_meta(
             noted, parse_note(file, "model_arguments", dict) or {}, file.weights, conversion, {}
         )

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from timm.data.config import resolve_data_config
+from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from inline_attention.models.checkpoints import (
@@ -38,6 +39,8 @@ from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHT
 from inline_attention.models.registry import PAPER, converted_attention, list_models
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
+
+FEATURES = ("out_indices", "output_fmt", "norm")  # arguments of timm for features_only
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,8 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
                 described.name, described.arguments, pretrained=pretrained, pretrained_cfg_overlay=overlay, **own
             )
         overlay.pop("input_size", None)  # timm's models with a fixed size take it from here instead of their arguments
+        # timm wraps a model for its features when it builds it, before the conversion and our weights.
+        wraps, features = own.pop("features_only", False), {key: own.pop(key) for key in FEATURES if key in own}
         model = create_described_model(
             described.name, described.arguments, described.conversion, pretrained_cfg_overlay=overlay, **own
         )
@@ -179,7 +184,9 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     if pretrained:
         other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
         load_checkpoint(model, file, reinitialize_head=other_classes)
-    return model
+    if wraps and not hasattr(model, "forward_intermediates"):
+        raise CheckpointError(f"{file.path} is of {described.name}, which gives no features; leave features_only out")
+    return FeatureGetterNet(model, **{"out_indices": 3, **features}) if wraps else model
 
 
 def recorded_arguments(model: nn.Module) -> dict[str, Any]:

@@ -35,13 +35,12 @@ def weights_in(folder: Path) -> Path | None:
     return next((folder / name for name in (WEIGHTS, PICKLED_WEIGHTS) if (folder / name).is_file()), None)
 
 
-def read_notes(folder: Path) -> dict[str, str]:
-    """Return what `config.json` says about the model, as notes: model, model_arguments, class_names and preprocessing.
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return a JSON file that describes a model.
 
     Raises:
-        CheckpointError: If it cannot be read.
+        CheckpointError: If it cannot be read, or is no mapping.
     """
-    path = folder / CONFIG
     try:
         config = parse_json(read_bounded(path, MAX_CONFIG_BYTES), max_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
@@ -49,9 +48,20 @@ def read_notes(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} cannot be read ({reason}); fetch it again, or name a weights file") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}; fetch it again") from error
-    if not isinstance(config, Mapping) or not isinstance(config.get("architecture"), str):
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{path} is damaged: expected a mapping; fetch it again")
+    return cast("Mapping[str, Any]", config)
+
+
+def read_notes(folder: Path) -> dict[str, str]:
+    """Return what `config.json` says about the model, as notes: model, model_arguments, class_names and preprocessing.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    path, config = folder / CONFIG, read_config(folder / CONFIG)
+    if not isinstance(config.get("architecture"), str):
         raise CheckpointError(f"{path} does not name an architecture, expected an entry such as inline_deit_tiny")
-    config = cast("Mapping[str, Any]", config)
     preparation = config.get("pretrained_cfg", config)  # timm's older files have one level
     arguments = config.get("model_args") or {}
     if not isinstance(preparation, Mapping) or not isinstance(arguments, Mapping):

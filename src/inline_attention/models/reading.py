@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from inline_attention.models.errors import CheckpointError
-from inline_attention.models.hub_layout import read_notes, weights_in
+from inline_attention.models.hub_layout import CONFIG, read_config, read_notes, weights_in
 from inline_attention.models.pickle_bounds import PickleBoundsError, check_pickle
+from inline_attention.models.transformers_layout import PREPROCESSOR, translate
 from inline_attention.support.files import NotARegularFileError, open_regular
 from inline_attention.support.text import printable, some_of
 
@@ -60,7 +61,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
     Args:
         path: A `.safetensors` file, or a file of `torch.save`: a bare state dict, or a training checkpoint with weights
             under `model`, `state_dict`, `model_ema` or `state_dict_ema`. Or a folder in the layout of timm's models on
-            the Hugging Face Hub, whose `config.json` stands for metadata that the weights do not have.
+            the Hugging Face Hub, whose `config.json` stands for metadata that the weights do not have; or one that
+            transformers has saved, see `transformers_layout`.
         use_ema: True for averaged weights, False for raw weights, None for averaged weights if the file has them.
 
     Raises:
@@ -75,9 +77,17 @@ def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None
     content, metadata = _read_safetensors(path) if is_safe else (_read_pickle(path), {})
     origin, entries = _select(path, content, use_ema)
     _check_expansion(path, [value for value in entries.values() if isinstance(value, Tensor)])
+    weights = clean_weights(path, entries)
     if folder is not None and "model" not in metadata:
-        metadata = read_notes(folder) | metadata
-    return Checkpoint(path, clean_weights(path, entries), origin, metadata)
+        config = read_config(folder / CONFIG)
+        if "model_type" in config and "architecture" not in config:  # of transformers
+            preprocessor = folder / PREPROCESSOR
+            preparation = read_config(preprocessor) if preprocessor.is_file() else {}
+            notes, weights = translate(folder, config, preparation, weights)
+        else:
+            notes = read_notes(folder)
+        metadata = notes | metadata
+    return Checkpoint(path, weights, origin, metadata)
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None) -> dict[str, Tensor]:

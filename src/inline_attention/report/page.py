@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from statistics import fmean, median
 from typing import Any
 
@@ -20,6 +21,7 @@ from inline_attention.analysis.collision_cases import COLLISION_TOLERANCE, KEYS,
 from inline_attention.analysis.confusion import TOLERANCE, confusion_panel
 from inline_attention.analysis.locality import Locality, locality_chart
 from inline_attention.analysis.masking import TERM_LABELS, WHERE_LABELS, masking_chart
+from inline_attention.analysis.softmax_series import SMALL_PRINT, measure_series, series_chart
 from inline_attention.analysis.training_curves import curves_chart
 from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_chart
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
@@ -48,6 +50,7 @@ def render(evidence: Evidence) -> str:
     runs = evidence.runs
     judged = {
         "injectivity": [verdicts.judge_injectivity(measure_injectivity())],
+        "series": [],
         "confusion": verdicts.judge_confusion(runs),
         "locality": [verdicts.judge_locality(runs)],
         "masking": [verdicts.judge_masking(runs)],
@@ -65,6 +68,7 @@ def render(evidence: Evidence) -> str:
         verdicts=judged,
         sections={
             "injectivity": _injectivity(),
+            "series": _series(),
             "confusion": _confusion(evidence, styles),
             "locality": _locality(evidence, styles),
             "masking": _masking(evidence),
@@ -98,6 +102,18 @@ def _injectivity() -> dict[str, Any]:
     ]  # fmt: skip
     plane = {"keys": KEYS, "query": query, "same": COLLISION_TOLERANCE, "smallest": SMALLEST_MEAN_SCORE}
     return {"plane": plane, "rows": rows}
+
+
+@cache
+def _series() -> dict[str, Any]:
+    curves = measure_series()
+    middle = len(curves[0].sizes) // 2
+    rows = [
+        [item.keys, *(f"{item.outputs[kind][middle]:.3f}" for kind in ("softmax", "inline", "linear"))]
+        for item in curves
+    ]  # fmt: skip
+    size = f"{curves[0].sizes[middle]:g}"
+    return {"chart": series_chart(curves), "note": SMALL_PRINT, "size": size, "rows": rows}
 
 
 def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:

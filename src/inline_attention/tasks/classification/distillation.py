@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models.checkpoints import number_of_classes
-from inline_attention.models.described import conversion_of, create_described_model, parse_class_names
+from inline_attention.models.described import conversion_of, create_described_model, parse_class_names, parse_note
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.support.settings import ConfigError, Problem, setting
 from inline_attention.support.text import printable, show_difference
@@ -109,9 +110,10 @@ class DistillationTask(ClassificationTask):
 
     def open(self) -> TaskData:
         """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
-        if self._settings.uses_labels:
-            return super().open()
         opened = super().open()
+        if self._settings.uses_labels:
+            self._check_classes(opened.class_names)
+            return opened
         names = self._teacher_classes
         return replace(opened, train=_relabelled(opened.train, names), validation=_relabelled(opened.validation, names))
 
@@ -120,8 +122,6 @@ class DistillationTask(ClassificationTask):
         if conversion_of(self._file) is not None:
             message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
             raise ConfigError([Problem("distillation.teacher", message)])
-        if self._settings.uses_labels:
-            self._check_classes(class_names)
         self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
         student = self._student = self._build_student(class_names)
         if self._settings.match == "attention":
@@ -131,9 +131,9 @@ class DistillationTask(ClassificationTask):
         return student
 
     def _build_student(self, class_names: Sequence[str]) -> nn.Module:
-        """Build the student; with the teacher's weights at another size, its position embeddings are resampled."""
+        """Build the student; with weights of the teacher's size at another, its position embeddings are resampled."""
         size, teacher_size = self._model.img_size, self._settings.teacher_size
-        if self._model.initial_checkpoint != self._source or teacher_size is None or size in (None, teacher_size):
+        if teacher_size is None or size in (None, teacher_size) or not self._starts_at_teacher_size():
             return super().build_model(class_names)
         task = ClassificationTask(self._data, replace(self._model, img_size=teacher_size))
         student: Any = task.build_model(class_names)
@@ -143,8 +143,16 @@ class DistillationTask(ClassificationTask):
             )
             raise ConfigError([Problem("model.img_size", message)])
         student.set_input_size(img_size=size)
-        self.start = task.start
+        self.start, self._preparation = task.start, task._preparation
         return student
+
+    def _starts_at_teacher_size(self) -> bool:
+        """True if the student's first weights are the teacher's, or say that they are of images of its size."""
+        start = self._model.initial_checkpoint
+        if start is None or start == self._source:
+            return True
+        size = (parse_note(open_checkpoint(start), "model_arguments", dict) or {}).get("img_size")
+        return size is not None and to_2tuple(size) == self._teacher_pixels()
 
     def teacher_task(self) -> ClassificationTask:
         """Return the task of the teacher alone, at its own image size: softmax attention, no distillation."""
@@ -217,7 +225,7 @@ class DistillationTask(ClassificationTask):
     def _teacher_pixels(self) -> Size | None:
         """Height and width of the teacher's images; None if they are the student's."""
         size = self._settings.teacher_size
-        return None if size is None else (size, size) if isinstance(size, int) else size
+        return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:

@@ -55,6 +55,11 @@ def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> 
     """Return the graph of a model for every batch size, and for one image size (H, W) or every one."""
     sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
     if dynamic:
+        if getattr(getattr(model, "patch_embed", None), "strict_img_size", False):
+            raise ValueError(
+                f"{type(model).__name__} takes images of one size, so there is no export for every size; give --size "
+                "in pixels, or train it with --set model.arguments.dynamic_img_size=true"
+            )
         sizes |= {2: torch.export.Dim("height", min=SMALLEST_OPEN_SIDE)}
         sizes |= {3: torch.export.Dim("width", min=SMALLEST_OPEN_SIDE)}
         size = max(size[0], 64), max(size[0], 64) + 32  # two sides that differ, so that they stay two

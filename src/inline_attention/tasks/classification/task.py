@@ -29,7 +29,13 @@ from inline_attention.data.on_device import (
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
-from inline_attention.models.described import conversion_of, create_described_model, describable
+from inline_attention.models.described import (
+    conversion_of,
+    create_described_model,
+    describable,
+    note_preparation,
+    preparation_of,
+)
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
 from inline_attention.tasks.task import DENSE, Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
@@ -185,6 +191,7 @@ class ClassificationTask(Task):
         """Choose data and model; `seed` is that of mixup and CutMix."""
         self._data, self._model, self._augmentation = data, model, augmentation or AugmentationSection()
         self._smoothing, self._seed = smoothing, seed
+        self._preparation: dict[str, Any] = {}
 
     def open(self) -> TaskData:
         """Open and check both splits."""
@@ -221,8 +228,11 @@ class ClassificationTask(Task):
         built = None if is_converted_later else conversion
         model = create_described_model(self._model.name, described, built, **own)
         if file is not None:
-            other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
+            other_classes = (number_of_classes(file.weights, model) or 0) != getattr(model, "num_classes", 0)
             load_checkpoint(model, file, reinitialize_head=other_classes)
+            if file.metadata.get("model") == self._model.name:  # images as the weights know them
+                self._preparation = preparation_of(file)
+                note_preparation(model, self._preparation)
             self.start = f"all of {file.path}" + (" but the head, which is of other classes" if other_classes else "")
         if is_converted_later and conversion is not None:
             conversion.apply(model)
@@ -311,6 +321,7 @@ class ClassificationTask(Task):
             "model": self._model.name,
             "model_arguments": json.dumps(self._described(class_names)),
             "class_names": json.dumps(list(class_names)),
+            **{name: json.dumps(value) for name, value in self._preparation.items()},
         }
         if self._data.crop_pct is not None:
             notes["crop_pct"] = json.dumps(self._data.crop_pct)
