@@ -30,7 +30,8 @@ from inline_attention.layers.attention import KernelAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, GridRows, ceil_divide
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
-from inline_attention.models.base import Level, VisionModel, blocks_of
+from inline_attention.models.base import Level, VisionModel
+from inline_attention.models.timm_vit import StreamedViT, unsupported_reason
 from inline_attention.ops.states import AttentionState, merge_states, state_weights
 from inline_attention.support.files import free_bytes, replace_atomically
 
@@ -83,16 +84,23 @@ def streamed(
     """Wrap a model for images that do not fit into memory: `streamed(model)(source)` gives `model(image)`.
 
     Args:
-        model: A model of this library, in evaluation mode, on the device that computes.
+        model: A model of this library, or a VisionTransformer of timm (with converted attention, see
+            `convert_attention`; softmax runs over all tokens at once), in evaluation mode, on the device that computes.
         memory: Memory to plan for tokens and bands on the device, besides the weights: bytes, or text such as "512MiB".
         folder: Folder for a temporary file of tokens that fit into no memory; the system's by default.
         on_progress: Called with the share of the work just done; shares sum to one.
     """
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"streamed takes models of inline_attention, got {type(model).__name__}; see list_models()")
+    if isinstance(model, VisionModel):
+        view = model
+    elif (reason := unsupported_reason(model)) is None:
+        view = cast(VisionModel, StreamedViT(cast(Any, model)))
+    else:
+        raise ValueError(
+            f"streamed takes models of inline_attention and timm's VisionTransformer, and cannot run this one: {reason}"
+        )
     if model.training:
         raise ValueError("streamed takes a model in evaluation mode; call model.eval() first")
-    return StreamedModel(model, parse_bytes(memory), folder, on_progress)
+    return StreamedModel(view, parse_bytes(memory), folder, on_progress)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -118,6 +126,11 @@ class StreamedModel:
         self.memory = memory
         self.folder = folder
         self.on_progress = on_progress or (lambda _share: None)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Blocks of the model, in order."""
+        return [block for level in self.model.network() for block in level.blocks]
 
     def __call__(self, source: PixelSource | Tensor) -> Tensor:
         """Classify an image: a source, or a tensor `[channels, H, W]`. Returns logits `[1, num_classes]`."""
@@ -212,6 +225,8 @@ class StreamedModel:
         model, head = self.model, self.model.get_classifier()
         if not isinstance(head, nn.Linear) or model.global_pool == "":
             raise ValueError("class evidence needs a classifier with pooling; create the model with num_classes")
+        if getattr(model, "norms_mean", False):
+            raise ValueError("class evidence needs a linear head after the mean, and this model normalizes the mean")
         if unknown := [number for number in classes if not 0 <= number < model.num_classes]:
             raise ValueError(f"expected classes from 0 to {model.num_classes - 1}, got {unknown[0]}")
         weight, bias = head.weight[list(classes)], None if head.bias is None else head.bias[list(classes)]
@@ -219,7 +234,7 @@ class StreamedModel:
         def classify(tokens: Tensor) -> Tensor:  # [1, n, C] → [classes, n]
             return F.linear(model.norm(tokens), weight, bias)[0].mT
 
-        last = blocks_of(model)[-1]
+        last = self.blocks[-1]
         run = _Run(self, source, len(model.feature_info) - 1)
         with torch.no_grad():
             if model.global_pool == "avg":
@@ -233,6 +248,8 @@ class StreamedModel:
                     "class evidence of a class token needs linear-time attention in the last block, which has softmax; "
                     "convert it too, or train a model with global_pool=avg"
                 )
+            if last.attn.norm is not None or last.attn.gate is not None:
+                raise ValueError("class evidence needs an attention that does not normalize or gate its output")
             run.execute({}, until=last)
             evidence, logits = run.value_path(classify)
             values, pixels = run.cells(evidence, last, 8 * len(classes) * last.attn.num_heads, most_cells)
@@ -240,7 +257,7 @@ class StreamedModel:
 
     def _block(self, layer: int) -> Block:
         """Return the block of a layer, which must have linear-time attention."""
-        blocks = blocks_of(self.model)
+        blocks = self.blocks
         if not -len(blocks) <= layer < len(blocks):
             raise ValueError(f"the model has {len(blocks)} layers, 0 to {len(blocks) - 1}, got {layer}")
         if not isinstance(blocks[layer].attn, KernelAttention):
@@ -372,10 +389,10 @@ class _Run:
             if step.module is until:
                 return
             following = None if index + 1 == len(self.steps) else self.steps[index + 1].module
-            is_linear = isinstance(following, Block) and isinstance(following.attn, KernelAttention)
+            is_linear = following is not None and _is_linear(following)
             summary = _Summary(cast(Block, following)) if is_linear else None
             outputs = [*(sinks.get(step.level, ()) if step.ends_level else ()), *([summary.add] if summary else ())]
-            if isinstance(step.module, Block):
+            if not isinstance(step.module, Level):
                 self._run_block(
                     step.module, step.level, step.work, outputs, skip_grid=following is None and self.prefix_only
                 )
@@ -669,6 +686,10 @@ class _TensorSource:
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Return rows `[channels, stop - start, W]`."""
         return self.image[:, start:stop]
+
+
+def _is_linear(module: Level | Block) -> bool:
+    return not isinstance(module, Level) and isinstance(module.attn, KernelAttention)
 
 
 def _channels(block: Block) -> int:
