@@ -98,7 +98,7 @@ def faults(write, tmp_path):
         "truncated": (whole[: len(whole) // 2], "is truncated: .* of 15 tiles .* copy it again"),
         "header only": (whole[:8], "is damaged"),
         "empty": (b"", "is empty; expected a TIFF"),
-        "no TIFF": (b"II*" + b"x" * 100, "is damaged"),
+        "no TIFF": (b"II*" + b"x" * 100, "is damaged or cut off .*; copy or export it again"),
         "text": (b"hello", "is damaged"),
     }
     for name, (bytes_, message) in content.items():

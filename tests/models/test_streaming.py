@@ -161,6 +161,13 @@ def test_a_disk_that_fills_leaves_no_file(tmp_path, monkeypatch):
     assert (tmp_path / "level1.npy").read_text() == "the one from before"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+def test_the_error_of_a_full_disk_names_the_folder(tmp_path):
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="none are kept") as error:
+        streaming._array_writer(file, tmp_path, (1, 1, 4), torch.float32, torch.nn.Identity())(torch.zeros(1, 1, 4))
+    assert error.value.filename == str(tmp_path)
+
+
 def test_too_small_a_disk_is_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "free_bytes", lambda _: 1000)
     with pytest.raises(OSError, match="are free"):
@@ -267,6 +274,11 @@ def test_rows_of_positions_are_those_of_all(new, dtype):
 def test_errors_say_what_to_do(arguments, pixels, message):
     with pytest.raises(ValueError, match=message):
         streamed(create("inline_deit_tiny"), **arguments)(pixels)
+
+
+def test_a_folder_for_tokens_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"no folder .*missing for tokens"):
+        streamed(create("inline_pvt_tiny"), "2MiB", folder=tmp_path / "missing")(image(340, 257))
 
 
 def test_only_our_models_in_evaluation_mode():

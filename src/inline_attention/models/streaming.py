@@ -10,6 +10,7 @@ Shapes: `h`×`w` token grid, `N` = h·w, `C` channels, `P` prefix tokens, `H` he
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import re
@@ -180,7 +181,7 @@ class StreamedModel:
             for level, path in paths.items():
                 file = stack.enter_context(stack.enter_context(replace_atomically(path)).open("wb"))
                 final = self.model.norm if norm and shapes[level][2] == self.model.num_features else nn.Identity()
-                sinks[level] = [_array_writer(file, shapes[level], dtype, final)]
+                sinks[level] = [_array_writer(file, folder, shapes[level], dtype, final)]
             run.execute(sinks)
         return list(paths.values())
 
@@ -700,25 +701,38 @@ def _hidden(block: Block) -> int:
     return cast(int, block.mlp.fc1.out_features)
 
 
-def _array_writer(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype, transform: nn.Module) -> Sink:
-    """Write the header of an .npy file, and return a sink that appends tokens.
+def _array_writer(
+    file: BinaryIO, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, transform: nn.Module
+) -> Sink:
+    """Write the header of an .npy file in a folder, and return a sink that appends tokens.
 
     Written, not mapped: a full disk is then an error, not a signal that ends the process.
     """
     descr = np.lib.format.dtype_to_descr(torch.empty(0, dtype=dtype).numpy().dtype)
-    np.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    header = io.BytesIO()
+    np.lib.format.write_array_header_2_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+
+    def put(content: memoryview) -> None:
+        try:
+            file.write(content)
+        except OSError as error:
+            reason = f"{error.strerror} while features were written; none are kept"
+            raise OSError(error.errno, reason, os.fspath(folder)) from error
 
     def write(tokens: Tensor) -> None:
-        file.write(transform(tokens).to("cpu", dtype).contiguous().numpy().data)
+        put(transform(tokens).to("cpu", dtype).contiguous().numpy().data)
 
+    put(header.getbuffer())
     return write
 
 
 def _check_space(folder: Path, needed: int) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder} for tokens that fit into no memory; create it, or pass another")
     free = free_bytes(folder)
     if free is not None and needed > free:
         reason = f"needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: it {reason}", str(folder))
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the run {reason}", str(folder))
 
 
 def _in_file(folder: str | os.PathLike[str] | None, size: int, dtype: torch.dtype) -> Tensor:
