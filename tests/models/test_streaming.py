@@ -260,12 +260,22 @@ def test_rows_of_positions_are_those_of_all(new, dtype):
             torch.testing.assert_close(found, whole[:, start:stop].flatten(1, 2))
 
 
+class ArraySource:
+    size = (32, 32)
+
+    def read_rows(self, start, stop):
+        return np.zeros((3, stop - start, 32), np.uint8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "pixels", "message"),
     [
         ({}, torch.zeros(3, 8, 90), "at least 16 pixels high and wide, got 8×90"),
         ({}, torch.zeros(1, 32, 32), r"rows of shape \(3, 32, 32\), got \(1, 32, 32\)"),
         ({}, torch.zeros(32, 32), r"must be \[channels, H, W\]"),
+        ({}, np.zeros((3, 32, 32)), "with size and read_rows, got ndarray; open files with"),
+        ({}, torch.zeros(3, 32, 32, dtype=torch.int64), "uint8 or normalized floating-point numbers, got torch.int64"),
+        ({}, ArraySource(), "uint8 or normalized floating-point numbers, got ndarray"),
         ({"memory": "9KiB"}, torch.zeros(3, 32, 64), "memory must be at least"),
         ({"memory": "much"}, torch.zeros(3, 32, 64), "such as 4GiB"),
         ({"memory": 0}, torch.zeros(3, 32, 64), "such as 4GiB"),
@@ -274,6 +284,18 @@ def test_rows_of_positions_are_those_of_all(new, dtype):
 def test_errors_say_what_to_do(arguments, pixels, message):
     with pytest.raises(ValueError, match=message):
         streamed(create("inline_deit_tiny"), **arguments)(pixels)
+
+
+def test_bytes_of_channels_without_statistics():
+    model = create("inline_deit_tiny", in_chans=4)
+    with pytest.raises(ValueError, match="4 input channels and pretrained_cfg has mean and std of 3"):
+        streamed(model)(torch.zeros(4, 32, 32, dtype=torch.uint8))
+    assert streamed(model)(torch.zeros(4, 32, 32)).isfinite().all()
+
+
+def test_a_compiled_model_is_run_eagerly():
+    model, pixels = create("inline_deit_tiny"), image(64, 48)
+    torch.testing.assert_close(streamed(torch.compile(model))(pixels), streamed(model)(pixels))
 
 
 def test_a_folder_for_tokens_that_does_not_exist(tmp_path):

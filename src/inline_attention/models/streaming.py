@@ -91,6 +91,7 @@ def streamed(
         folder: Folder for a temporary file of tokens that fit into no memory; the system's by default.
         on_progress: Called with the share of the work just done; shares sum to one.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose graph takes whole images
     if isinstance(model, VisionModel):
         view = model
     elif (reason := unsupported_reason(model)) is None:
@@ -346,6 +347,11 @@ class _Run:
         self.last, self.prefix_only = last, prefix_only
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        if not isinstance(source, Tensor) and not hasattr(source, "read_rows"):
+            raise ValueError(
+                f"expected a tensor [channels, H, W] or a source with size and read_rows, got {type(source).__name__}; "
+                "open files with inline_attention.data.slides.open_slide, and use torch.as_tensor for arrays"
+            )
         self.source: PixelSource = _TensorSource(source) if isinstance(source, Tensor) else source
         self.size = self.source.size
         config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
@@ -660,6 +666,9 @@ class _Run:
     def _pixels(self, start: int, stop: int) -> Tensor:
         """Return normalized rows `[1, channels, rows, width]`."""
         rows = self.source.read_rows(start, stop)
+        if not isinstance(rows, Tensor) or not (rows.is_floating_point() or rows.dtype == torch.uint8):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"rows must be a tensor of uint8 or normalized floating-point numbers, got {got}")
         expected = (self.model.in_chans, stop - start, self.size[1])
         if rows.shape != expected:
             raise ValueError(f"the source must return rows of shape {expected}, got {tuple(rows.shape)}")
@@ -673,6 +682,11 @@ class _Run:
         if rows.is_floating_point():
             return rows.to(self.dtype)
         mean, std = self.statistics
+        if not mean.shape[1] == std.shape[1] == self.model.in_chans:
+            raise ValueError(
+                f"the model has {self.model.in_chans} input channels and pretrained_cfg has mean and std of "
+                f"{mean.shape[1]}, so bytes cannot be normalized; give normalized floating-point numbers"
+            )
         return rows.float().div_(255).sub_(mean).div_(std).to(self.dtype)
 
 
