@@ -188,6 +188,20 @@ def check_kernels(device, normalization, feature_map, masked, dtype, monkeypatch
     assert [len(calls) for calls in used] == [2, 2], "the kernels of a state have no derivative"
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
+def test_calls_that_kernels_do_not_suit_are_composed_or_refused(monkeypatch):
+    q, k, v = inputs()
+    wide = torch.randn(B, M, H, 150)
+    expected = attend(q.float(), attention_state(k, v)), attend(q.float(), attention_state(k.float(), wide))
+    monkeypatch.setattr(states, "KERNEL_DEVICES", ("cpu",))
+    used = count_calls(monkeypatch, states.triton, "attend_to_state")
+    torch.testing.assert_close(attend(q.float(), attention_state(k, v)), expected[0], **EXACT)
+    torch.testing.assert_close(attend(q.float(), attention_state(k.float(), wide)), expected[1], **EXACT)
+    with pytest.raises(ValueError, match="agree with the state in B, H and D"):
+        attend(q.float()[..., 1:].contiguous(), attention_state(k.float(), v.float()))
+    assert not used
+
+
 def count_calls(monkeypatch, module, name):
     calls, function = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or function(*arguments))

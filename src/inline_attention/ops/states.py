@@ -153,7 +153,7 @@ def attend(
     validation.check_feature_map(feature_map)
     validation.check_normalization(normalization)
     scale = validation.resolve_scale(scale, q.shape[3])
-    _check_state(state, q)
+    _check_state(state, q, feature_map)
     q, v, local_weight = as_autocast(q), as_autocast(v), as_autocast(local_weight)
     own = q
     if local_weight is not None:
@@ -170,7 +170,8 @@ def attend(
     with _without_autocast(q):
         call = AttentionCall(q, q, own, None, scale, feature_map, normalization, None, local_weight, grid_size, 0)
         others = () if local_weight is None else (own, local_weight)
-        if own.dtype == q.dtype and _suits_kernels(call, q, *state[1:], *others):
+        fits = state.covariance.dtype == torch.float32 and state.covariance.shape[3] <= triton.LARGEST_HEAD_DIM
+        if fits and own.dtype == q.dtype and _suits_kernels(call, q, *state[1:], *others):
             return triton.attend_to_state(call, (scale * state.covariance, state.key_mean, state.value_mean))
         query = apply_feature_map(feature_map, q, state.covariance.dtype)
         if query.shape[3] != state.covariance.shape[2]:
@@ -224,12 +225,13 @@ def _suits_kernels(call: AttentionCall, *tensors: Tensor) -> bool:
     )
 
 
-def _check_state(state: Any, q: Tensor) -> None:
+def _check_state(state: Any, q: Tensor, feature_map: str | FeatureMap) -> None:
     """Check that an argument is a state for queries `[B, N, H, ·]`."""
     if not isinstance(state, AttentionState):
         raise ValueError(f"state must be an AttentionState, got {type(state).__name__}; use attention_state(k, v)")
-    B, H, _, _ = state.covariance.shape
-    if q.shape[0] != B or q.shape[2] != H:
+    B, H, D, _ = state.covariance.shape
+    widens = not isinstance(feature_map, str)  # only a callable may change D
+    if q.shape[0] != B or q.shape[2] != H or (q.shape[3] != D and not widens):
         raise _disagrees(state, q)
     if state.covariance.device != q.device:
         raise ValueError(f"q and the state must be on one device, got {q.device} and {state.covariance.device}")
