@@ -116,6 +116,18 @@ def test_the_memory_that_an_error_names_is_enough(name, size):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_states_of_many_bands_are_merged_in_between(monkeypatch):
+    monkeypatch.setattr(streaming, "STATES_AT_ONCE", 3)
+    merged, merge = [], streaming.merge_states
+    monkeypatch.setattr(streaming, "merge_states", lambda *states: merged.append(len(states)) or merge(*states))
+    model, pixels = create("inline_deit_tiny"), image(230, 301)
+    with torch.inference_mode():
+        expected = model(pixels[None])
+    torch.testing.assert_close(streamed(model, "700KiB")(pixels), expected, rtol=1e-5, atol=1e-5)
+    assert max(merged) == 3
+    assert len(merged) > 4
+
+
 def test_bytes_are_normalized():
     model = create("inline_deit_tiny")
     pixels = torch.randint(0, 256, (3, 48, 70), dtype=torch.uint8)

@@ -39,6 +39,7 @@ from inline_attention.support.files import free_bytes, replace_atomically
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SHARE_FOR_TOKENS = 3 / 4  # of the memory, at most; the rest is for a band
 SHARE_OF_HOST = 1 / 2  # of the free host memory, for tokens of a GPU
+STATES_AT_ONCE = 64  # states of bands to merge in one go
 ZEROS = bytes(2**24)
 
 Sink = Callable[[Tensor], None]  # takes tokens `[1, n, C]`: prefix tokens first if there are any, then bands in order
@@ -292,7 +293,7 @@ class _Summary:
     def __init__(self, block: Block) -> None:
         assert isinstance(block.attn, KernelAttention)
         self.block, self.attention = block, block.attn
-        self.state: AttentionState | None = None
+        self._states: list[AttentionState] = []  # of bands
         self.local_input = _Mean(nn.Identity())
 
     def add(self, x: Tensor) -> None:
@@ -300,12 +301,19 @@ class _Summary:
         normed = self.block.norm1(x)
         if self.attention.residual is not None:
             self.local_input.add(x if self.block.local_from_input else normed)
-        state = self.attention.state(normed)
-        self.state = state if self.state is None else merge_states(self.state, state)
+        self._states.append(self.attention.state(normed))
+        if len(self._states) == STATES_AT_ONCE:
+            self._states = [self.state]
+
+    @property
+    def state(self) -> AttentionState:
+        """The state of all tokens that were added."""
+        if len(self._states) > 1:
+            self._states = [merge_states(*self._states)]
+        return self._states[0]
 
     def attend(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Mix tokens `[1, n, C]`: rows of the grid, or prefix tokens."""
-        assert self.state is not None
         mean = x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
         return self.attention.attend_to(self.block.norm1(x), self.state, mean, grid_size)
 
@@ -414,7 +422,6 @@ class _Run:
         tokens, summary, prefix = self.tokens, self.summary, self.prefix
         assert tokens is not None
         assert summary is not None
-        assert summary.state is not None
         height, width, _ = tokens.data.shape
         attention, state = summary.attention, summary.state
         options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
@@ -464,7 +471,6 @@ class _Run:
         """
         summary, prefix = self.summary, self.prefix
         assert summary is not None
-        assert summary.state is not None
         assert prefix is not None
         attention, state, norm = summary.attention, summary.state, summary.block.norm1
         attended = summary.attend(prefix)
