@@ -11,7 +11,7 @@ from PIL import Image
 
 tifffile = pytest.importorskip("tifffile")
 
-from inline_attention.data.images import ImageError  # noqa: E402
+from inline_attention.data.images import ImageError, load_image  # noqa: E402
 from inline_attention.data.marked_slides import SlidesPlan, place_marks, write_slide, write_slides  # noqa: E402
 from inline_attention.data.slides import needs_streaming, open_slide  # noqa: E402
 from inline_attention.data.sources import DataError  # noqa: E402
@@ -98,7 +98,7 @@ def faults(write, tmp_path):
         "truncated": (whole[: len(whole) // 2], "is truncated: .* of 15 tiles .* copy it again"),
         "header only": (whole[:8], "is damaged"),
         "empty": (b"", "is empty; expected a TIFF"),
-        "no TIFF": (b"II*" + b"x" * 100, "is damaged"),
+        "no TIFF": (b"II*" + b"x" * 100, "is damaged or cut off .*; copy or export it again"),
         "text": (b"hello", "is damaged"),
     }
     for name, (bytes_, message) in content.items():
@@ -205,3 +205,9 @@ def test_a_slide_whose_writing_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_slide(tmp_path / "slide.tif", 300, (), 16, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_says_what_to_do_with_a_slide_that_it_cannot_decode(write):
+    path = write(PIXELS, tile=(64, 64), photometric="rgb")
+    with pytest.raises(ImageError, match="training decodes images whole: save a coarser level of it"):
+        load_image(path, max_pixels=50 * 60)

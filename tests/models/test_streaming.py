@@ -116,6 +116,18 @@ def test_the_memory_that_an_error_names_is_enough(name, size):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_states_of_many_bands_are_merged_in_between(monkeypatch):
+    monkeypatch.setattr(streaming, "STATES_AT_ONCE", 3)
+    merged, merge = [], streaming.merge_states
+    monkeypatch.setattr(streaming, "merge_states", lambda *states: merged.append(len(states)) or merge(*states))
+    model, pixels = create("inline_deit_tiny"), image(230, 301)
+    with torch.inference_mode():
+        expected = model(pixels[None])
+    torch.testing.assert_close(streamed(model, "700KiB")(pixels), expected, rtol=1e-5, atol=1e-5)
+    assert max(merged) == 3
+    assert len(merged) > 4
+
+
 def test_bytes_are_normalized():
     model = create("inline_deit_tiny")
     pixels = torch.randint(0, 256, (3, 48, 70), dtype=torch.uint8)
@@ -159,6 +171,13 @@ def test_a_disk_that_fills_leaves_no_file(tmp_path, monkeypatch):
         streamed(model, "600KiB").write_features(pixels, tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["level1.npy"]
     assert (tmp_path / "level1.npy").read_text() == "the one from before"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+def test_the_error_of_a_full_disk_names_the_folder(tmp_path):
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="none are kept") as error:
+        streaming._array_writer(file, tmp_path, (1, 1, 4), torch.float32, torch.nn.Identity())(torch.zeros(1, 1, 4))
+    assert error.value.filename == str(tmp_path)
 
 
 def test_too_small_a_disk_is_known_before(tmp_path, monkeypatch):
@@ -253,12 +272,22 @@ def test_rows_of_positions_are_those_of_all(new, dtype):
             torch.testing.assert_close(found, whole[:, start:stop].flatten(1, 2))
 
 
+class ArraySource:
+    size = (32, 32)
+
+    def read_rows(self, start, stop):
+        return np.zeros((3, stop - start, 32), np.uint8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "pixels", "message"),
     [
         ({}, torch.zeros(3, 8, 90), "at least 16 pixels high and wide, got 8×90"),
         ({}, torch.zeros(1, 32, 32), r"rows of shape \(3, 32, 32\), got \(1, 32, 32\)"),
         ({}, torch.zeros(32, 32), r"must be \[channels, H, W\]"),
+        ({}, np.zeros((3, 32, 32)), "with size and read_rows, got ndarray; open files with"),
+        ({}, torch.zeros(3, 32, 32, dtype=torch.int64), "uint8 or normalized floating-point numbers, got torch.int64"),
+        ({}, ArraySource(), "uint8 or normalized floating-point numbers, got ndarray"),
         ({"memory": "9KiB"}, torch.zeros(3, 32, 64), "memory must be at least"),
         ({"memory": "much"}, torch.zeros(3, 32, 64), "such as 4GiB"),
         ({"memory": 0}, torch.zeros(3, 32, 64), "such as 4GiB"),
@@ -267,6 +296,23 @@ def test_rows_of_positions_are_those_of_all(new, dtype):
 def test_errors_say_what_to_do(arguments, pixels, message):
     with pytest.raises(ValueError, match=message):
         streamed(create("inline_deit_tiny"), **arguments)(pixels)
+
+
+def test_bytes_of_channels_without_statistics():
+    model = create("inline_deit_tiny", in_chans=4)
+    with pytest.raises(ValueError, match="4 input channels and pretrained_cfg has mean and std of 3"):
+        streamed(model)(torch.zeros(4, 32, 32, dtype=torch.uint8))
+    assert streamed(model)(torch.zeros(4, 32, 32)).isfinite().all()
+
+
+def test_a_compiled_model_is_run_eagerly():
+    model, pixels = create("inline_deit_tiny"), image(64, 48)
+    torch.testing.assert_close(streamed(torch.compile(model))(pixels), streamed(model)(pixels))
+
+
+def test_a_folder_for_tokens_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"no folder .*missing for tokens"):
+        streamed(create("inline_pvt_tiny"), "2MiB", folder=tmp_path / "missing")(image(340, 257))
 
 
 def test_only_our_models_in_evaluation_mode():

@@ -101,6 +101,10 @@ def test_one_compiled_graph_serves_every_size():
         torch.testing.assert_close(function(q, k, v), inline_attention(q, k, v))
 
 
+def attend_local(v):
+    return attend(inputs()[0], state(), v=v, local_weight=torch.randn(B, H, DV, 3, 3), grid_size=(1, N))
+
+
 def state():
     return attention_state(*inputs()[1:])
 
@@ -112,6 +116,9 @@ def state():
         (lambda: merge_states(state(), attention_state(*torch.randn(2, B, 3, H, 9))), "must agree in B, H, D"),
         (lambda: attend(torch.randn(B, N, H, D + 1), state()), "agree with the state in B, H and D"),
         (lambda: attend(torch.randn(B, N, H, D), state(), normalization="add"), "normalization"),
+        (lambda: attend(torch.randn(B, N, H, D), tuple(state())), "must be an AttentionState, got tuple"),
+        (lambda: merge_states([state()]), "each an argument of its own, got list"),
+        (lambda: attend_local(inputs()[2]), r"values \[B, N, H, Dv\] = \(2, 5, 3, 6\) of the queries' own tokens"),
         (lambda: attention_state(*inputs()[1:], chunk_size=0), "chunk_size must be an integer ≥ 1"),
         (lambda: attention_state(*inputs()[1:], key_padding_mask=torch.ones(B, M)), "must be a bool tensor"),
         (lambda: attention_state(inputs()[1], inputs()[2].float()), "k and v must share one dtype"),
@@ -181,7 +188,40 @@ def check_kernels(device, normalization, feature_map, masked, dtype, monkeypatch
     assert [len(calls) for calls in used] == [2, 2], "the kernels of a state have no derivative"
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
+def test_calls_that_kernels_do_not_suit_are_composed_or_refused(monkeypatch):
+    q, k, v = inputs()
+    wide = torch.randn(B, M, H, 150)
+    expected = attend(q.float(), attention_state(k, v)), attend(q.float(), attention_state(k.float(), wide))
+    monkeypatch.setattr(states, "KERNEL_DEVICES", ("cpu",))
+    used = count_calls(monkeypatch, states.triton, "attend_to_state")
+    torch.testing.assert_close(attend(q.float(), attention_state(k, v)), expected[0], **EXACT)
+    torch.testing.assert_close(attend(q.float(), attention_state(k.float(), wide)), expected[1], **EXACT)
+    with pytest.raises(ValueError, match="agree with the state in B, H and D"):
+        attend(q.float()[..., 1:].contiguous(), attention_state(k.float(), v.float()))
+    assert not used
+
+
 def count_calls(monkeypatch, module, name):
     calls, function = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or function(*arguments))
     return calls
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_no_keys_give_a_state_that_changes_nothing(chunk_size):
+    q, k, v = inputs()
+    empty = attention_state(k[:, :0], v[:, :0], chunk_size=chunk_size)
+    assert not any(part.any() for part in empty)
+    torch.testing.assert_close(merge_states(attention_state(k, v), empty), attention_state(k, v), **EXACT)
+    one = attention_state(k[:, :1], v[:, :1])
+    torch.testing.assert_close(attend(q, one), v[:, :1].expand(-1, N, -1, -1), **EXACT)
+
+
+def test_meta_tensors():
+    q, k, v = (tensor.to("meta") for tensor in inputs())
+    assert attend(q, attention_state(k, v)).shape == (B, N, H, DV)
+    with pytest.raises(ValueError, match="on one device, got cpu and meta"):
+        attend(inputs()[0], attention_state(k, v))
+    with pytest.raises(ValueError, match=r"must agree in .* device"):
+        merge_states(state(), attention_state(k, v))

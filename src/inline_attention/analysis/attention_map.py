@@ -19,7 +19,6 @@ from torch import Tensor
 
 from inline_attention.analysis.probes import (
     LayerAttention,
-    attention_layers,
     capture_attention,
     choose_heads,
     choose_layers,
@@ -27,7 +26,6 @@ from inline_attention.analysis.probes import (
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.slides import Slide
 from inline_attention.layers.attention import KernelAttention
-from inline_attention.models.base import blocks_of
 from inline_attention.models.streaming import streamed
 from inline_attention.ops.reference import AttentionKind
 from inline_attention.support.figures import INK, KIND_LABELS, MUTED, Axes, draw_picture, new_figure, save
@@ -127,13 +125,13 @@ def measure_slide_maps(
     The maps are averaged over cells of tokens, and so are the places of `AttentionMaps`. `tokens` are rows and columns
     of the whole grid. The default layer is the middle one of those with linear-time attention.
     """
-    blocks = blocks_of(subject.model)
+    reader = streamed(subject.model, memory, on_progress=on_progress)
+    blocks = reader.blocks
     linear = [index for index, block in enumerate(blocks) if isinstance(block.attn, KernelAttention)]
     if layer is None:
         if not linear:
             raise ValueError(f"{subject.label} has softmax attention only, which needs quadratic memory on slides")
         layer = linear[len(linear) // 2]
-    reader = streamed(subject.model, memory, on_progress=on_progress)
     thumbnail = torch.from_numpy(np.array(slide.thumbnail(SLIDE_CELLS))).permute(2, 0, 1)
     grid = reader.grid_size(slide, layer)
     cell = -(-max(grid) // SLIDE_CELLS)
@@ -155,7 +153,8 @@ def measure_slide_maps(
             chosen, found.weights.double(), found.prefix_weights.double(), strict=True
         )
     )  # fmt: skip
-    name, index = list(attention_layers(subject.model))[layer], layer % len(blocks)
+    name = next(name for name, module in subject.model.named_modules() if module is blocks[layer].attn)
+    index = layer % len(blocks)
     return AttentionMaps(
         subject.label, subject.kind, index, name, tuple(picked), cells, thumbnail, maps, None, found.cell_pixels
     )

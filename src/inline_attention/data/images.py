@@ -102,6 +102,12 @@ def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX
         return _upright_rgb(image)
 
 
+SLIDE_HINT = (
+    "; only `inline predict` and `inline analyze attention-map` read large tiled TIFFs in parts, and training decodes "
+    "images whole: save a coarser level of it"
+)
+
+
 @contextmanager
 def open_image(
     path: str | os.PathLike[str],
@@ -118,13 +124,13 @@ def open_image(
             any other error in the body of the `with` statement.
     """
     path = Path(path)
-    size = 0
+    size, hint = 0, SLIDE_HINT if path.suffix.lower() in (".tif", ".tiff") else ""
     try:
         with _LimitedReads(io.BytesIO(content) if content is not None else open_regular(path)) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             if size > most_bytes(max_pixels):
-                raise ImageError(path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels")
+                raise ImageError(path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels{hint}")
             if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
                 raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
             Image.init()
@@ -132,7 +138,7 @@ def open_image(
             with _no_pillow_limit, Image.open(file, formats=known) as image:
                 if (pixels := image.width * image.height) > max_pixels:
                     reason = "is a decompression bomb, or merely larger than the limit of"
-                    raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels")
+                    raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels{hint}")
                 yield image
     except ImageError:
         raise

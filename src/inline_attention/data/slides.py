@@ -154,7 +154,7 @@ def _image_errors(path: Path) -> Iterator[None]:
         raise ImageError(path, "does not fit into memory") from error
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ImageError(path, f"is damaged: {reason}") from error
+        raise ImageError(path, f"is damaged or cut off ({reason}); copy or export it again") from error
 
 
 class _TiffSlide(Slide):

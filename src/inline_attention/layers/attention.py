@@ -521,7 +521,7 @@ class KernelAttention(TokenAttention):
         out = states.attend(call.q, state, scale=self.scale, **options, **local).flatten(2)
         if local and self.static_local is not None and self.static_local.bias is not None:
             out = out + self.static_local.bias
-        return self.attn_drop(out)
+        return self.attn_drop(self.finish(out, x))
 
 
 class InLineAttention(KernelAttention):

@@ -10,6 +10,7 @@ Shapes: `h`×`w` token grid, `N` = h·w, `C` channels, `P` prefix tokens, `H` he
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import re
@@ -30,13 +31,15 @@ from inline_attention.layers.attention import KernelAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.grids import Grid, GridRows, ceil_divide
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
-from inline_attention.models.base import Level, VisionModel, blocks_of
+from inline_attention.models.base import Level, VisionModel
+from inline_attention.models.timm_vit import StreamedViT, unsupported_reason
 from inline_attention.ops.states import AttentionState, merge_states, state_weights
 from inline_attention.support.files import free_bytes, replace_atomically
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SHARE_FOR_TOKENS = 3 / 4  # of the memory, at most; the rest is for a band
 SHARE_OF_HOST = 1 / 2  # of the free host memory, for tokens of a GPU
+STATES_AT_ONCE = 64  # states of bands to merge in one go
 ZEROS = bytes(2**24)
 
 Sink = Callable[[Tensor], None]  # takes tokens `[1, n, C]`: prefix tokens first if there are any, then bands in order
@@ -83,16 +86,24 @@ def streamed(
     """Wrap a model for images that do not fit into memory: `streamed(model)(source)` gives `model(image)`.
 
     Args:
-        model: A model of this library, in evaluation mode, on the device that computes.
+        model: A model of this library, or a VisionTransformer of timm (with converted attention, see
+            `convert_attention`; softmax runs over all tokens at once), in evaluation mode, on the device that computes.
         memory: Memory to plan for tokens and bands on the device, besides the weights: bytes, or text such as "512MiB".
         folder: Folder for a temporary file of tokens that fit into no memory; the system's by default.
         on_progress: Called with the share of the work just done; shares sum to one.
     """
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"streamed takes models of inline_attention, got {type(model).__name__}; see list_models()")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose graph takes whole images
+    if isinstance(model, VisionModel):
+        view = model
+    elif (reason := unsupported_reason(model)) is None:
+        view = cast(VisionModel, StreamedViT(cast(Any, model)))
+    else:
+        raise ValueError(
+            f"streamed takes models of inline_attention and timm's VisionTransformer, and cannot run this one: {reason}"
+        )
     if model.training:
         raise ValueError("streamed takes a model in evaluation mode; call model.eval() first")
-    return StreamedModel(model, parse_bytes(memory), folder, on_progress)
+    return StreamedModel(view, parse_bytes(memory), folder, on_progress)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -118,6 +129,11 @@ class StreamedModel:
         self.memory = memory
         self.folder = folder
         self.on_progress = on_progress or (lambda _share: None)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Blocks of the model, in order."""
+        return [block for level in self.model.network() for block in level.blocks]
 
     def __call__(self, source: PixelSource | Tensor) -> Tensor:
         """Classify an image: a source, or a tensor `[channels, H, W]`. Returns logits `[1, num_classes]`."""
@@ -167,7 +183,7 @@ class StreamedModel:
             for level, path in paths.items():
                 file = stack.enter_context(stack.enter_context(replace_atomically(path)).open("wb"))
                 final = self.model.norm if norm and shapes[level][2] == self.model.num_features else nn.Identity()
-                sinks[level] = [_array_writer(file, shapes[level], dtype, final)]
+                sinks[level] = [_array_writer(file, folder, shapes[level], dtype, final)]
             run.execute(sinks)
         return list(paths.values())
 
@@ -212,6 +228,8 @@ class StreamedModel:
         model, head = self.model, self.model.get_classifier()
         if not isinstance(head, nn.Linear) or model.global_pool == "":
             raise ValueError("class evidence needs a classifier with pooling; create the model with num_classes")
+        if getattr(model, "norms_mean", False):
+            raise ValueError("class evidence needs a linear head after the mean, and this model normalizes the mean")
         if unknown := [number for number in classes if not 0 <= number < model.num_classes]:
             raise ValueError(f"expected classes from 0 to {model.num_classes - 1}, got {unknown[0]}")
         weight, bias = head.weight[list(classes)], None if head.bias is None else head.bias[list(classes)]
@@ -219,7 +237,7 @@ class StreamedModel:
         def classify(tokens: Tensor) -> Tensor:  # [1, n, C] → [classes, n]
             return F.linear(model.norm(tokens), weight, bias)[0].mT
 
-        last = blocks_of(model)[-1]
+        last = self.blocks[-1]
         run = _Run(self, source, len(model.feature_info) - 1)
         with torch.no_grad():
             if model.global_pool == "avg":
@@ -233,6 +251,8 @@ class StreamedModel:
                     "class evidence of a class token needs linear-time attention in the last block, which has softmax; "
                     "convert it too, or train a model with global_pool=avg"
                 )
+            if last.attn.norm is not None or last.attn.gate is not None:
+                raise ValueError("class evidence needs an attention that does not normalize or gate its output")
             run.execute({}, until=last)
             evidence, logits = run.value_path(classify)
             values, pixels = run.cells(evidence, last, 8 * len(classes) * last.attn.num_heads, most_cells)
@@ -240,7 +260,7 @@ class StreamedModel:
 
     def _block(self, layer: int) -> Block:
         """Return the block of a layer, which must have linear-time attention."""
-        blocks = blocks_of(self.model)
+        blocks = self.blocks
         if not -len(blocks) <= layer < len(blocks):
             raise ValueError(f"the model has {len(blocks)} layers, 0 to {len(blocks) - 1}, got {layer}")
         if not isinstance(blocks[layer].attn, KernelAttention):
@@ -273,7 +293,7 @@ class _Summary:
     def __init__(self, block: Block) -> None:
         assert isinstance(block.attn, KernelAttention)
         self.block, self.attention = block, block.attn
-        self.state: AttentionState | None = None
+        self._states: list[AttentionState] = []  # of bands
         self.local_input = _Mean(nn.Identity())
 
     def add(self, x: Tensor) -> None:
@@ -281,12 +301,19 @@ class _Summary:
         normed = self.block.norm1(x)
         if self.attention.residual is not None:
             self.local_input.add(x if self.block.local_from_input else normed)
-        state = self.attention.state(normed)
-        self.state = state if self.state is None else merge_states(self.state, state)
+        self._states.append(self.attention.state(normed))
+        if len(self._states) == STATES_AT_ONCE:
+            self._states = [self.state]
+
+    @property
+    def state(self) -> AttentionState:
+        """The state of all tokens that were added."""
+        if len(self._states) > 1:
+            self._states = [merge_states(*self._states)]
+        return self._states[0]
 
     def attend(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Mix tokens `[1, n, C]`: rows of the grid, or prefix tokens."""
-        assert self.state is not None
         mean = x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
         return self.attention.attend_to(self.block.norm1(x), self.state, mean, grid_size)
 
@@ -328,6 +355,11 @@ class _Run:
         self.last, self.prefix_only = last, prefix_only
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        if not isinstance(source, Tensor) and not hasattr(source, "read_rows"):
+            raise ValueError(
+                f"expected a tensor [channels, H, W] or a source with size and read_rows, got {type(source).__name__}; "
+                "open files with inline_attention.data.slides.open_slide, and use torch.as_tensor for arrays"
+            )
         self.source: PixelSource = _TensorSource(source) if isinstance(source, Tensor) else source
         self.size = self.source.size
         config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
@@ -372,10 +404,10 @@ class _Run:
             if step.module is until:
                 return
             following = None if index + 1 == len(self.steps) else self.steps[index + 1].module
-            is_linear = isinstance(following, Block) and isinstance(following.attn, KernelAttention)
+            is_linear = following is not None and _is_linear(following)
             summary = _Summary(cast(Block, following)) if is_linear else None
             outputs = [*(sinks.get(step.level, ()) if step.ends_level else ()), *([summary.add] if summary else ())]
-            if isinstance(step.module, Block):
+            if not isinstance(step.module, Level):
                 self._run_block(
                     step.module, step.level, step.work, outputs, skip_grid=following is None and self.prefix_only
                 )
@@ -390,7 +422,6 @@ class _Run:
         tokens, summary, prefix = self.tokens, self.summary, self.prefix
         assert tokens is not None
         assert summary is not None
-        assert summary.state is not None
         height, width, _ = tokens.data.shape
         attention, state = summary.attention, summary.state
         options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
@@ -440,7 +471,6 @@ class _Run:
         """
         summary, prefix = self.summary, self.prefix
         assert summary is not None
-        assert summary.state is not None
         assert prefix is not None
         attention, state, norm = summary.attention, summary.state, summary.block.norm1
         attended = summary.attend(prefix)
@@ -642,6 +672,9 @@ class _Run:
     def _pixels(self, start: int, stop: int) -> Tensor:
         """Return normalized rows `[1, channels, rows, width]`."""
         rows = self.source.read_rows(start, stop)
+        if not isinstance(rows, Tensor) or not (rows.is_floating_point() or rows.dtype == torch.uint8):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"rows must be a tensor of uint8 or normalized floating-point numbers, got {got}")
         expected = (self.model.in_chans, stop - start, self.size[1])
         if rows.shape != expected:
             raise ValueError(f"the source must return rows of shape {expected}, got {tuple(rows.shape)}")
@@ -655,6 +688,11 @@ class _Run:
         if rows.is_floating_point():
             return rows.to(self.dtype)
         mean, std = self.statistics
+        if not mean.shape[1] == std.shape[1] == self.model.in_chans:
+            raise ValueError(
+                f"the model has {self.model.in_chans} input channels and pretrained_cfg has mean and std of "
+                f"{mean.shape[1]}, so bytes cannot be normalized; give normalized floating-point numbers"
+            )
         return rows.float().div_(255).sub_(mean).div_(std).to(self.dtype)
 
 
@@ -671,6 +709,10 @@ class _TensorSource:
         return self.image[:, start:stop]
 
 
+def _is_linear(module: Level | Block) -> bool:
+    return not isinstance(module, Level) and isinstance(module.attn, KernelAttention)
+
+
 def _channels(block: Block) -> int:
     return block.norm1.normalized_shape[0]
 
@@ -679,25 +721,38 @@ def _hidden(block: Block) -> int:
     return cast(int, block.mlp.fc1.out_features)
 
 
-def _array_writer(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype, transform: nn.Module) -> Sink:
-    """Write the header of an .npy file, and return a sink that appends tokens.
+def _array_writer(
+    file: BinaryIO, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, transform: nn.Module
+) -> Sink:
+    """Write the header of an .npy file in a folder, and return a sink that appends tokens.
 
     Written, not mapped: a full disk is then an error, not a signal that ends the process.
     """
     descr = np.lib.format.dtype_to_descr(torch.empty(0, dtype=dtype).numpy().dtype)
-    np.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    header = io.BytesIO()
+    np.lib.format.write_array_header_2_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+
+    def put(content: memoryview) -> None:
+        try:
+            file.write(content)
+        except OSError as error:
+            reason = f"{error.strerror} while features were written; none are kept"
+            raise OSError(error.errno, reason, os.fspath(folder)) from error
 
     def write(tokens: Tensor) -> None:
-        file.write(transform(tokens).to("cpu", dtype).contiguous().numpy().data)
+        put(transform(tokens).to("cpu", dtype).contiguous().numpy().data)
 
+    put(header.getbuffer())
     return write
 
 
 def _check_space(folder: Path, needed: int) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder} for tokens that fit into no memory; create it, or pass another")
     free = free_bytes(folder)
     if free is not None and needed > free:
         reason = f"needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: it {reason}", str(folder))
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the run {reason}", str(folder))
 
 
 def _in_file(folder: str | os.PathLike[str] | None, size: int, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ Shapes: `B` batch, `N` queries, `M` keys, `H` heads, `D` head dim of queries and
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from inline_attention.ops import composed, validation
 from inline_attention.ops.backends import triton
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
-from inline_attention.ops.tracing import as_autocast, is_plain_execution
+from inline_attention.ops.tracing import as_autocast, autocast_enabled, is_plain_execution
 
 KERNEL_DEVICES = ("cuda",)  # Triton's interpreter on a CPU is for tests
 
@@ -46,7 +47,7 @@ def attention_state(
     """Compute the state of keys and values. Differentiable, in memory linear in `chunk_size`.
 
     Args:
-        k: Keys `[B, M, H, D]`.
+        k: Keys `[B, M, H, D]`; M = 0 gives a state without keys.
         v: Values `[B, M, H, Dv]`.
         feature_map: phi, as in `inline_attention`; `attend` needs the same one.
         key_padding_mask: `[B, M]` bool, True for a real key. A row without any gives a state without keys.
@@ -55,15 +56,15 @@ def attention_state(
     Returns:
         The state, for `merge_states` and `attend`.
     """
-    validation.check_head_tokens("k", k)
-    validation.check_keys_and_values(k, v)
+    validation.check_head_tokens("k", k, least_tokens=0)
+    validation.check_keys_and_values(k, v, least_tokens=0)
     validation.check_matches("k", k, "v", v)
     validation.check_feature_map(feature_map)
     if key_padding_mask is not None:
         validation.check_mask_form(key_padding_mask, k)
     if chunk_size is not None:
         validation.check_count("chunk_size", chunk_size)
-        starts = range(0, k.shape[1], chunk_size)
+        starts = range(0, max(k.shape[1], 1), chunk_size)
         masks = (None if key_padding_mask is None else key_padding_mask[:, at : at + chunk_size] for at in starts)
         parts = ((k[:, at : at + chunk_size], v[:, at : at + chunk_size]) for at in starts)
         return reduce(
@@ -74,12 +75,14 @@ def attention_state(
             ),
         )
     k, v = as_autocast(k), as_autocast(v)
+    if k.shape[1] == 0:
+        key_padding_mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)  # sums, no means
     count = (
         torch.full(k.shape[:1], k.shape[1], dtype=torch.int64, device=k.device)
         if key_padding_mask is None
         else key_padding_mask.sum(1)
     )
-    with torch.autocast(k.device.type, enabled=False):
+    with _without_autocast(k):
         call = AttentionCall(k, k, v, None, 1.0, feature_map, "subtract", key_padding_mask, None, None, 0)
         if _suits_kernels(call, k, v):
             covariance, key_mean, value_mean = triton.state_of_keys(call)
@@ -150,7 +153,7 @@ def attend(
     validation.check_feature_map(feature_map)
     validation.check_normalization(normalization)
     scale = validation.resolve_scale(scale, q.shape[3])
-    _check_state(state, q)
+    _check_state(state, q, feature_map)
     q, v, local_weight = as_autocast(q), as_autocast(v), as_autocast(local_weight)
     own = q
     if local_weight is not None:
@@ -164,10 +167,11 @@ def attend(
                 f"{tuple(v.shape)} on {v.device}"
             )
         own, grid_size = v, validation.check_local(local_weight, grid_size, 0, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         call = AttentionCall(q, q, own, None, scale, feature_map, normalization, None, local_weight, grid_size, 0)
         others = () if local_weight is None else (own, local_weight)
-        if own.dtype == q.dtype and _suits_kernels(call, q, *state[1:], *others):
+        fits = state.covariance.dtype == torch.float32 and state.covariance.shape[3] <= triton.LARGEST_HEAD_DIM
+        if fits and own.dtype == q.dtype and _suits_kernels(call, q, *state[1:], *others):
             return triton.attend_to_state(call, (scale * state.covariance, state.key_mean, state.value_mean))
         query = apply_feature_map(feature_map, q, state.covariance.dtype)
         if query.shape[3] != state.covariance.shape[2]:
@@ -204,6 +208,11 @@ def state_weights(
     return (1 + deviation) / state.key_count.to(dtype)[:, None, None, None]
 
 
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context for float32 sums; meta tensors have no autocast to disable."""
+    return torch.autocast(tensor.device.type, enabled=False) if autocast_enabled(tensor) else nullcontext()
+
+
 def _suits_kernels(call: AttentionCall, *tensors: Tensor) -> bool:
     """True if the Triton kernels can run the part of a call that needs these tensors."""
     return (
@@ -216,12 +225,13 @@ def _suits_kernels(call: AttentionCall, *tensors: Tensor) -> bool:
     )
 
 
-def _check_state(state: Any, q: Tensor) -> None:
+def _check_state(state: Any, q: Tensor, feature_map: str | FeatureMap) -> None:
     """Check that an argument is a state for queries `[B, N, H, ·]`."""
     if not isinstance(state, AttentionState):
         raise ValueError(f"state must be an AttentionState, got {type(state).__name__}; use attention_state(k, v)")
-    B, H, _, _ = state.covariance.shape
-    if q.shape[0] != B or q.shape[2] != H:
+    B, H, D, _ = state.covariance.shape
+    widens = not isinstance(feature_map, str)  # only a callable may change D
+    if q.shape[0] != B or q.shape[2] != H or (q.shape[3] != D and not widens):
         raise _disagrees(state, q)
     if state.covariance.device != q.device:
         raise ValueError(f"q and the state must be on one device, got {q.device} and {state.covariance.device}")

@@ -82,17 +82,17 @@ def check_queries_and_keys(q: Any, k: Any) -> None:
         )
 
 
-def check_keys_and_values(k: Tensor, v: Any) -> None:
+def check_keys_and_values(k: Tensor, v: Any, *, least_tokens: int = 1) -> None:
     """Check `v` `[B, M, H, Dv]` against checked keys `k` `[B, M, H, D]`."""
-    check_head_tokens("v", v)
+    check_head_tokens("v", v, least_tokens=least_tokens)
     if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
         raise ValueError(
             f"v must be [B, M, H, Dv] with B, M, H of k {_shape(k)}, got {_shape(v)}; every key needs a value"
         )
 
 
-def check_head_tokens(name: str, x: Any) -> None:
-    """Check that queries, keys or values are `[B, N, H, D]`, and not empty."""
+def check_head_tokens(name: str, x: Any, *, least_tokens: int = 1) -> None:
+    """Check that queries, keys or values are `[B, N, H, D]`, and not empty; `least_tokens` may allow no tokens."""
     _check_tensor(name, x)
     if x.dim() != 4:
         raise ValueError(
@@ -100,7 +100,7 @@ def check_head_tokens(name: str, x: Any) -> None:
             "from [B, N, H·D] use .unflatten(-1, (H, D)), from [B, H, N, D] use .transpose(1, 2)"
         )
     for extent, what in zip(x.shape[1:], ("tokens", "heads", "head dim"), strict=True):
-        if extent == 0:
+        if extent == 0 and not (what == "tokens" and least_tokens == 0):
             raise ValueError(
                 f"{name} needs at least one of each of tokens, heads and head dim, got {what} = 0 in {_shape(x)}; "
                 "the mean over no keys is undefined, so skip the call"
