@@ -20,7 +20,7 @@ from inline_attention.models.checkpoints import open_checkpoint, read_position_g
 from inline_attention.models.hub_layout import CONFIG, PREPARATION, SOURCES, fetch, split_source, weights_in
 from inline_attention.models.reading import Checkpoint
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.text import did_you_mean, printable
+from inline_attention.support.text import did_you_mean, page_of_docs, printable
 
 SHIPPED = Path(__file__).parents[1] / "weights"  # a folder NAME.TAG in the hub's layout for each model
 PAPER = "https://arxiv.org/abs/2412.06590"
@@ -170,7 +170,7 @@ def _build(
         elif not any(source.get(key) for key in ("state_dict", "url")):
             raise NoPretrainedWeightsError(
                 f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
-                f"(docs/checkpoints.md says more); download a file, "
+                f"({page_of_docs('checkpoints.md')} says more); download a file, "
                 f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
                 f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
             )
