@@ -99,7 +99,7 @@ def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_back(tmp_path, pictures, monkeypatch):
-    # Sixteen batches per epoch: the dataloader reads a few ahead, and must not have read the epoch when the data vanish.
+    # Sixteen batches per epoch: the dataloader reads a few ahead, and must not have read them all when the data vanish.
     batches = ["training.batch_size=4", "training.total_batch_size=4"]
     whole, _ = train.train(from_files(tmp_path, pictures, "whole", *batches))
     update_done = RunReport.update_done

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", "-c", help="Weights file, checkpoint, run or shipped model.", show_default=False)
+        Path,
+        typer.Option("--checkpoint", "-c", help="Weights file, checkpoint, run or shipped model.", show_default=False),
     ],
     data_dir: Annotated[Path | None, typer.Option(help="Data folder.", show_default="the run's")] = None,
     dataset: Annotated[
