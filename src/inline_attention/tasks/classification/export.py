@@ -74,8 +74,8 @@ def _check_size(model: nn.Module, images: Tensor) -> None:
         with torch.no_grad():
             model.eval()(images)
     except Exception as error:
-        size = f"{images.shape[2]}×{images.shape[3]}"
-        raise ExportError(f"the model does not take images of {size}: {str(error).rstrip('.')}. Leave --size out") from error
+        size, reason = f"{images.shape[2]}×{images.shape[3]}", str(error).rstrip(".")
+        raise ExportError(f"the model does not take images of {size}: {reason}. Leave --size out") from error
 
 
 def _simplify(graph_module: torch.fx.GraphModule) -> None:
