@@ -234,9 +234,9 @@ def write_results(found: Sequence[dict[str, Any]], settings: dict[str, Any]) -> 
         f"Slides with two marks of {settings['mark']} pixels, each a ring or a cross: are both of one kind? Accuracy "
         f"on {VALIDATION_SLIDES} slides of each size, half of each class; chance: 50 %. Models: {settings['depth']} "
         "blocks, 192 channels and patches of 16 pixels; bfloat16 autocast, eager. Each method starts at 256×256 pixels "
-        f"(at most {STEPS[256]:,} steps) and doubles the side ({later} steps), and also learns which kinds of marks are "
-        "there. A stage ends at "
-        f"{100 * EARLY_STOP:.1f} %. Several runs shared the GPU, so seconds are only a rough comparison."
+        f"(at most {STEPS[256]:,} steps) and doubles the side ({later} steps). It also learns which kinds of marks "
+        f"are there. A stage ends at {100 * EARLY_STOP:.1f} %. Several runs shared the GPU: seconds are only a rough "
+        "comparison."
     )
     write_json(RESULTS / "gpu_far_apart.json", {"environment": environment, "settings": settings, "runs": list(found)})
     write_markdown(RESULTS / "gpu_far_apart.md", "Two marks far apart", environment, f"{text}\n\n{table}")

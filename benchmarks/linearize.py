@@ -125,13 +125,13 @@ EXPERIMENTS = {
         batch=64,
     ),
     "cifar10": Experiment(
-        "cifar10", patch=2, epochs=10, coarse_epochs=80, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
+        "cifar10", patch=2, epochs=10, coarse_epochs=72, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
         patch=4,
-        epochs=10,
-        coarse_epochs=80,
+        epochs=6,
+        coarse_epochs=40,
         overrides=(
             "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8"
         ),

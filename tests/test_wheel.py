@@ -18,6 +18,11 @@ import inline_attention, timm, torch
 from pathlib import Path
 assert Path(inline_attention.__file__).is_relative_to({prefix!r}), inline_attention.__file__
 assert timm.create_model("inline_deit_micro").eval()(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+try:
+    timm.create_model("inline_deit_tiny", pretrained=True)
+except RuntimeError as error:
+    page = Path(str(error).partition("(")[2].partition(" says more")[0])
+assert page.is_relative_to({prefix!r}) and "inline convert" in page.read_text(), page
 """
 
 
@@ -34,10 +39,10 @@ def test_built_installed_and_used(tmp_path):
         return done.stdout
 
     source, fresh = tmp_path / "source", tmp_path / "fresh"
-    tracked = [
-        name for name in run("git", "-C", ROOT, "ls-files", "src/inline_attention").split() if (ROOT / name).exists()
-    ]
-    for name in (*tracked, "README.md", "LICENSE", "pyproject.toml"):
+    listed = run("git", "-C", ROOT, "ls-files", "src/inline_attention", "docs/*.md").split()
+    pages = [name for name in listed if name.startswith("docs/")]
+    tracked = [name for name in listed if name not in pages and (ROOT / name).exists()]
+    for name in (*tracked, *pages, "README.md", "LICENSE", "pyproject.toml"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source)
@@ -51,6 +56,7 @@ def test_built_installed_and_used(tmp_path):
     assert fields["Name"] == "inline-attention"
     assert all(fields[field] for field in ("Version", "Summary", "License-Expression", "Requires-Python"))
     assert fields["Author"] or fields["Author-email"]
+    assert fields["Project-URL"]
 
     # The packages it depends on are those of this environment: downloading PyTorch again would take minutes.
     run(sys.executable, "-m", "venv", "--without-pip", fresh)

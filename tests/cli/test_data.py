@@ -55,6 +55,14 @@ def test_check(invoke, tmp_path):
     shifted = invoke(*segmentation)
     assert shifted.exit_code == 1
     assert "labels outside of the list of classes" in shifted.output
+    assert invoke("check", tmp_path / "scenes").output == good.output  # the task is that of the annotations
+    (tmp_path / "scenes" / "annotations").rename(tmp_path / "scenes" / "kept")
+    neither = invoke("check", tmp_path / "scenes")
+    assert (neither.exit_code, "`inline data convert` converts" in neither.output) == (1, True)
+    (tmp_path / "scenes" / "masks").symlink_to(tmp_path / "scenes" / "kept")
+    assert "labels outside of the list of classes" in invoke("check", tmp_path / "scenes").output
+    (tmp_path / "scenes" / "masks").unlink()
+    (tmp_path / "scenes" / "kept").rename(tmp_path / "scenes" / "annotations")
 
     (tmp_path / "scenes" / "images" / "training" / "000003.jpg").unlink()
     bad = invoke(*detection)
@@ -68,11 +76,11 @@ def test_check(invoke, tmp_path):
     assert "has no annotations of the split 'train'" in empty.output
 
 
-@pytest.mark.parametrize("task", ["detection", "segmentation"])
+@pytest.mark.parametrize("task", [("--task", "detection"), ("--task", "segmentation"), ()], ids=str)
 def test_check_of_no_folder(invoke, tmp_path, task):
     (tmp_path / "file").touch()
     for name, what in (("absent", "does not exist"), ("file", "is not a folder")):
-        result = invoke("check", tmp_path / name, "--task", task)
+        result = invoke("check", tmp_path / name, *task)
         assert result.exit_code == 1
         (line,) = result.output.splitlines()
         assert line.startswith(f"error: the data folder {tmp_path / name} {what}; give one that holds ")

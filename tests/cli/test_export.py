@@ -5,17 +5,18 @@ import re
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from inline_attention import create_model
+from inline_attention import convert_attention, create_model
 from inline_attention.cli.main import app
 from inline_attention.engine.config import with_overrides
 from inline_attention.engine.train import train
 from inline_attention.models import registry
 from inline_attention.models.checkpoints import save_weights
-from inline_attention.models.hub import from_pretrained
+from inline_attention.models.hub import from_pretrained, save_pretrained
 from inline_attention.recipes import get_recipe
 
 SMALL = {"embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 4, "img_size": 16, "num_classes": 10}
@@ -63,6 +64,31 @@ def test_onnx_int8_beside_the_checkpoint(checkpoint):
         expected = model(images)
     assert 0 < np.abs(got - expected.numpy()).max() < 0.05 * expected.abs().max()
     assert "exists already" in invoke(path, "--int8").stderr
+
+
+def test_dynamic_torch_export_of_a_model_of_small_pictures(checkpoint, tmp_path):
+    """A model of 16×16 pictures has a grid of 4×4 tokens there: the graph must take that size, too."""
+    model, path = checkpoint
+    target = tmp_path / "model.pt2"
+    result = invoke(path, "--format", "torch-export", "--size", "dynamic", "--images", 2, "-o", target)
+    assert result.exit_code == 0, result.output
+    program = torch.export.load(target).module()
+    for size in ((16, 16), (5, 9), (40, 72)):
+        images = torch.randn(2, 3, *size)
+        with torch.no_grad():
+            torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "tried"), [("dynamic", "64×96"), ("48", "48×48")])
+def test_a_model_of_one_size_is_not_exported_for_others(tmp_path, size, tried):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=12, num_heads=1, num_classes=10)
+    convert_attention(model)
+    save_pretrained(model, tmp_path / "hub")
+    result = invoke(tmp_path / "hub", "--size", size, "--images", 2, "-o", tmp_path / "model.onnx")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"error: the model does not take images of {tried}: ")
+    assert result.stderr.endswith("Leave --size out\n")
+    assert not (tmp_path / "model.onnx").exists()
 
 
 def test_torch_export_on_own_pictures(checkpoint, tmp_path):

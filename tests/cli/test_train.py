@@ -105,12 +105,22 @@ def test_a_twin_keeps_the_recipe_s_arguments_and_the_user_s_own_win(capsys):
     assert (chosen.arguments, chosen.img_size) == ({"embed_dim": 32}, 64)
 
 
-def test_the_classes_come_from_the_data_unless_they_are_set():
-    """The recipes' own are those of digits and CIFAR-10, which never change."""
-    fixed = ("digits", "cifar10", "cifar10_micro")
-    assert all(recipe.config.model.num_classes is None for recipe in list_recipes() if recipe.name not in fixed)
-    for recipe in fixed:
-        assert read_settings(recipe, []).model.num_classes == 10
-        own = ["--dataset", "folder", "--data-dir", "pictures"]
-        assert read_settings(recipe, overrides_of(own)).model.num_classes is None
-        assert read_settings(recipe, overrides_of([*own, "--num-classes", "7"])).model.num_classes == 7
+def test_the_classes_come_from_the_data_unless_they_are_set(tmp_path):
+    assert all(recipe.config.model.num_classes is None for recipe in list_recipes())
+    assert read_settings("digits", overrides_of(["--num-classes", "7"])).model.num_classes == 7
+    own = tmp_path / "own.yaml"  # another dataset than the file's has classes of its own
+    own.write_text("model: {name: inline_deit_tiny, num_classes: 10}\ndata: {dataset: cifar10}\n")
+    assert read_settings(str(own), []).model.num_classes == 10
+    assert read_settings(str(own), overrides_of(["--dataset", "folder"])).model.num_classes is None
+
+
+def test_a_recipe_of_cifar10_takes_the_classes_of_a_folder_of_pictures(tmp_path):
+    for split in ("train", "val"):
+        for number, name in enumerate(("blue", "green", "red")):
+            (tmp_path / split / name).mkdir(parents=True)
+            for picture in range(4):
+                Image.new("RGB", (32, 32), (90 * number, 40, 0)).save(tmp_path / split / name / f"{picture}.png")
+    words = ["train", "cifar10_micro", "--data-dir", str(tmp_path), "-b", "4", "--updates", "1", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "runs"), "--set", "logging.tensorboard=false"])
+    assert done.exit_code == 0, done.output
+    assert "3 classes (taken from the data)" in done.output

@@ -184,6 +184,34 @@ def test_classes_that_disappear_duplicates_and_names_that_differ_by_case_are_rep
     assert found.class_names == ("Cat", "cat", "dog")
 
 
+def test_lists_of_two_years_add_up_and_trainval_is_trained_on(tmp_path):
+    root = tmp_path / "VOCdevkit"
+    for year in ("VOC2007", "VOC2012"):
+        for name in "abcd":
+            voc(root / year, f"{year}_{name}", box("cat", 5, 6, 20, 16))
+    lists = [root / year / "ImageSets" / "Main" for year in ("VOC2007", "VOC2012")]
+    for folder in lists:
+        folder.mkdir(parents=True)
+    (lists[0] / "trainval.txt").write_text("VOC2007_a\nVOC2007_b.jpg\n")
+    (lists[0] / "test.txt").write_text("VOC2007_c\nVOC2007_d\n")
+    (lists[1] / "trainval.txt").write_text("VOC2012_a\nVOC2012_b\nVOC2012_c\n")
+    (lists[1] / "aeroplane_train.txt").write_text("VOC2012_d -1\n")  # the lists of a class are not splits
+    assert faults_of(convert_to_coco(root, tmp_path / "out")) == {"images of other splits": 1}
+    trained = {file.rpartition("/")[2] for file, *_ in objects_of(tmp_path / "out")}
+    assert trained == {"VOC2007_a.jpg", "VOC2007_b.jpg", "VOC2012_a.jpg", "VOC2012_b.jpg", "VOC2012_c.jpg"}
+    validated = {file.rpartition("/")[2] for file, *_ in objects_of(tmp_path / "out", "val")}
+    assert validated == {"VOC2007_c.jpg", "VOC2007_d.jpg"}
+
+
+def test_folders_of_splits_may_end_with_a_year(tmp_path):
+    root = tmp_path / "source"
+    for number in range(9):
+        yolo(root, f"p{number}", "0 .5 .5 .2 .2", split="train2017" if number < 6 else "val2017")
+    assert not faults_of(convert_to_coco(root, tmp_path / "out"))
+    assert {file.split("/")[1] for file, *_ in objects_of(tmp_path / "out")} == {"train2017"}
+    assert {file.split("/")[1] for file, *_ in objects_of(tmp_path / "out", "val")} == {"val2017"}
+
+
 def test_a_random_split_depends_on_the_seed_alone(tmp_path):
     ten_good(tmp_path / "voc")
     splits = []

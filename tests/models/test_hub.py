@@ -251,3 +251,25 @@ def test_pretrained_without_weights_names_the_paper_and_the_command():
     with pytest.raises(NoPretrainedWeightsError, match=r"arxiv.org/abs/2412.06590.*inline convert") as caught:
         inline_attention.create_model("inline_deit_tiny", pretrained=True)
     assert "docs/checkpoints.md" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["inline_deit_micro", "inline_pvt_tiny"])  # with classes of its own, and without
+def test_transformers_reads_a_folder(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    model = inline_attention.create_model(name, num_classes=4).eval()
+    model.save_pretrained(tmp_path, class_names=["a", "b", "c", "d"])
+    wrapped = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert wrapped.config.id2label == {0: "a", 1: "b", 2: "c", 3: "d"}
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(images).logits, model(images))
+    assert timm.create_model(f"local-dir:{tmp_path}").num_classes == 4
+
+
+@pytest.mark.parametrize("classes", [10**12, -1, "ten"])
+def test_classes_of_a_stranger_are_checked(tmp_path, classes):
+    inline_attention.create_model("inline_deit_micro").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_classes": classes}))
+    with pytest.raises(ValueError, match=r"describes a model that is refused: .*num_classes"):
+        timm.create_model(f"local-dir:{tmp_path}")

@@ -1,5 +1,6 @@
 """Weights that come with the package: a tag exists if its file does, and not otherwise."""
 
+import itertools
 import sys
 import tarfile
 import warnings
@@ -105,3 +106,28 @@ def test_the_card_states_the_accuracy_of_the_weights(tmp_path):
     folder = registry.shipped_models()[MICRO_TAG]
     metrics = evaluate_checkpoint(folder / "model.safetensors", DataSection("cifar10", str(tmp_path)))
     assert f"| CIFAR-10 test images, top-1 | {metrics.figures['top1']:.2f} % |" in (folder / "README.md").read_text()
+
+
+def test_commands_take_the_name_of_a_shipped_model(shipped, tmp_path):
+    for split, name in itertools.product(("train", "val"), ("cat", "dog", "bird")):
+        folder = tmp_path / "data" / split / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (16, 16), "gray").save(folder / f"{name}.png")
+    data = ["--data-dir", str(tmp_path / "data"), "--device", "cpu"]
+    run = ["--output", str(tmp_path / "runs"), "--experiment", "run", "-b", "2", "--updates", "1", "--model", NAME]
+    start = ["--initial-checkpoint", f"{NAME}.pets", "--set", "logging.tensorboard=false"]
+    trained = CliRunner().invoke(app, ["train", "finetune", *data, *run, *start])
+    assert trained.exit_code == 0, trained.output
+    predicted = CliRunner().invoke(app, ["predict", "-c", f"{NAME}.pets", str(tmp_path / "data")])
+    assert predicted.exit_code == 0, predicted.output
+    evaluated = CliRunner().invoke(app, ["eval", "-c", f"{NAME}.pets", *data])
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "of 3 images" in evaluated.output
+
+
+def test_the_name_of_a_model_without_weights_is_no_checkpoint(shipped):
+    for command in (["eval", "-c"], ["export"], ["predict", "picture.png", "-c"]):
+        result = CliRunner().invoke(app, [*command, "inline_swin_tiny"])
+        assert result.exit_code == 1
+        assert "is the name of a model, without weights; expected a weights file or a run of it, or" in result.output
+        assert f"{NAME}.pets" in result.output

@@ -11,7 +11,7 @@ import typer
 
 from inline_attention.cli.options import Output, OutsideFiles, Seed
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
-from inline_attention.support.text import some_of
+from inline_attention.support.text import counted, some_of
 
 data_app = typer.Typer(no_args_is_help=True, help="Generate, convert and check datasets.")
 MOST_WORKERS = 16
@@ -92,12 +92,12 @@ def convert(
     for report in found.reports:
         say(report)
     (train, train_objects), (validation, validation_objects) = found.counts.values()
-    say(f"{len(found.class_names)} classes: {some_of(found.class_names)}")
+    say(f"{counted(len(found.class_names), 'classes')}: {some_of(found.class_names)}")
     say(
-        f"{train:,} pictures with {train_objects:,} objects to train on, "
+        f"{counted(train, 'pictures')} with {counted(train_objects, 'objects')} to train on, "
         f"{validation:,} with {validation_objects:,} to validate on"
     )
-    say(f"Dataset written to {output}: check it with `inline data check {output} --task detection`")
+    say(f"Dataset written to {output}: check it with `inline data check {output}`")
 
 
 @data_app.command("slides")
@@ -129,7 +129,9 @@ def slides(
 @data_app.command("check")
 def check(
     folder: Annotated[Path, typer.Argument(help="Dataset folder.", show_default=False)],
-    task: Annotated[Task, typer.Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default=False)],
+    task: Annotated[
+        Task | None, typer.Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default="by the files")
+    ] = None,
     masks: Annotated[
         bool | None,
         typer.Option(
@@ -155,6 +157,7 @@ def check(
     from inline_attention.data.coco.checks import open_and_check_coco
     from inline_attention.data.segmentation import open_and_check_pairs
 
+    task = task or _task_of(folder, image_folder, map_folder)
     with progress_bar(make_console(stderr=True)) as progress:
         counter = progress.add_task("checking", total=None)
 
@@ -175,3 +178,22 @@ def check(
             say(problem)
     if opened.problems:
         fail(f"{folder} cannot be used for training as it is")
+
+
+def _task_of(folder: Path, image_folder: str | None, map_folder: str | None) -> Task:
+    """Return the task that a folder has annotations for, detection first; exit if there are none."""
+    from inline_attention.data.segmentation import find_pair_folders
+    from inline_attention.data.sources import DataError, check_folder
+
+    check_folder(folder, "annotations and images")
+    if any(folder.glob("annotations/instances_*.json")):
+        return Task.detection
+    try:
+        find_pair_folders(folder, "train", image_folder, map_folder, allow_outside=True)
+    except DataError:
+        fail(
+            f"{folder} has neither annotations/instances_*.json (detection, as COCO) nor folders of images and label "
+            "maps (segmentation, as ADE20K); `inline data convert` converts Pascal VOC and YOLO, --task says what is "
+            "expected, and `inline train` checks pictures in folders of classes"
+        )
+    return Task.segmentation

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", "-c", help="Weights file, checkpoint or run.", show_default=False)
+        Path,
+        typer.Option("--checkpoint", "-c", help="Weights file, checkpoint, run or shipped model.", show_default=False),
     ],
     data_dir: Annotated[Path | None, typer.Option(help="Data folder.", show_default="the run's")] = None,
     dataset: Annotated[
@@ -66,6 +67,7 @@ def evaluate(
         if results_file.is_dir():
             fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
         results_file.parent.mkdir(parents=True, exist_ok=True)
+    from inline_attention.engine.checkpoint_format import find_weights
     from inline_attention.engine.evaluate import data_of_run, describe_weights, evaluate_checkpoint
     from inline_attention.tasks.task import DataSection
 
@@ -76,8 +78,8 @@ def evaluate(
         say(text, err=True)
 
     is_main = int(os.environ.get("RANK", "0")) == 0  # under torchrun the first process prints
-    if is_main and checkpoint.exists():
-        say(f"weights: {describe_weights(checkpoint, averaged=use_ema)}", err=True)
+    if is_main and (weights := find_weights(checkpoint, averaged=use_ema)).exists():
+        say(f"weights: {describe_weights(weights)}", err=True)
     data = data_of_run(checkpoint) if data_dir is None and dataset is None else None
     if data is None:
         data = DataSection(dataset or "folder", None if data_dir is None else str(data_dir))

@@ -10,6 +10,7 @@ import typer
 
 from inline_attention.cli.options import parse_size
 from inline_attention.cli.printing import fail, make_console, make_table, say, warn
+from inline_attention.support.text import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -127,7 +128,7 @@ def export(
         results = export_classifier(
             classifier, target, file_format.value, found.images, found.targets, dynamic=is_dynamic, int8=int8
         )
-    make_console().print(_table(results, f"{len(found.images)} pictures ({found.source})"))
+    make_console().print(_table(results, f"{counted(len(found.images), 'pictures')} ({found.source})"))
     if file_format is Format.web:
         say(f"Page written to {target / 'index.html'}: open it in a browser")
     else:

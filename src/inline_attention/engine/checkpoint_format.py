@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ from inline_attention.support.files import (
     replace_atomically,
     write_atomically,
 )
-from inline_attention.support.text import printable
+from inline_attention.support.text import printable, some_of
 from inline_attention.support.untrusted import parse_json
 
 FORMAT = 1
@@ -113,11 +114,19 @@ class TrainingCheckpoint:
 
 
 def find_weights(path: Path, *, averaged: bool = False) -> Path:
-    """Return the file of weights of a path: a file, a checkpoint, or a run, of which the best checkpoint counts.
+    """Return the weights of a path: a file, a checkpoint, a run (its best checkpoint), or a shipped model's name.
 
     A run that was never evaluated has no best checkpoint; then the last one counts. A folder in the hub's layout is
     returned as it is: `open_checkpoint` reads it.
     """
+    if not path.exists():
+        from inline_attention.models.registry import shipped_models
+
+        path = shipped_models().get(str(path), path)
+        if timm.is_model(str(path)):
+            shipped = some_of(shipped_models())
+            message = f"{path} is the name of a model, without weights; expected a weights file or a run of it"
+            raise CheckpointError(f"{message}, or a model that comes with the package: {shipped or 'none does'}")
     if not path.is_dir() or (not averaged and (path / CONFIG).is_file() and weights_in(path) is not None):
         return path
     name = EMA_WEIGHTS if averaged else WEIGHTS

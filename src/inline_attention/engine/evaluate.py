@@ -85,9 +85,8 @@ def data_of_run(path: Path) -> DataSection | None:
     )
 
 
-def describe_weights(path: Path, *, averaged: bool = False) -> str:
-    """Return the file of weights that is evaluated, with its epoch if it is in a checkpoint of a run."""
-    file = find_weights(path, averaged=averaged)
+def describe_weights(file: Path) -> str:
+    """Return the name of a file of weights, with its epoch if it is in a checkpoint of a run."""
     try:
         return f"{file} (epoch {open_training_checkpoint(file.parent).epoch})"
     except CheckpointError:
@@ -127,7 +126,7 @@ def evaluate_checkpoint(
         DataError: If there is no such data.
         ValueError: If the file does not say which model it is of, or no data is named.
     """
-    if path.is_dir():
+    if not path.is_file():
         path = find_weights(path, averaged=use_ema)
         use_ema = False  # the file has no others
     file = open_checkpoint(path, use_ema=use_ema or None)

@@ -227,7 +227,8 @@ def _config(
         "num_classes": arguments["num_classes"],
         "num_features": getattr(model, "num_features", None),
         **labels,
-        "model_args": dict(arguments) if conversion is None else {},
+        # Not twice: transformers passes `num_classes` of its own beside these.
+        "model_args": {key: value for key, value in arguments.items() if conversion is None and key != "num_classes"},
         "pretrained_cfg": pretrained,
     }
 

@@ -20,7 +20,7 @@ from inline_attention.models.checkpoints import open_checkpoint, read_position_g
 from inline_attention.models.hub_layout import CONFIG, PREPARATION, SOURCES, fetch, split_source, weights_in
 from inline_attention.models.reading import Checkpoint
 from inline_attention.ops.reference import AttentionKind
-from inline_attention.support.text import did_you_mean, printable
+from inline_attention.support.text import did_you_mean, page_of_docs, printable
 
 SHIPPED = Path(__file__).parents[1] / "weights"  # a folder NAME.TAG in the hub's layout for each model
 PAPER = "https://arxiv.org/abs/2412.06590"
@@ -95,7 +95,10 @@ def register_family(
 
 def _entry_point(model_class: type[nn.Module], variant: str, defaults: Mapping[str, Any]) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **arguments: Any) -> nn.Module:
-        return _build(model_class, variant, pretrained, **{**defaults, **arguments})
+        stored = _described(arguments.get("pretrained_cfg"))
+        # timm puts the classes of a folder's model into its configuration: they come before the variant's own.
+        classes = {key: stored[key] for key in ("num_classes",) if stored.get("source") in SOURCES and key in stored}
+        return _build(model_class, variant, pretrained, **{**defaults, **classes, **arguments})
 
     create.__name__ = create.__qualname__ = variant.replace("inline_", f"{defaults['attention']}_", 1)
     create.__module__ = model_class.__module__
@@ -154,9 +157,9 @@ def _build(
     config = arguments.get("pretrained_cfg")
     if not config or isinstance(config, str):  # a tag
         config = get_pretrained_cfg(f"{name}.{config}" if config else name)
-    described: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    described = _described(config)
     if described.get("source") in SOURCES:
-        _check_stored_arguments(name, arguments.get("pretrained_model_args"))
+        _check_stored_arguments(name, arguments.get("pretrained_model_args"), described.get("num_classes"))
     if pretrained:
         source = {**described, **overlay}
         file = _pretrained_file(source, arguments.get("cache_dir"))
@@ -170,7 +173,7 @@ def _build(
         elif not any(source.get(key) for key in ("state_dict", "url")):
             raise NoPretrainedWeightsError(
                 f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
-                f"(docs/checkpoints.md says more); download a file, "
+                f"({page_of_docs('checkpoints.md')} says more); download a file, "
                 f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
                 f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
             )
@@ -187,6 +190,11 @@ def _build(
     model.pretrained_cfg.pop("state_dict", None)  # the model has the weights: a second copy would stay in memory
     record_arguments(model, **{name: value for name, value in arguments.items() if name not in _NOT_OF_THE_MODEL})
     return model
+
+
+def _described(config: Any) -> dict[str, Any]:
+    """Return a pretrained configuration of timm as a mapping; an empty one for a tag or nothing."""
+    return config if isinstance(config, dict) else getattr(config, "__dict__", {})
 
 
 def record_arguments(model: nn.Module, **arguments: Any) -> None:
@@ -206,7 +214,7 @@ def converted_attention(pretrained: bool = False, **arguments: Any) -> nn.Module
     from inline_attention.models.hub import create_from_hub  # it needs this module
 
     config = arguments.pop("pretrained_cfg", None)
-    described: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    described = _described(config)
     cache_dir = arguments.pop("cache_dir", None)
     if described.get("source") not in SOURCES:
         raise ValueError(
@@ -232,11 +240,12 @@ def _pretrained_file(source: Mapping[str, Any], cache_dir: Any) -> Checkpoint | 
     return None
 
 
-def _check_stored_arguments(name: str, arguments: Mapping[str, Any] | None) -> None:
+def _check_stored_arguments(name: str, arguments: Mapping[str, Any] | None, classes: Any) -> None:
     """Refuse arguments that timm took from a stranger's `config.json`, if they are more than an architecture."""
     from inline_attention.models.described import argument_problems  # it needs this module
 
-    for problem in argument_problems(name, arguments or {}).values():
+    stored = ({} if classes is None else {"num_classes": classes}) | dict(arguments or {})
+    for problem in argument_problems(name, stored).values():
         raise ValueError(f"config.json describes a model that is refused: {problem}")
 
 

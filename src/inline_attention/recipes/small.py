@@ -40,7 +40,6 @@ DIGITS = Recipe(
         "model": {
             "name": "inline_deit_tiny",
             "arguments": {"patch_size": 2, "embed_dim": 64, "num_heads": 4, "depth": 3, "mlp_ratio": 2.0},
-            "num_classes": 10,
             "img_size": 8,
             "drop_path": 0.0,
         },
@@ -65,7 +64,6 @@ CIFAR10 = Recipe(
         "model": {
             "name": "inline_deit_tiny",
             "arguments": {"patch_size": 2},
-            "num_classes": 10,
             "img_size": 32,
             "drop_path": 0.1,
         },
@@ -86,7 +84,7 @@ CIFAR10_MICRO = Recipe(
     "cifar10_micro",
     "the small model that comes with the package, on CIFAR-10",
     {
-        "model": {"name": "inline_deit_micro", "num_classes": 10, "img_size": 32, "drop_path": 0.0},
+        "model": {"name": "inline_deit_micro", "img_size": 32, "drop_path": 0.0},
         "data": {"dataset": "cifar10", "in_memory": True, "crop_pct": 1.0},
         "augmentation": {
             "crop": "padded", "crop_padding": 4, "auto_augment": None, "color_jitter": 0.0, "reprob": 0.25,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -66,6 +67,19 @@ def install_command(extra: str) -> str:
         return f"pip install 'inline-attention[{extra}]'"
     here = "." if project.is_file() and project.samefile(clone / project) else clone
     return f"pip install -e {shlex.quote(f'{here}[{extra}]')}"
+
+
+def page_of_docs(name: str) -> str:
+    """Return where a page of the documentation is: in the clone, or where the wheel has put it."""
+    clone = Path(__file__).resolve().parents[3]
+    if (page := clone / "docs" / name).is_file():
+        return f"docs/{name}" if clone.samefile(".") else str(page)
+    try:
+        installed = importlib.metadata.files("inline-attention") or []
+    except importlib.metadata.PackageNotFoundError:
+        installed = []
+    found = [Path(file.locate()) for file in installed if file.as_posix().endswith(f"doc/inline-attention/{name}")]
+    return str(found[0].resolve()) if found else f"docs/{name}"
 
 
 def natural_key(text: str) -> list[int | str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ CLASS_FILES = ("classes.txt", "obj.names")  # one name per line
 YOLO_CLASS_FILES = ("data.yaml", "data.yml", "dataset.yaml")
 LONGEST_CLASS_NAME = 200  # characters
 SPLITS = {"train": "train", "validation": "val"}  # our name of each, and COCO's
+_YEAR = re.compile(r"(?<=[a-z])[-_]?(19|20)\d\d$")  # at the end of a folder's name: train2017
 
 
 class _Object(NamedTuple):
@@ -308,16 +310,20 @@ def _split(
     root: Path, labeled: Sequence[_Labeled], share: float, seed: int, report: DataReport
 ) -> dict[str, list[_Labeled]]:
     """Return the images of each split: by lists in ImageSets/Main, by folders, or else by chance."""
-    lists = {path.stem: path for path in sorted(root.rglob("ImageSets/Main/*.txt"))}
+    lists: defaultdict[str, set[str]] = defaultdict(set)  # VOC2007 and VOC2012 side by side have one of a name each
+    for path in sorted(root.rglob("ImageSets/Main/*.txt")):
+        lists[path.stem.lower()] |= {line.split()[0] for line in _text(path).splitlines() if line.strip()}
     named: defaultdict[str, list[_Labeled]] = defaultdict(list)
-    if _first(SPLIT_FOLDERS["train"], lists) and _first(SPLIT_FOLDERS["validation"], lists):
-        for name, path in lists.items():
-            members = {line.split()[0] for line in _text(path).splitlines() if line.strip()}
-            named[name] = [item for item in labeled if item.path.stem in members]
+    if not lists.get("train") and lists.get("trainval"):  # the lists that come with VOC2007's test pictures
+        lists["train"] = lists["trainval"] - lists.get("val", set())
+    if lists.get("train"):
+        for name, members in lists.items():
+            named[name] = [item for item in labeled if {item.path.stem, item.path.name} & members]
     else:
         known = {name for names in SPLIT_FOLDERS.values() for name in names}
         for item in labeled:
-            found = [part.lower() for part in item.path.parts[:-1] if part.lower() in known]
+            parts = [_YEAR.sub("", part.lower()) for part in item.path.parts[:-1]]
+            found = [part for part in parts if part in known]
             named[found[0] if found else ""].append(item)
     train = named.get(_first(SPLIT_FOLDERS["train"], named) or "", [])
     validation = named.get(_first(SPLIT_FOLDERS["validation"], named) or "-", [])

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from inline_attention.support.files import replace_atomically
 from inline_attention.tasks.classification.prediction import ImageClassifier
 
-SMALLEST_OPEN_SIDE = 33  # exporters specialize on a size of one, which the last grid of a pyramid has at 32 pixels
+LARGEST_STRIDE = 32  # of models that do not say theirs
 LARGEST_DIFFERENCE = 1e-3  # of scores, in proportion to the largest
 TIMED_RUNS = 9
 
@@ -60,15 +60,27 @@ def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> 
                 f"{type(model).__name__} takes images of one size, so there is no export for every size; give --size "
                 "in pixels, or train it with --set model.arguments.dynamic_img_size=true"
             )
-        sizes |= {2: torch.export.Dim("height", min=SMALLEST_OPEN_SIDE)}
-        sizes |= {3: torch.export.Dim("width", min=SMALLEST_OPEN_SIDE)}
+        # Exporters specialize on a size of one: the coarsest grid must have two tokens per side.
+        smallest = getattr(model, "largest_stride", LARGEST_STRIDE) + 1
+        sizes |= {2: torch.export.Dim("height", min=smallest), 3: torch.export.Dim("width", min=smallest)}
         size = max(size[0], 64), max(size[0], 64) + 32  # two sides that differ, so that they stay two
     images = torch.zeros(2, getattr(model, "in_chans", 3), *size)
+    _check_size(model, images)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(model.eval(), (images,), dynamic_shapes=(sizes,))
     _simplify(program.graph_module)
     return program
+
+
+def _check_size(model: nn.Module, images: Tensor) -> None:
+    """Raise ExportError if a model does not take images of this size. Most of timm's take their own size only."""
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    except Exception as error:
+        size, reason = f"{images.shape[2]}×{images.shape[3]}", str(error).rstrip(".")
+        raise ExportError(f"the model does not take images of {size}: {reason}. Leave --size out") from error
 
 
 def _simplify(graph_module: torch.fx.GraphModule) -> None:
