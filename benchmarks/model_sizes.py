@@ -3,7 +3,8 @@
 import json
 
 from inline_attention import list_models
-from inline_attention.benchmark.model_size import STORED_SIZES, measure_model_size
+from inline_attention.benchmark.model_size import measure_model_size
+from inline_attention.benchmark.stored_sizes import STORED_SIZES
 
 
 def main() -> None:

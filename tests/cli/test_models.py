@@ -1,13 +1,15 @@
 """`inline models` from the outside."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from inline_attention import list_models
+from inline_attention.benchmark.stored_sizes import PUBLISHED_TOP1
 from inline_attention.cli.main import app
-from inline_attention.models.registry import PUBLISHED_TOP1
 
 
 @pytest.fixture
@@ -70,3 +72,14 @@ def test_no_match_is_one_line_with_a_hint(invoke, pattern, hint):
 
 def test_published_figures_are_of_models_that_exist():
     assert set(PUBLISHED_TOP1) <= set(list_models("inline_*"))
+
+
+def test_no_pytorch_is_imported_to_list_them():
+    program = """
+import sys
+from typer.testing import CliRunner
+from inline_attention.cli.main import app
+assert CliRunner().invoke(app, ["models", "--json"]).exit_code == 0
+assert not {"torch", "timm", "numpy"} & set(sys.modules), "listing takes seconds"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -106,3 +106,20 @@ def test_ordinary_calls_are_not_warned_of(case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ORDINARY[case]()
+
+
+def test_weights_of_heads_first_are_warned_of_once():
+    q = torch.randn(1, 3, 64, 8)
+    with pytest.warns(UserWarning, match=r"attention_weights reads q .* pass layout='bhnd'") as caught:
+        attention_weights(q, q)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention_weights(q, q)
+
+
+def test_weights_in_the_other_layout_are_not_warned_of():
+    q = torch.randn(1, 3, 64, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention_weights(q, q, layout="bhnd")

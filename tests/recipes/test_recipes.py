@@ -11,6 +11,7 @@ from timm.layers import DropPath
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
+from inline_attention.benchmark.stored_sizes import PUBLISHED_TOP1
 from inline_attention.engine.config import (
     FLAGS,
     check,
@@ -22,7 +23,6 @@ from inline_attention.engine.config import (
 )
 from inline_attention.engine.config.checks import _check_batches
 from inline_attention.models import create_model, list_models
-from inline_attention.models.registry import PUBLISHED_TOP1
 from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, linearize, list_recipes, small
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from inline_attention.benchmark.stored_sizes import ModelSize
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.models import create_model
-
-# Counting takes about a second per model. `benchmarks/model_sizes.py` writes this file, and tests count again.
-STORED_SIZES = Path(__file__).with_name("model_sizes.json")
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The size of one model."""
-
-    parameters: int
-    macs: int  # multiply-adds of one image: matrix products, convolutions and the 3×3 local term
-    input_size: tuple[int, int, int]  # channels, height and width of that image
-
-    @property
-    def param_count(self) -> float:
-        """Parameters in millions, under the name that timm's benchmarks give them."""
-        return self.parameters / 1e6
-
-    @property
-    def gmacs(self) -> float:
-        """Multiply-adds in billions."""
-        return self.macs / 1e9
-
-
-def stored_model_sizes() -> dict[str, ModelSize]:
-    """Return the sizes of the registered models at their native image size, by name."""
-    stored: dict[str, tuple[int, int, int]] = json.loads(STORED_SIZES.read_text(encoding="utf-8"))
-    return {name: ModelSize(parameters, macs, (3, side, side)) for name, (parameters, macs, side) in stored.items()}
 
 
 def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = None, **arguments: Any) -> ModelSize:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Annotated
 
@@ -18,14 +20,12 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List the models: parameters and multiply-adds as we counted them, accuracy from the paper."""
-    from inline_attention.benchmark.model_size import stored_model_sizes
-    from inline_attention.models import list_models
-    from inline_attention.models.registry import PUBLISHED_TOP1
+    from inline_attention.benchmark.stored_sizes import PUBLISHED_TOP1, stored_model_sizes  # PyTorch takes seconds
 
-    names = list_models(pattern or ("*" if all_models else "inline_*"))
-    if not names:
-        fail(f"no model matches {pattern!r}{_suggestion(pattern or '')}")
     sizes = stored_model_sizes()
+    names = fnmatch.filter(sizes, pattern or ("*" if all_models else "inline_*"))
+    if not names:
+        fail(f"no model matches {pattern!r}{_suggestion(pattern or '', sizes)}")
     ordered = [
         name for _, family in groupby(names, _family) for name in sorted(family, key=lambda name: sizes[name].macs)
     ]
@@ -59,10 +59,8 @@ def _family(name: str) -> str:
     return f"{kind}_{family}"
 
 
-def _suggestion(pattern: str) -> str:
-    from inline_attention.models import list_models
-
+def _suggestion(pattern: str, names: Iterable[str]) -> str:
     core = pattern.strip("*").lower()
-    if core and list_models(f"*{core}*"):
+    if core and fnmatch.filter(names, f"*{core}*"):
         return f"; try '*{core}*'"
-    return did_you_mean(core, list_models(), most=3) or "; `inline models --all` lists all names"
+    return did_you_mean(core, names, most=3) or "; `inline models --all` lists all names"

@@ -185,9 +185,12 @@ def attention_weights(
     Returns:
         `[B, H, N, M]`, computed in float64 and returned in the dtype of q. Rows sum to one.
     """
+    may_be_heads_first = layout == "bnhd" and key_padding_mask is None
     if layout != "bnhd":
         q, k = _tokens_first(layout, q, k)
     validation.check_queries_and_keys(q, k)
+    if may_be_heads_first:
+        _warn_of_order("attention_weights", q, k, "pass layout='bhnd'", stacklevel=3)
     validation.check_feature_map(feature_map)
     scale = validation.resolve_scale(scale, q.shape[3])
     if key_padding_mask is not None:
@@ -216,17 +219,22 @@ def _warn_if_heads_first(call: AttentionCall) -> None:
     Other calls cannot be mistaken: a mask or a grid states the number of tokens, and in cross-attention q and k would
     differ in the number of heads, which is an error.
     """
-    global _has_warned
-    if call.local_weight is not None or call.key_padding_mask is not None or not are_plain_eager_tensors(call.q):
-        return
-    tokens, heads = call.q.shape[1:3]
-    if tokens <= _MOST_HEADS and heads >= _LEAST_TOKENS and call.k.shape[1] == tokens and not _has_warned:
-        _has_warned = True
+    if call.local_weight is None and call.key_padding_mask is None:
         fix = "pass layout='bhnd'" if call.qkv is None else "permute qkv to [B, N, 3, H, D]"
+        _warn_of_order("inline_attention", call.q, call.k, fix, stacklevel=5)
+
+
+def _warn_of_order(name: str, q: Tensor, k: Tensor, fix: str, *, stacklevel: int) -> None:
+    global _has_warned
+    if _has_warned or not are_plain_eager_tensors(q):
+        return
+    tokens, heads = q.shape[1:3]
+    if tokens <= _MOST_HEADS and heads >= _LEAST_TOKENS and k.shape[1] == tokens:
+        _has_warned = True
         warnings.warn(
-            f"inline_attention reads q {tuple(call.q.shape)} as [B, N, H, D], {tokens} tokens with {heads} heads; "
+            f"{name} reads q {tuple(q.shape)} as [B, N, H, D], {tokens} tokens with {heads} heads; "
             f"{fix} if your heads come before your tokens, as in scaled_dot_product_attention",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 
