@@ -1,6 +1,7 @@
 """The CUDA C++ backend: it compiles for every architecture, cuts work without gaps, refuses, falls back, is right."""
 
 import copy
+import ctypes
 import errno
 import shutil
 import subprocess
@@ -39,6 +40,20 @@ def _nvrtc(monkeypatch, tmp_path):
 def test_compiles_for_every_architecture(architecture, head_dim):
     dtype = HALF_DTYPES[head_dim == 64]
     binary = compiler.compile_binary(architecture, launch.defines(dtype, head_dim))
+    for name in compiler.signatures():
+        assert name.encode() in binary
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+def test_compiles_with_the_nvrtc_of_older_pytorch(dtype, head_dim):
+    """PyTorch 2.11 comes with NVRTC 12.6 to 13.0, which refuse things that NVRTC 13.2 accepts."""
+    found = sorted(Path(torch.__file__).parent.parent.glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
+    if not found:
+        pytest.skip("nvidia-cuda-nvrtc-cu12 is not installed; it exists for Linux on x86-64")
+    options = ["--gpu-architecture=sm_90", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in launch.defines(dtype, head_dim).items()]
+    binary = compiler._compile(ctypes.CDLL(str(found[0])), compiler.SOURCE.read_bytes(), options)
     for name in compiler.signatures():
         assert name.encode() in binary
 

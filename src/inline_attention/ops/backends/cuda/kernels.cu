@@ -448,18 +448,23 @@ template <bool BACKWARD> __device__ __forceinline__ void accumulate(const Accumu
   __syncthreads();
   float* given = (float*)memory + warp * (SUMS * 32) + lane.id;
   const float* taken = (float*)memory + (warp ^ 2) * (SUMS * 32) + lane.id;
-  const auto for_each_sum = [&](bool own, const auto& use) {
+  // Not a lambda with an `auto` parameter: NVRTC before 13.2 takes it for a host function.
+  const auto exchange = [&](bool own) {
+    const auto one = [&](int at, float& sum) {
+      if (own) sum += taken[at];
+      else given[at] = sum;
+    };
     UNROLL for (int m = 0; m < ROW_TILES; ++m)
       if ((m / OWN_TILES == group) == own)
         UNROLL for (int i = 0; i < 4; ++i) {
-          UNROLL for (int j = 0; j < 4; ++j) use((m % OWN_TILES * 20 + j * 4 + i) * 32, sums[m][j][i]);
-          use((m % OWN_TILES * 20 + 16 + i) * 32, left_sums[m][i]);
+          UNROLL for (int j = 0; j < 4; ++j) one((m % OWN_TILES * 20 + j * 4 + i) * 32, sums[m][j][i]);
+          one((m % OWN_TILES * 20 + 16 + i) * 32, left_sums[m][i]);
         }
-    UNROLL for (int i = 0; i < 16; ++i) use((OWN_TILES * 20 + i) * 32, right_sums[i / 4][i % 4]);
+    UNROLL for (int i = 0; i < 16; ++i) one((OWN_TILES * 20 + i) * 32, right_sums[i / 4][i % 4]);
   };
-  for_each_sum(false, [&](int at, float& sum) { given[at] = sum; });
+  exchange(false);
   __syncthreads();
-  for_each_sum(true, [&](int at, float& sum) { sum += taken[at]; });
+  exchange(true);
   if (!active) return;
 
   const i64 slot = results.first_slot + (HEADS_PER_UNIT > 1 ? slab : 0) * results.slot_stride;
