@@ -171,7 +171,7 @@ def train(
         steps = max(1, round(STEPS[side] * share))
         rate = lr if number == 0 else lr / 2
         optimizer = create_optimizer_v2(model, opt="adamw", lr=rate, weight_decay=0.02)
-        started, evaluating, best, done, step_seconds = time.perf_counter(), 0.0, 0.0, 0, []
+        started, evaluating, right, done, step_seconds = time.perf_counter(), 0.0, 0.0, 0, []
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -190,16 +190,16 @@ def train(
                 value = loss.item()  # waits for the device
                 paused = time.perf_counter()
                 step_seconds.append((paused - started - evaluating) / done)
-                best = accuracy(model, held_out, held_out_labels, batch, reduction)
+                right = accuracy(model, held_out, held_out_labels, batch, reduction)
                 evaluating += time.perf_counter() - paused
-                print(f"{method.title}, {side}²: step {done}, loss {value:.3f}, accuracy {best:.3f}", flush=True)
-                if best >= EARLY_STOP:
+                print(f"{method.title}, {side}²: step {done}, loss {value:.3f}, accuracy {right:.3f}", flush=True)
+                if right >= EARLY_STOP:
                     break
         seconds = time.perf_counter() - started - evaluating
         del images, held_out
         yield {
             "side": side,
-            "accuracy": best,
+            "accuracy": right,
             "steps": done,
             "batch": batch,
             "seconds": seconds,
@@ -215,16 +215,17 @@ def write_results(found: Sequence[dict[str, Any]], settings: dict[str, Any]) -> 
         runs = [run["stages"] for run in found if run["method"] == name]
         if not runs:
             continue
-        last = [stages[-1] for stages in runs]
-        cells = ["; ".join(f"{100 * stage['accuracy']:.1f}" for stage in last)]
-        by_side = {stage["side"]: [] for stages in runs for stage in stages}
-        for stages in runs:
-            for stage in stages:
-                by_side[stage["side"]].append(100 * stage["accuracy"])
-        cells += [f"{fmean(by_side[side]):.1f}" if side in by_side else "" for side in SIDES[:-1]]
+        by_side = {side: [stage for stages in runs for stage in stages if stage["side"] == side] for side in SIDES}
+        last = by_side[SIDES[-1]]
+        cells = ["; ".join(f"{100 * stage['accuracy']:.1f}" for stage in last) or "stopped before"]
         cells += [
-            f"{1000 * fmean(stage['seconds_per_image'] for stage in last):.1f}",
-            f"{fmean(sum(stage['seconds'] for stage in stages) for stages in runs):.0f}",
+            f"{100 * fmean(stage['accuracy'] for stage in by_side[side]):.1f}" if by_side[side] else ""
+            for side in SIDES[:-1]
+        ]
+        whole = [stages for stages in runs if stages[-1]["side"] == SIDES[-1]]
+        cells += [
+            f"{1000 * fmean(stage['seconds_per_image'] for stage in last):.1f}" if last else "",
+            f"{fmean(sum(stage['seconds'] for stage in stages) for stages in whole):.0f}" if whole else "",
         ]
         rows.append([method.title, *cells])
     header = ["method", f"{SIDES[-1]}², % per seed", *(f"{side}², %" for side in SIDES[:-1])]
@@ -266,13 +267,16 @@ def run(
     """Train one method with one seed."""
     path = runs / f"{method}-{seed}.json"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stages: list[dict[str, Any]] = []
-    for stage in train(METHODS[method], seed, slides, device, mark=mark, depth=depth, lr=lr, share=share):
-        stages.append(stage)
-        print(json.dumps(stage), flush=True)
     runs.mkdir(parents=True, exist_ok=True)
-    content = {"method": method, **asdict(METHODS[method]), "seed": seed, "stages": stages}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    content: dict[str, Any] = {"method": method, **asdict(METHODS[method]), "seed": seed, "stages": []}
+    for stage in train(METHODS[method], seed, slides, device, mark=mark, depth=depth, lr=lr, share=share):
+        content["stages"].append(stage)
+        path.write_text(json.dumps(content), encoding="utf-8")  # a run that is stopped keeps its finished stages
+
+
+def is_finished(path: Path) -> bool:
+    """True if a run has ended with the largest slides."""
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["stages"][-1]["side"] == SIDES[-1]
 
 
 @app.command("all")
@@ -303,7 +307,7 @@ def run_all(
         )
         for seed in range(seeds)
         for method in only or METHODS
-        if not (runs / f"{method}-{seed}.json").exists()
+        if not is_finished(runs / f"{method}-{seed}.json")
     ]  # fmt: skip
     limit = None if math.isinf(time_limit) else time_limit
     for ended in run_side_by_side(commands, at_once=at_once, time_limit=limit):

@@ -108,7 +108,7 @@ for size in map(int, sides):
         break
     try:
         image = prepare(size)
-        if previous * 4 < 10:
+        for _ in range(3 if previous < 0.1 else 1 if previous * 4 < 10 else 0):
             run(image)  # a softmax model of a large image is timed once: its kernels are warm
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ CPU_NOTE = "Resident memory above the imports; float32, 2 threads; JPEG tiles ar
 GPU_NOTE = (
     "Memory of the GPU, weights included; pixels are decoded already. Whole: bfloat16 weights and image on the device. "
     "Streamed: bfloat16 weights, bytes in ordinary host memory. Training: forward, backward, update; autocast, "
-    "checkpointed blocks."
+    "checkpointed blocks. The softmax model has InLine-DeiT-T's heads of 32 channels; heads of 64 are faster."
 )
 
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 import cpu_attention
+import gigapixel
 import linearize
 from inline_attention.ablation.tables import AblationFile, draw_ablation
 from inline_attention.analysis.collision_cases import draw_two_queries, measure_injectivity
@@ -67,6 +68,7 @@ def main(demo: Annotated[Path | None, typer.Option(help="Take new results from t
     draw_ablation(ablation.results, RESULTS, "cifar10_ablation", title=ablation.title, small_print=small_print)
     linearized = read_json("linearize_digits")
     linearize.draw("digits", linearize.EXPERIMENTS["digits"], linearized["seeds"], RESULTS)
+    gigapixel.draw(read_json("gpu_gigapixel")["cases"], IMAGES)
     draw_two_queries(measure_injectivity(), IMAGES / "injectivity.png")
     draw_series(measure_series(), IMAGES / "softmax_series.png")
     draw_training_curves(read_curves(), IMAGES, name="digits_curves", formats=("png",))
