@@ -5,11 +5,13 @@ import copy
 import pytest
 import timm
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from inline_attention import InLineAttention, convert_attention
 from inline_attention.analysis.masking import mixed_values
 from inline_attention.analysis.probes import capture_attention, observed
 from inline_attention.layers.attention import LinearAttention, SoftmaxAttention
+from inline_attention.ops.states import merge_softmax_states, softmax_state
 
 PREFIX = 2
 
@@ -94,10 +96,31 @@ def test_analysis_sees_the_weights_of_softmax():
             torch.testing.assert_close(model(images), expected)
 
 
-def test_parts_of_an_image_are_refused():
-    with pytest.raises(ValueError, match="softmax_prefix=False"):
-        layer_of().state(tokens())
-    layer_of(num_prefix_tokens=0).state(tokens())
+def test_softmax_over_parts_of_the_keys_merges():
+    q, k, v = torch.randn(3, 2, 9, 3, 4, dtype=torch.float64)
+    k[:, 4:] += 400  # scores of a later part are far larger
+    q, scale = q[:, :2], 0.5
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :4] = False  # a part without keys
+    expected = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask[:, None, None], scale=scale
+    ).transpose(1, 2)
+    parts = [slice(0, 4), slice(4, 4), slice(4, 6), slice(6, 9)]
+    states = [softmax_state(q, k[:, at], v[:, at], scale=scale, key_padding_mask=mask[:, at]) for at in parts]
+    whole = merge_softmax_states(merge_softmax_states(*states[:2]), *states[2:])
+    torch.testing.assert_close(whole.out, expected)
+    weights = torch.cat([whole.weights(q, k[:, at], scale) for at in parts], dim=-1)
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(3, 2, dtype=torch.float64))
+
+
+def test_gradients_through_merged_softmax():
+    q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def merged(q, k, v):
+        states = [softmax_state(q, k[:, at], v[:, at], scale=0.7) for at in (slice(0, 1), slice(1, 4))]
+        return merge_softmax_states(*states).out
+
+    assert torch.autograd.gradcheck(merged, (q, k, v))
 
 
 def test_an_untrained_class_token_keeps_what_it_reads():

@@ -18,6 +18,8 @@ MODELS = {
     "no_positions": ({"pos_embed": "none", "global_pool": "avg"}, {}),
     "linear": ({}, {"attention": LinearAttention}),
     "one_softmax": ({}, {"keep_softmax": [1]}),
+    "softmax_prefix": ({"reg_tokens": 2}, {"softmax_prefix": True}),
+    "normed_softmax_prefix": ({"qk_norm": True, "scale_attn_norm": True}, {"softmax_prefix": True}),
 }
 
 
@@ -66,8 +68,21 @@ def test_attention_maps_are_the_weights():
     torch.testing.assert_close(found.prefix_weights.double(), expected[..., :5], rtol=1e-4, atol=1e-4)
 
 
-def test_evidence_of_a_class_token():
-    model, pixels = converted(), torch.randn(3, 96, 80)
+def test_attention_maps_of_a_class_token_that_keeps_softmax():
+    model, pixels = converted("softmax_prefix"), torch.randn(3, 96, 80)
+    found = streamed(model, "500KiB").attention_maps(pixels, 1, [None, (2, 3), None])
+    (captured,) = capture_attention(model, pixels[None], layers=[1])
+    q, k = captured.q.double(), captured.k.double()
+    first = (captured.rule.scale * torch.einsum("hd,nhd->hn", q[0, 0], k[0])).softmax(-1) * k.shape[1]
+    other = attention_weights(q, k)[0, :, 3 + 2 * 5 + 3] * k.shape[1]
+    expected = torch.stack([first, other, first])
+    torch.testing.assert_close(found.weights.double(), expected[..., 3:].unflatten(2, (6, 5)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.prefix_weights.double(), expected[..., :3], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["class_token", "softmax_prefix"])
+def test_evidence_of_a_class_token(name):
+    model, pixels = converted(name), torch.randn(3, 96, 80)
     found = streamed(model).class_evidence(pixels, [1, 3])
     with torch.inference_mode():
         torch.testing.assert_close(found.logits, model(pixels[None])[0, [1, 3]], rtol=1e-5, atol=1e-5)

@@ -57,6 +57,7 @@ CASES = {
     "deit mean pooling": ("deit", {"global_pool": "avg"}, LARGE, PADDED),
     "deit without pooling": ("deit", {"global_pool": ""}, LARGE, None),
     "deit, learned 3×3": ("deit", {"attention_options": STATIC}, SMALL, None),
+    "deit, softmax of the class token": ("deit", {"attention_options": {"softmax_prefix": True}}, LARGE, PADDED),
     "deit, magnitude": ("deit", {"attention_options": MAGNITUDE}, SMALL, None),
 }  # fmt: skip
 

@@ -459,7 +459,7 @@ class KernelAttention(TokenAttention):
 
     def mix(self, call: AttentionCall) -> Tensor:
         """Mix the values of a call by the op."""
-        if not (self.softmax_prefix and self.num_prefix_tokens):
+        if not self.has_softmax_prefix:
             return self.attn_drop(attend(call, self.backend))
         first = _softmax(call, self.num_prefix_tokens)  # now: the op may write over the queries
         out = attend(call, self.backend)
@@ -469,22 +469,23 @@ class KernelAttention(TokenAttention):
             out[:, : self.num_prefix_tokens] = first
         return self.attn_drop(out)
 
-    def _check_has_linear_prefix(self) -> None:
-        if self.softmax_prefix and self.num_prefix_tokens:
-            raise ValueError(
-                "softmax_prefix needs all keys at once, and here each part of the image has its own; convert the model "
-                "with softmax_prefix=False"
-            )
+    @property
+    def has_softmax_prefix(self) -> bool:
+        """True if the queries of class and register tokens attend by softmax."""
+        return self.softmax_prefix and self.num_prefix_tokens > 0
 
     def mix_shards(self, call: AttentionCall, tokens: Tensor, shards: RowShards) -> tuple[Tensor, Tensor | None]:
         """Merge the states of all ranks' keys: they travel with the sums of tokens, in one message."""
-        self._check_has_linear_prefix()
         mask = None if call.key_padding_mask is None else self._counted_once(call.key_padding_mask, shards)
         k, v, tokens = (self._counted_once(part, shards) for part in (call.k, call.v, tokens))
         state = states.attention_state(k, v, feature_map=call.feature_map, key_padding_mask=mask)
         count = state.key_count[:, None].to(state.covariance.dtype)
         total = token_sum(tokens, mask).to(count.dtype)
-        gathered = shards.group.gather(count, *state[1:], total)
+        prefix: tuple[Tensor, ...] = ()
+        if self.has_softmax_prefix:
+            q = call.q[:, : self.num_prefix_tokens]
+            prefix = states.softmax_state(q, k, v, scale=call.scale, key_padding_mask=mask)
+        gathered = shards.group.gather(count, *state[1:], total, *prefix)
         merged = states.merge_states(
             *(states.AttentionState(part[0].squeeze(1).round().long(), *part[1:4]) for part in gathered)
         )
@@ -492,26 +493,31 @@ class KernelAttention(TokenAttention):
         out = states.attend(
             call.q, merged, scale=call.scale, feature_map=call.feature_map, normalization=call.normalization
         )
+        if prefix:
+            first = states.merge_softmax_states(*(states.SoftmaxState(*part[5:]) for part in gathered)).out
+            out = torch.cat([first.to(out.dtype), out[:, self.num_prefix_tokens :]], dim=1)
         return out, mean.to(tokens.dtype)
 
-    def state(self, x: Tensor) -> states.AttentionState:
-        """Return the state of the keys and values of tokens `[B, N, C]`. States of disjoint sets of tokens merge."""
-        self._check_has_linear_prefix()
-        call = self.project(x)
-        return states.attention_state(call.k, call.v, feature_map=self.feature_map)
-
     def attend_to(
-        self, x: Tensor, state: states.AttentionState, mean_token: Tensor, grid_size: tuple[int, int] | None = None
+        self,
+        x: Tensor,
+        state: states.AttentionState,
+        mean_token: Tensor,
+        grid_size: tuple[int, int] | None = None,
+        prefix: states.SoftmaxState | None = None,
     ) -> Tensor:
         """Mix tokens `[B, N, C]` as `attend` does, but over the keys of a state instead of their own.
 
         Args:
             x: Some rows of the grid, normalized; or prefix tokens.
-            state: State of all tokens, see `state`.
+            state: State of the keys and values of all tokens.
             mean_token: `[B, C]` mean of all tokens, which predicts the local weights.
             grid_size: Rows and columns of x. The local term takes rows beyond its edge for zeros. None for prefix
                 tokens, which have no local term.
+            prefix: Softmax attention of x over all tokens, if x are prefix tokens with softmax.
         """
+        if prefix is not None:
+            return self.attn_drop(self.finish(prefix.out.to(x.dtype).flatten(2), x))
         call = self.project(x)
         local: dict[str, Any] = {}
         if grid_size is not None and self.has_local_term:

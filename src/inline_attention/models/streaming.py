@@ -17,6 +17,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
@@ -33,7 +34,15 @@ from inline_attention.layers.grids import Grid, GridRows, ceil_divide
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
 from inline_attention.models.base import Level, VisionModel
 from inline_attention.models.timm_vit import StreamedViT, unsupported_reason
-from inline_attention.ops.states import AttentionState, merge_states, state_weights
+from inline_attention.ops.states import (
+    AttentionState,
+    SoftmaxState,
+    attention_state,
+    merge_softmax_states,
+    merge_states,
+    softmax_state,
+    state_weights,
+)
 from inline_attention.support.files import free_bytes, replace_atomically
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -288,22 +297,36 @@ class _Mean:
 
 
 class _Summary:
-    """What a block with linear attention needs to know about all of its input: the keys' state, and the mean token."""
+    """What a block with linear attention needs to know about all of its input: the keys' state, and the mean token.
 
-    def __init__(self, block: Block) -> None:
+    `prefix` returns the input's prefix tokens. Their queries may attend by softmax, which is merged over bands, too.
+    """
+
+    def __init__(self, block: Block, prefix: Callable[[], Tensor | None]) -> None:
         assert isinstance(block.attn, KernelAttention)
         self.block, self.attention = block, block.attn
+        self._prefix = prefix
         self._states: list[AttentionState] = []  # of bands
+        self._softmax: list[SoftmaxState] = []  # of bands
         self.local_input = _Mean(nn.Identity())
+
+    @cached_property
+    def prefix_queries(self) -> Tensor | None:
+        """Queries `[1, P, H, D]` that attend by softmax, if any."""
+        prefix = self._prefix() if self.attention.has_softmax_prefix else None
+        return None if prefix is None else self.attention.project(self.block.norm1(prefix)).q
 
     def add(self, x: Tensor) -> None:
         """Add input tokens `[1, n, C]` of the block."""
         normed = self.block.norm1(x)
         if self.attention.residual is not None:
             self.local_input.add(x if self.block.local_from_input else normed)
-        self._states.append(self.attention.state(normed))
+        call = self.attention.project(normed)
+        self._states.append(attention_state(call.k, call.v, feature_map=self.attention.feature_map))
+        if self.prefix_queries is not None:
+            self._softmax.append(softmax_state(self.prefix_queries, call.k, call.v, scale=self.attention.scale))
         if len(self._states) == STATES_AT_ONCE:
-            self._states = [self.state]
+            self._states, self._softmax = [self.state], [*filter(None, [self.softmax])]
 
     @property
     def state(self) -> AttentionState:
@@ -312,10 +335,39 @@ class _Summary:
             self._states = [merge_states(*self._states)]
         return self._states[0]
 
-    def attend(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        """Mix tokens `[1, n, C]`: rows of the grid, or prefix tokens."""
-        mean = x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
-        return self.attention.attend_to(self.block.norm1(x), self.state, mean, grid_size)
+    @property
+    def softmax(self) -> SoftmaxState | None:
+        """Softmax attention of the prefix tokens over all tokens that were added; None if they attend as others do."""
+        if len(self._softmax) > 1:
+            self._softmax = [merge_softmax_states(*self._softmax)]
+        return self._softmax[0] if self._softmax else None
+
+    def attend(self, x: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Mix tokens `[1, n, C]` of rows of the grid."""
+        return self.attention.attend_to(self.block.norm1(x), self.state, self._mean_token(x), grid_size)
+
+    def attend_prefix(self, x: Tensor) -> Tensor:
+        """Mix the prefix tokens `[1, P, C]`."""
+        normed = self.block.norm1(x)
+        return self.attention.attend_to(normed, self.state, self._mean_token(x), prefix=self.softmax)
+
+    def _mean_token(self, x: Tensor) -> Tensor:
+        return x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
+
+    def weights(self, q: Tensor, x: Tensor, are_prefix: Sequence[bool]) -> Tensor:
+        """Return the weights `[H, N, n]` of queries `[1, N, H, D]` for tokens `[1, n, C]`, times the number of keys.
+
+        `are_prefix` says which queries are the class token's.
+        """
+        attention, state = self.attention, self.state
+        k = attention.project(self.block.norm1(x)).k
+        options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
+        found = state_weights(q, k, state, scale=attention.scale, **options)[0]
+        if self.softmax is not None and any(are_prefix):
+            assert self.prefix_queries is not None
+            first = self.softmax.weights(self.prefix_queries, k, attention.scale)[0, :, :1].to(found.dtype)
+            found = torch.where(torch.tensor(are_prefix, device=found.device)[:, None], first, found)
+        return found * state.key_count.to(found.dtype)
 
 
 class _Tokens(NamedTuple):
@@ -405,7 +457,7 @@ class _Run:
                 return
             following = None if index + 1 == len(self.steps) else self.steps[index + 1].module
             is_linear = following is not None and _is_linear(following)
-            summary = _Summary(cast(Block, following)) if is_linear else None
+            summary = _Summary(cast(Block, following), lambda: self.prefix) if is_linear else None
             outputs = [*(sinks.get(step.level, ()) if step.ends_level else ()), *([summary.add] if summary else ())]
             if not isinstance(step.module, Level):
                 self._run_block(
@@ -423,8 +475,7 @@ class _Run:
         assert tokens is not None
         assert summary is not None
         height, width, _ = tokens.data.shape
-        attention, state = summary.attention, summary.state
-        options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
+        attention = summary.attention
 
         def query(place: tuple[int, int] | None) -> Tensor:
             if place is None:
@@ -438,10 +489,10 @@ class _Run:
 
         q = attention.project(summary.block.norm1(torch.cat([query(place) for place in places], dim=1))).q
 
+        are_prefix = [place is None for place in places]
+
         def weights(x: Tensor) -> Tensor:  # [tokens, H, n]
-            k = attention.project(summary.block.norm1(x)).k
-            found = state_weights(q, k, state, scale=attention.scale, **options)[0].transpose(0, 1)
-            return found * state.key_count.to(found.dtype)
+            return summary.weights(q, x, are_prefix).transpose(0, 1)
 
         values, pixels = self.cells(weights, summary.block, 8 * len(places) * attention.num_heads, most_cells)
         prefix_weights = q.new_empty(len(places), attention.num_heads, 0) if prefix is None else weights(prefix)
@@ -472,20 +523,17 @@ class _Run:
         summary, prefix = self.summary, self.prefix
         assert summary is not None
         assert prefix is not None
-        attention, state, norm = summary.attention, summary.state, summary.block.norm1
-        attended = summary.attend(prefix)
+        attention, norm = summary.attention, summary.block.norm1
+        attended = summary.attend_prefix(prefix)
         with torch.enable_grad():
             logits = classify(summary.block.after_attention(prefix, attended.requires_grad_()))[:, 0]
             gradients = [torch.autograd.grad(logit, attended, retain_graph=True)[0][0, 0] for logit in logits]
         slopes = torch.stack(gradients).unflatten(1, (attention.num_heads, -1))  # [classes, H, D]
         q = attention.project(norm(prefix[:, :1])).q
-        options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
 
         def evidence(x: Tensor) -> Tensor:  # [classes, n]
-            call = attention.project(norm(x))
-            weights = state_weights(q, call.k, state, scale=attention.scale, **options)[0, :, 0]  # [H, n]
-            weights = weights * state.key_count.to(weights.dtype)
-            return torch.einsum("hn,nhd,khd->kn", weights, call.v[0].to(weights.dtype), slopes.to(weights.dtype))
+            weights, v = summary.weights(q, x, [True])[:, 0], attention.project(norm(x)).v
+            return torch.einsum("hn,nhd,khd->kn", weights, v[0].to(weights.dtype), slopes.to(weights.dtype))
 
         return evidence, logits.detach()
 
@@ -513,7 +561,7 @@ class _Run:
         needed, halo, align, offset = self._block_bytes(block), 0, 1, 0
         if summary is not None:
             if self.prefix is not None:
-                self.prefix = block.after_attention(self.prefix, summary.attend(self.prefix))
+                self.prefix = block.after_attention(self.prefix, summary.attend_prefix(self.prefix))
             if skip_grid:
                 self.on_progress(work * height * width / self.total_work)
                 return

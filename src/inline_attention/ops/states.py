@@ -243,3 +243,56 @@ def _disagrees(state: AttentionState, query: Tensor) -> ValueError:
         f"q must agree with the state in B, H and D = {tuple(state.covariance.shape[:3])}, got {(B, H, D)} after the "
         "feature map; use the feature map and the layout [B, N, H, D] of the keys"
     )
+
+
+class SoftmaxState(NamedTuple):
+    """Softmax attention of a few queries over a set of keys, which merges with that over other keys. Cost: N·M·D."""
+
+    highest: Tensor  # [B, H, N, 1], the largest score; -inf without keys
+    total: Tensor  # [B, H, N, 1], the sum of exp(score - highest)
+    values: Tensor  # [B, H, N, Dv], the sum of exp(score - highest) times the value
+
+    @property
+    def out(self) -> Tensor:
+        """The output `[B, N, H, Dv]`, in float32 at least."""
+        return (self.values / self.total).transpose(1, 2)
+
+    def weights(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """Return the weights `[B, H, N, M]` that the queries give to some of the keys."""
+        return (_scores(q, k, scale) - self.highest).exp() / self.total
+
+
+def softmax_state(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_padding_mask: Tensor | None = None
+) -> SoftmaxState:
+    """Return softmax attention of queries `[B, N, H, D]` over keys and values `[B, M, H, D]`; M may be 0."""
+    scores = _scores(q, k, scale)
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(~key_padding_mask[:, None, None], float("-inf"))
+    lowest = scores.new_full((*scores.shape[:3], 1), float("-inf"))
+    highest = torch.cat([scores.detach(), lowest], dim=-1).amax(-1, keepdim=True)
+    weights = (scores - _finite(highest)).exp()
+    return SoftmaxState(
+        highest, weights.sum(-1, keepdim=True), torch.einsum("bhnm,bmhd->bhnd", weights, v.to(weights.dtype))
+    )
+
+
+def merge_softmax_states(*states: SoftmaxState) -> SoftmaxState:
+    """Return softmax attention over the union of disjoint sets of keys."""
+    highest = torch.stack([state.highest for state in states]).amax(0)
+    factors = [(state.highest - _finite(highest)).exp() for state in states]
+    total = torch.stack([state.total * factor for state, factor in zip(states, factors, strict=True)]).sum(0)
+    values = torch.stack([state.values * factor for state, factor in zip(states, factors, strict=True)]).sum(0)
+    return SoftmaxState(highest, total, values)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return scores `[B, H, N, M]` in float32 at least."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with _without_autocast(q):
+        return scale * torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k.to(dtype))
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """Replace -inf, of no keys, by a number: the difference of two infinities is none."""
+    return highest.clamp(min=torch.finfo(highest.dtype).min)
