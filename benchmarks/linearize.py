@@ -526,7 +526,8 @@ def main(
             write_results(dataset, experiment, collect(places), output)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    print((output / f"linearize_{dataset}.md").read_text(encoding="utf-8"))
+    table = output / f"linearize_{dataset}.md"
+    print(table.read_text(encoding="utf-8") if table.exists() else "no student is finished; the same command resumes")
 
 
 if __name__ == "__main__":
