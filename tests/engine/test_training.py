@@ -22,12 +22,13 @@ import warm
 from engine.runs import assert_same_end, checkpoints, command, config, final_weights
 from inline_attention.cli.main import app
 from inline_attention.engine import train, trainer
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, from_yaml
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
+from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointError
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.hub import from_pretrained
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.support.text import install_command
 from inline_attention.tasks.classification import task
@@ -315,6 +316,17 @@ def test_predict_takes_a_run(tmp_path):
     weights = folder / "checkpoints" / "best" / "model.safetensors"
     done = CliRunner().invoke(app, ["predict", str(tmp_path / "picture.png"), "--checkpoint", str(weights)])
     assert done.exit_code == 0, done.output
+
+
+def test_a_run_is_a_local_dir(tmp_path):
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    expected = open_checkpoint(find_weights(folder)).weights
+    for created in (create_model(f"local-dir:{folder}", pretrained=True), from_pretrained(folder / "checkpoints")):
+        weights = created.state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    with pytest.raises(CheckpointError, match=r"name a run of `inline train`, a checkpoint of it, or a file"):
+        create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 def test_a_run_without_a_best_checkpoint_names_its_last(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.evaluate import evaluate_task
 from inline_attention.engine.processes import Processes, joined_processes
@@ -19,7 +18,7 @@ from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.train import build_task, checkpoint_to_resume, run_folder, train
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.described import conversion_of, create_described_model, read_description
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.support.files import read_bounded, write_atomically
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, parse_json
 from inline_attention.tasks.classification.distillation import DistillationTask

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.data.loading import named_worker_error
-from inline_attention.engine.checkpoint_format import STATE, find_weights
+from inline_attention.engine.checkpoint_format import STATE
 from inline_attention.engine.checkpoints import (
     CheckpointError,
     CheckpointStore,
@@ -25,6 +25,7 @@ from inline_attention.engine.processes import Processes, joined_processes, lost_
 from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed, find_run
 from inline_attention.engine.trainer import Trainer
+from inline_attention.models.reading import find_weights
 from inline_attention.tasks.classification.distillation import DistillationTask
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.detection.task import DetectionTask
