@@ -1,6 +1,7 @@
 """The page of a slide: its tiles are the slide, and it can be moved, zoomed and covered in a real browser."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -66,6 +67,7 @@ def view_box(page):
     return page.locator("#view").bounding_box()
 
 
+@pytest.mark.xdist_group("browser")
 @pytest.mark.parametrize("viewport", [(1000, 700), (360, 740)], ids=["desk", "phone"])
 def test_in_a_browser(written, browser, viewport, tmp_path):
     context = browser.new_context(viewport={"width": viewport[0], "height": viewport[1]}, has_touch=viewport[0] < 500)
@@ -125,3 +127,38 @@ def test_in_a_browser(written, browser, viewport, tmp_path):
     assert complaints == []
     assert [url for url in fetched if not url.startswith("file:")] == []
     context.close()
+
+
+def changed_by(page, keys):
+    """Press keys; return what each changed in the view."""
+    states = [json.loads(page.get_attribute("#view", "data-state"))]
+    for key in keys:
+        page.keyboard.press(key)
+        page.evaluate("new Promise(requestAnimationFrame)")
+        states.append(json.loads(page.get_attribute("#view", "data-state")))
+    return [{name for name in old if name != "level" and old[name] != new[name]} for old, new in pairwise(states)]
+
+
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize("viewport", [(1280, 800), (390, 844)], ids=["desk", "phone"])
+def test_keys_work_whatever_has_the_focus(written, browser, viewport):
+    page = browser.new_page(viewport={"width": viewport[0], "height": viewport[1]})
+    page.goto((written[0] / "index.html").as_uri())
+    arrows, zoom = ["ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp"], ["+", "-", "=", "0"]
+    moves, zooms = [{"x"}, {"y"}, {"x"}, {"y"}], [{"x", "y", "scale"}] * 4
+    assert changed_by(page, arrows + zoom + ["o"]) == [*moves, *zooms, {"overlay"}], "after load"
+    page.locator("#view").click()
+    assert changed_by(page, arrows + zoom + ["o"]) == [*moves, *zooms, {"overlay"}]
+    page.locator("#in").click()
+    assert changed_by(page, arrows + zoom) == moves + zooms
+    page.locator("#opacity").click()
+    assert changed_by(page, arrows) == [{"opacity"}] * 4
+    assert changed_by(page, [*zoom, "]", "o"]) == [*zooms, {"opacity"}, {"overlay"}]
+    page.locator("#overlay").focus()
+    page.locator("#overlay").select_option(index=0)
+    assert changed_by(page, ["ArrowDown", "ArrowUp", "m"]) == [{"overlay"}] * 3
+    assert changed_by(page, [*zoom, "]", "o"]) == [*zooms, {"opacity"}, set()]
+    page.locator("#overlay").click()
+    page.locator("#overlay").select_option(index=2)
+    assert changed_by(page, arrows + zoom) == moves + zooms, "after an overlay was picked by mouse"
+    page.close()

@@ -19,8 +19,8 @@ from inline_attention.analysis.subjects import (
 )
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.sources import DataError
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import CheckpointError, save_weights
+from inline_attention.models.reading import find_weights
 
 ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 1, "patch_size": 2, "img_size": 8, "num_classes": 3}
 

@@ -74,7 +74,8 @@ def test_head_of_another_size_gives_the_option_to_use(invoke, tmp_path):
     result = invoke()
     assert result.exit_code == 1
     assert "a head for 3 classes, the model one for 1000" in result.stderr
-    assert "num_classes=3 (--num-classes on the command line)" in result.stderr
+    assert "num_classes=3 (--num-classes 3 on the command line)" in result.stderr
+    assert "reinitialize_head" not in result.stderr, "inline convert has no such option"
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
 

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from inline_attention.cli import linearize as command
 from inline_attention.cli.main import app
 from inline_attention.data.datasets import digits
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import save_weights
-from inline_attention.models.reading import CheckpointError, open_checkpoint
+from inline_attention.models.reading import CheckpointError, find_weights, open_checkpoint
 
 NAME = "vit_tiny_patch16_224"
 ARGUMENTS = {"patch_size": 2, "embed_dim": 16, "num_heads": 2, "depth": 2}

@@ -6,10 +6,13 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
+from inline_attention.cli import train
 from inline_attention.cli.flags import flags_help, overrides_of, read_settings
 from inline_attention.cli.main import app
 from inline_attention.engine.config import TrainConfig, check, with_overrides
 from inline_attention.engine.processes import Precision
+from inline_attention.models import create_model
+from inline_attention.models.checkpoints import save_weights
 from inline_attention.recipes import list_recipes
 
 
@@ -124,3 +127,11 @@ def test_a_recipe_of_cifar10_takes_the_classes_of_a_folder_of_pictures(tmp_path)
     done = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "runs"), "--set", "logging.tensorboard=false"])
     assert done.exit_code == 0, done.output
     assert "3 classes (taken from the data)" in done.output
+
+
+def test_model_flag_wins_over_the_checkpoint(tmp_path):
+    save_weights(create_model("inline_pvt_tiny", num_classes=3), tmp_path / "pvt.safetensors")
+    chosen = overrides_of(["--initial-checkpoint", str(tmp_path / "pvt.safetensors"), "--model", "inline_swin_tiny"])
+    assert train._settings_of_start(chosen) == []
+    assert train._settings_of_start(chosen[:1]) == ['model.name="inline_pvt_tiny"', "model.arguments={}"]
+    assert train._settings_of_start([]) == []

@@ -12,12 +12,12 @@ import torch
 
 from engine.runs import assert_same_end, config, final_weights, from_files, last_checkpoint, rows
 from inline_attention.engine import train, trainer
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.checkpoints import TrainingCheckpoint
 from inline_attention.engine.config import ConfigError
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.trainer import DivergedError, Trainer
+from inline_attention.models.reading import find_weights
 
 RESNET = [
     "model.name=resnet10t",

@@ -22,12 +22,13 @@ import warm
 from engine.runs import assert_same_end, checkpoints, command, config, final_weights
 from inline_attention.cli.main import app
 from inline_attention.engine import train, trainer
-from inline_attention.engine.checkpoint_format import find_weights
-from inline_attention.engine.config import ConfigError, from_yaml
+from inline_attention.engine.config import ConfigError, from_yaml, with_overrides
 from inline_attention.engine.interruption import InterruptedBySignalError
 from inline_attention.engine.reporting import RunReport
+from inline_attention.models import create_model
 from inline_attention.models.checkpoints import CheckpointError
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.hub import from_pretrained, save_pretrained
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.recipes import get_recipe, list_recipes
 from inline_attention.support.text import install_command
 from inline_attention.tasks.classification import task
@@ -315,6 +316,28 @@ def test_predict_takes_a_run(tmp_path):
     weights = folder / "checkpoints" / "best" / "model.safetensors"
     done = CliRunner().invoke(app, ["predict", str(tmp_path / "picture.png"), "--checkpoint", str(weights)])
     assert done.exit_code == 0, done.output
+
+
+def test_finetune_starts_with_the_model_of_the_checkpoint(tmp_path):
+    arguments = {"img_size": 32, "in_chans": 1, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2}
+    model = create_model("softmax_deit_tiny", num_classes=3, **arguments)
+    save_pretrained(model, tmp_path / "hub")
+    found = with_overrides(get_recipe("finetune").config, train.settings_of_start(tmp_path / "hub")).model
+    assert (found.name, found.num_classes, found.drop_path) == ("softmax_deit_tiny", None, 0.1)
+    assert found.model_arguments().items() >= arguments.items()
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    assert train.settings_of_start(tmp_path / "bare.pth") == [], "it does not say which model it is of"
+
+
+def test_a_run_is_a_local_dir(tmp_path):
+    folder, _ = train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
+    expected = open_checkpoint(find_weights(folder)).weights
+    for created in (create_model(f"local-dir:{folder}", pretrained=True), from_pretrained(folder / "checkpoints")):
+        weights = created.state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    with pytest.raises(CheckpointError, match=r"name a run of `inline train`, a checkpoint of it, or a file"):
+        create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 def test_a_run_without_a_best_checkpoint_names_its_last(tmp_path, monkeypatch):

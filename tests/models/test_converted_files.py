@@ -152,3 +152,14 @@ def test_loading_into_a_softmax_model_says_that_the_file_is_converted(tmp_path):
         load_checkpoint(softmax, tmp_path / "bare.safetensors")
     with pytest.warns(UserWarning, match="converted attention"):
         load_checkpoint(softmax, save(converted_model(local_residual=False), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_convertible"), [(NAME, True), ("inline_pvt_tiny", False), ("softmax_deit_tiny", False)]
+)
+def test_only_models_of_timm_are_said_to_need_a_conversion(tmp_path, name, is_convertible):
+    torch.save(converted_model().state_dict(), tmp_path / "weights.pth")
+    model = timm.create_model(name, **(SMALL if is_convertible else {"num_classes": 3}))
+    with pytest.raises(CheckpointError, match="does not fit") as error:
+        load_checkpoint(model, tmp_path / "weights.pth")
+    assert ("seems to be of a model after convert_attention" in str(error.value)) is is_convertible

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import inline_attention
 from inline_attention.cli.main import app
+from inline_attention.engine.config import read_config
 from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.models import registry
 from inline_attention.models.deit import InLineDeiT
@@ -114,10 +115,11 @@ def test_commands_take_the_name_of_a_shipped_model(shipped, tmp_path):
         folder.mkdir(parents=True)
         Image.new("RGB", (16, 16), "gray").save(folder / f"{name}.png")
     data = ["--data-dir", str(tmp_path / "data"), "--device", "cpu"]
-    run = ["--output", str(tmp_path / "runs"), "--experiment", "run", "-b", "2", "--updates", "1", "--model", NAME]
+    run = ["--output", str(tmp_path / "runs"), "--experiment", "run", "-b", "2", "--updates", "1"]
     start = ["--initial-checkpoint", f"{NAME}.pets", "--set", "logging.tensorboard=false"]
     trained = CliRunner().invoke(app, ["train", "finetune", *data, *run, *start])
     assert trained.exit_code == 0, trained.output
+    assert read_config(tmp_path / "runs" / "run" / "args.yaml").model.name == NAME, "without --model"
     predicted = CliRunner().invoke(app, ["predict", "-c", f"{NAME}.pets", str(tmp_path / "data")])
     assert predicted.exit_code == 0, predicted.output
     evaluated = CliRunner().invoke(app, ["eval", "-c", f"{NAME}.pets", *data])

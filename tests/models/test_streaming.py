@@ -188,6 +188,14 @@ def test_too_small_a_disk_is_known_before(tmp_path, monkeypatch):
         streamed(create("inline_pvt_tiny"), "2MiB")(image(340, 257))
 
 
+@pytest.mark.parametrize("indices", [[7], 5, 0, [-5], []], ids=str)
+def test_levels_that_do_not_exist_are_refused(indices, tmp_path):
+    run = streamed(create("inline_pvt_tiny"))
+    with pytest.raises(ValueError, match=r"has 4 levels, 0 to 3, got indices=.*; give a list of levels"):
+        run.write_features(image(100, 70), tmp_path / "new", indices)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "layer"),
     [("inline_deit_tiny", 1), ("linear_deit_tiny", 0), ("inline_pvt_tiny", 1), ("inline_swin_tiny", 0)],

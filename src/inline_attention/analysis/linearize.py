@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from inline_attention.analysis.probes import LayerAttention, attention_layers, observed
 from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject, describe_subject, open_pictures
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import TrainConfig
 from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.conversion import convert_attention
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
 from inline_attention.models.described import create_described_model, read_description
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.ops.api import inline_attention
 from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
 from inline_attention.tasks.classification.distillation import Variance, run_with_tokens

@@ -25,11 +25,10 @@ from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sampling import EvaluationBatches
 from inline_attention.data.sources import DataError, ImageSource, PictureSource
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models import create_model
 from inline_attention.models.described import read_description
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.support.text import printable
 from inline_attention.tasks.classification.prediction import ImageClassifier, find_device

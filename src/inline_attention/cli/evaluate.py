@@ -67,8 +67,8 @@ def evaluate(
         if results_file.is_dir():
             fail(f"--results-file {results_file} is a folder; name a file, such as {results_file / 'results.json'}")
         results_file.parent.mkdir(parents=True, exist_ok=True)
-    from inline_attention.engine.checkpoint_format import find_weights
     from inline_attention.engine.evaluate import data_of_run, describe_weights, evaluate_checkpoint
+    from inline_attention.models.reading import find_weights
     from inline_attention.tasks.task import DataSection
 
     notes: list[str] = []

@@ -90,9 +90,9 @@ def export(
     checkpoint, beside = _find_checkpoint(checkpoint)
     target = output or beside.with_name(beside.name + ENDINGS[file_format])
     _check_target(target, file_format, force)
-    from inline_attention.engine.checkpoint_format import find_weights
     from inline_attention.models.checkpoints import open_checkpoint
     from inline_attention.models.described import read_description
+    from inline_attention.models.reading import find_weights
     from inline_attention.tasks.classification.prediction import ImageClassifier
     from inline_attention.tasks.dense import TASK
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.models.checkpoints import open_checkpoint
+from inline_attention.models.reading import find_weights
 from inline_attention.tasks.classification.prediction import ImageClassifier, Streaming
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.dense_prediction import DetectionResult, ObjectFinder, PixelClassifier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from inline_attention.cli.printing import fail, say
 
+ANY_MODEL = "finetune"  # the recipe that takes the model of its initial checkpoint
 TAKES_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 Recipe = Annotated[str, typer.Argument(help="Recipe name (`inline recipes`) or YAML file.", show_default=False)]
 Settings = Annotated[
@@ -49,6 +51,8 @@ def train(
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     overrides = [*overrides_of(context.args), *(settings or ())]
+    if recipe == ANY_MODEL:
+        overrides = [*_settings_of_start(overrides), *overrides]
     given = {override.partition("=")[0] for override in overrides}
     # With -b alone, the total batch is the recipe's, which was not made for a dataset this small.
     fit_batch = "training.batch_size" in given and "training.total_batch_size" not in given
@@ -64,6 +68,17 @@ def train(
     if metrics is not None:
         say(metrics)
     say(_weights_line(folder))
+
+
+def _settings_of_start(overrides: Sequence[str]) -> list[str]:
+    """Return the settings of the model in the initial checkpoint, if there is one and no --model."""
+    from inline_attention.engine.config import with_overrides
+    from inline_attention.engine.train import settings_of_start
+    from inline_attention.recipes import get_recipe
+
+    path = with_overrides(get_recipe(ANY_MODEL).config, overrides).model.initial_checkpoint
+    is_chosen = any(override.partition("=")[0].strip() == "model.name" for override in overrides)
+    return [] if path is None or is_chosen else settings_of_start(Path(path))
 
 
 def _weights_line(folder: Path) -> str:

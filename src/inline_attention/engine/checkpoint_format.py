@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import timm
 import torch
 from torch import Tensor, nn
 
 from inline_attention.models.checkpoints import CheckpointError, open_checkpoint, save_weights
-from inline_attention.models.hub_layout import CONFIG, weights_in
-from inline_attention.models.reading import Checkpoint, UnsafeCheckpointError, check_pickle_file
+from inline_attention.models.hub_layout import WEIGHTS
+from inline_attention.models.reading import EMA_WEIGHTS, Checkpoint, UnsafeCheckpointError, check_pickle_file
 from inline_attention.support.files import (
     follow_pointer,
     open_regular,
@@ -37,11 +36,11 @@ from inline_attention.support.files import (
     replace_atomically,
     write_atomically,
 )
-from inline_attention.support.text import printable, some_of
+from inline_attention.support.text import printable
 from inline_attention.support.untrusted import parse_json
 
 FORMAT = 1
-WEIGHTS, EMA_WEIGHTS, STATE, MANIFEST = "model.safetensors", "model_ema.safetensors", "state.pt", "manifest.json"
+STATE, MANIFEST = "state.pt", "manifest.json"
 USE_ANOTHER = "use another checkpoint"
 LARGEST_MANIFEST = 1 << 20  # bytes
 LARGEST_NUMBER = 2**53  # of steps, epochs, bytes
@@ -111,38 +110,6 @@ class TrainingCheckpoint:
         file = open_checkpoint(self.path / WEIGHTS)
         ema_weights = open_checkpoint(self.path / EMA_WEIGHTS).weights if EMA_WEIGHTS in self.files else None
         return LoadedCheckpoint(**vars(file), ema_weights=ema_weights, state=_read_state(self.path / STATE))
-
-
-def find_weights(path: Path, *, averaged: bool = False) -> Path:
-    """Return the weights of a path: a file, a checkpoint, a run (its best checkpoint), or a shipped model's name.
-
-    A run that was never evaluated has no best checkpoint; then the last one counts. A folder in the hub's layout is
-    returned as it is: `open_checkpoint` reads it.
-    """
-    if not path.exists():
-        from inline_attention.models.registry import shipped_models
-
-        path = shipped_models().get(str(path), path)
-        if timm.is_model(str(path)):
-            shipped = some_of(shipped_models())
-            message = f"{path} is the name of a model, without weights; expected a weights file or a run of it"
-            raise CheckpointError(f"{message}, or a model that comes with the package: {shipped or 'none does'}")
-    if not path.is_dir() or (not averaged and (path / CONFIG).is_file() and weights_in(path) is not None):
-        return path
-    name = EMA_WEIGHTS if averaged else WEIGHTS
-    places = ["checkpoints/best", "checkpoints/last", "best", "last", "."]
-    for place in places:
-        folder = follow_pointer(path / place)  # without symbolic links, `best` is a file with a name
-        if (folder / name).is_file():
-            return folder / name
-        if (folder / WEIGHTS).is_file():
-            break  # never the last checkpoint's average in place of the best one's
-    wanted = "averaged weights" if averaged else "weights"
-    expected = ", ".join(str(Path(place, name)) for place in places)
-    raise CheckpointError(
-        f"{path} is a folder without {wanted}, expected one of {expected} in it; "
-        "name a run of `inline train`, a checkpoint of it, or a file"
-    )
 
 
 def evaluated_weights(checkpoint: Path) -> Path | None:

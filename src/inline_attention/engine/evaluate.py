@@ -14,7 +14,7 @@ from torch import nn
 from inline_attention.data.broken import BrokenImageLimit, BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import Loader
-from inline_attention.engine.checkpoint_format import find_weights, open_training_checkpoint
+from inline_attention.engine.checkpoint_format import open_training_checkpoint
 from inline_attention.engine.config.checks import DENSE_TASKS
 from inline_attention.engine.config.reading import read_config
 from inline_attention.engine.interruption import Interruption
@@ -22,7 +22,7 @@ from inline_attention.engine.processes import BrokenReport, Precision, Processes
 from inline_attention.engine.run_folder import SETTINGS_FILE, find_run
 from inline_attention.models.checkpoints import CheckpointError, load_checkpoint
 from inline_attention.models.described import Description, read_description
-from inline_attention.models.reading import Checkpoint, open_checkpoint
+from inline_attention.models.reading import Checkpoint, find_weights, open_checkpoint
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.dense import TASK
 from inline_attention.tasks.pyramid import DenseModel

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, TrainConfig, check
 from inline_attention.engine.evaluate import evaluate_task
 from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.run_folder import CHECKPOINTS
-from inline_attention.engine.train import build_task, checkpoint_to_resume, run_folder, train
+from inline_attention.engine.train import build_task, checkpoint_to_resume, run_folder, settings_of_model, train
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.described import conversion_of, create_described_model, read_description
-from inline_attention.models.reading import open_checkpoint
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.support.files import read_bounded, write_atomically
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, parse_json
 from inline_attention.tasks.classification.distillation import DistillationTask
-from inline_attention.tasks.task import ARGUMENT_SETTINGS, Task
+from inline_attention.tasks.task import Task
 
 TEACHER, CONVERTED, LINEARIZED = "teacher", "converted", "linearized"
 TEACHER_FILE, RESULTS, FIRST_PHASE = "teacher.safetensors", "linearize.json", "attention"
@@ -55,10 +54,9 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
     if conversion_of(file) is not None:
         raise ValueError(f"{file.path} has converted attention already; give the softmax model it was made from")
     described = read_description(file, model_name)
-    further = {name: value for name, value in described.arguments.items() if name not in ARGUMENT_SETTINGS}
-    settings = {"model.arguments": json.dumps(further)}
+    settings = {"model.initial_checkpoint": json.dumps(str(weights))}
     if described.image_size is not None:
-        settings["model.img_size"] = settings["distillation.teacher_size"] = json.dumps(described.image_size)
+        settings["distillation.teacher_size"] = json.dumps(described.image_size)
     else:
         with torch.device("meta"):
             model: Any = create_described_model(described.name, described.arguments)
@@ -66,8 +64,7 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
             settings["distillation.teacher_size"] = json.dumps(model.pretrained_cfg["input_size"][1:])
     if described.crop_pct is not None:
         settings["data.crop_pct"] = json.dumps(described.crop_pct)
-    texts = {"model.name": described.name, "model.initial_checkpoint": str(weights)}
-    return [*(f"{key}={json.dumps(value)}" for key, value in texts.items()), *(f"{k}={v}" for k, v in settings.items())]
+    return [*settings_of_model(described), *(f"{key}={value}" for key, value in settings.items())]
 
 
 def fetch_teacher(name: str, path: Path) -> None:

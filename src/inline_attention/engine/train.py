@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.data.loading import named_worker_error
-from inline_attention.engine.checkpoint_format import STATE, find_weights
+from inline_attention.engine.checkpoint_format import STATE
 from inline_attention.engine.checkpoints import (
     CheckpointError,
     CheckpointStore,
@@ -25,11 +26,13 @@ from inline_attention.engine.processes import Processes, joined_processes, lost_
 from inline_attention.engine.reporting import SUMMARY, RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS, check_output, claimed, find_run
 from inline_attention.engine.trainer import Trainer
+from inline_attention.models.described import Description, read_description
+from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.tasks.classification.distillation import DistillationTask
 from inline_attention.tasks.classification.task import ClassificationTask
 from inline_attention.tasks.detection.task import DetectionTask
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import Metrics, Task, TaskData
+from inline_attention.tasks.task import ARGUMENT_SETTINGS, Metrics, Task, TaskData
 
 
 def open_sources(config: TrainConfig) -> TaskData:
@@ -53,6 +56,20 @@ def build_task(config: TrainConfig) -> Task:
     if distillation.teacher is not None:
         distillation = replace(distillation, teacher=str(find_weights(Path(distillation.teacher))))
     return DistillationTask(config.data, model, config.augmentation, distillation, **options)
+
+
+def settings_of_model(described: Description) -> list[str]:
+    """Return the settings `key=value` of a model that a file describes: name, arguments, image channels and size."""
+    further = {name: value for name, value in described.arguments.items() if name not in ARGUMENT_SETTINGS}
+    settings: dict[str, Any] = {"name": described.name, "arguments": further}
+    settings |= {name: described.arguments[name] for name in ("in_chans", "img_size") if name in described.arguments}
+    return [f"model.{name}={json.dumps(value)}" for name, value in settings.items()]
+
+
+def settings_of_start(path: Path) -> list[str]:
+    """Return the settings `key=value` of the model in a run, checkpoint or file of weights; none if it does not say."""
+    file = open_checkpoint(find_weights(path))
+    return settings_of_model(read_description(file)) if "model" in file.metadata else []
 
 
 def train(

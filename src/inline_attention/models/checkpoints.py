@@ -116,7 +116,7 @@ def load_checkpoint(
     cast = tuple(name for name, value in weights.items() if value.dtype != own[name].dtype)
     weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
     nonfinite = _warn_of_nonfinite(file.path, weights)
-    if CONVERSION in file.metadata and not any(isinstance(module, KernelAttention) for module in model.modules()):
+    if CONVERSION in file.metadata and not _is_converted(model):
         warnings.warn(
             f"{printable(file.path)} is of a model with converted attention, and this one has softmax; "
             "call convert_attention first",
@@ -198,7 +198,7 @@ def convert_checkpoint(
     file = open_checkpoint(source, use_ema=use_ema)
     weights = file.weights
     if model is not None:
-        weights, _ = _fit(model, file, strict=True, reinitialize_head=False)
+        weights, _ = _fit(model, file, strict=True, reinitialize_head=None)
     nonfinite = _warn_of_nonfinite(file.path, weights)
     save_weights(weights, target, metadata={**file.metadata, **model_metadata(model), "source": file.path.name})
     return LoadReport(file.path, file.origin, tuple(weights), nonfinite=nonfinite)
@@ -231,9 +231,12 @@ def read_position_grids(metadata: Mapping[str, str]) -> dict[str, tuple[int, int
 
 
 def _fit(
-    model: nn.Module, file: Checkpoint, strict: bool, reinitialize_head: bool
+    model: nn.Module, file: Checkpoint, strict: bool, reinitialize_head: bool | None
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, ...]]]:
-    """Return the weights to load, by the model's names, and the differences that `strict=False` accepts."""
+    """Return the weights to load, by the model's names, and the differences that `strict=False` accepts.
+
+    `reinitialize_head` is None if the caller does not offer it.
+    """
     weights = file.weights
     if convert := getattr(model, "convert_state_dict", None):
         noted = read_position_grids(file.metadata)
@@ -269,10 +272,10 @@ def _fit(
     is_about_heads = all(name.startswith(heads) for name in (*missing, *unexpected, *mismatched))
     classes = number_of_classes(weights, model), number_of_classes(own, model)
     if is_about_heads or None not in classes:  # with other names, a head cannot be recognized
-        lines += _head_advice(*classes)
+        lines += _head_advice(*classes, can_reinitialize=reinitialize_head is not None)
     if CONVERSION in file.metadata:
         lines.append(f"the file is of a model after convert_attention: {printable(file.metadata[CONVERSION])[:200]}")
-    elif any(".residual." in name for name in unexpected):  # of the 3×3 term
+    elif not convert and not _is_converted(model) and any(".residual." in name for name in unexpected):  # 3×3 term
         lines.append(
             "the file seems to be of a model after convert_attention, without a note of it: call convert_attention "
             "before loading, and save with inline_attention.models.hub.save_pretrained"
@@ -298,18 +301,22 @@ def _with_resampled_positions(model: nn.Module, weights: dict[str, Tensor]) -> d
     return {**weights, "pos_embed": resampled.contiguous()}
 
 
-def _head_advice(in_file: int | None, in_model: int | None) -> list[str]:
+def _is_converted(model: nn.Module) -> bool:
+    return any(isinstance(module, KernelAttention) for module in model.modules())
+
+
+def _head_advice(in_file: int | None, in_model: int | None, *, can_reinitialize: bool) -> list[str]:
     if in_file == in_model:
         return []
     if in_file is None:
         heads = f"no head, the model one for {in_model} classes"
     else:
         heads = f"a head for {in_file} classes, the model {f'one for {in_model}' if in_model else 'none'}"
-    return [
-        f"the file has {heads}: "
-        f"create the model with num_classes={in_file or 0} (--num-classes on the command line), "
-        "or pass reinitialize_head=True"
-    ]
+    classes = in_file or 0
+    other = (
+        ", or pass reinitialize_head=True" if can_reinitialize else f" (--num-classes {classes} on the command line)"
+    )
+    return [f"the file has {heads}: create the model with num_classes={classes}{other}"]
 
 
 def _config(model: object) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ from inline_attention.models.described import (
 )
 from inline_attention.models.errors import CheckpointError
 from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHTS, fetch
+from inline_attention.models.reading import find_weights
 from inline_attention.models.registry import PAPER, converted_attention, list_models
 from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
@@ -142,7 +143,7 @@ def from_pretrained(source: str | os.PathLike[str], *, cache_dir: str | None = N
     """Create a model with its weights from a folder, or from "USER/NAME" on the Hugging Face Hub.
 
     Args:
-        source: Folder or repository.
+        source: Folder, such as one of `save_pretrained` or a run of `inline train`, or repository.
         cache_dir: Folder of downloads; by default huggingface_hub's.
         **arguments: Arguments of the model that replace the stored ones, such as `num_classes`.
     """
@@ -154,14 +155,14 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     """Create the model that a folder in the hub's layout describes.
 
     Args:
-        folder: Folder with `config.json` and weights.
+        folder: Folder with `config.json` and weights, or a run of `inline train` (its best checkpoint).
         pretrained: Load the weights. A head for another `num_classes` is new.
         **own: Arguments of the caller, which replace the stored ones.
 
     Raises:
         CheckpointError: If the folder cannot be read, or describes something else than an architecture.
     """
-    file = open_checkpoint(folder)
+    file = open_checkpoint(find_weights(Path(folder)))
     described = read_description(file)
     prepared = described.preparation | ({} if described.crop_pct is None else {"crop_pct": described.crop_pct})
     if described.image_size is not None:

@@ -28,12 +28,13 @@ from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from inline_attention.models.errors import CheckpointError
-from inline_attention.models.hub_layout import CONFIG, read_config, read_notes, weights_in
+from inline_attention.models.hub_layout import CONFIG, WEIGHTS, read_config, read_notes, weights_in
 from inline_attention.models.pickle_bounds import PickleBoundsError, check_pickle
 from inline_attention.models.transformers_layout import PREPROCESSOR, translate
-from inline_attention.support.files import NotARegularFileError, open_regular
+from inline_attention.support.files import NotARegularFileError, follow_pointer, open_regular
 from inline_attention.support.text import printable, some_of
 
+EMA_WEIGHTS = "model_ema.safetensors"  # averaged weights, beside the others in a checkpoint of `inline train`
 EMA_KEYS = ("state_dict_ema", "model_ema")
 RAW_KEYS = ("model", "state_dict")
 LEGACY_PICKLES = 5  # number of pickles before the storages, in the format of torch < 1.6
@@ -53,6 +54,40 @@ class Checkpoint:
     weights: dict[str, Tensor]  # contiguous and on the CPU; names without the prefixes of DDP and `torch.compile`
     origin: str  # entry of the file that contains the weights, such as "state_dict_ema"; empty for a bare state dict
     metadata: dict[str, str] = field(default_factory=dict)  # of a safetensors file, such as the name of its `model`
+
+
+def find_weights(path: Path, *, averaged: bool = False) -> Path:
+    """Return the weights of a path: a file, a checkpoint, a run (its best checkpoint), or a shipped model's name.
+
+    A run that was never evaluated has no best checkpoint; then the last one counts. A folder in the hub's layout is
+    returned as it is: `open_checkpoint` reads it.
+    """
+    if not path.exists():
+        import timm
+
+        from inline_attention.models.registry import shipped_models
+
+        path = shipped_models().get(str(path), path)
+        if timm.is_model(str(path)):
+            shipped = some_of(shipped_models())
+            message = f"{path} is the name of a model, without weights; expected a weights file or a run of it"
+            raise CheckpointError(f"{message}, or a model that comes with the package: {shipped or 'none does'}")
+    if not path.is_dir() or (not averaged and (path / CONFIG).is_file() and weights_in(path) is not None):
+        return path
+    name = EMA_WEIGHTS if averaged else WEIGHTS
+    places = ["checkpoints/best", "checkpoints/last", "best", "last", "."]
+    for place in places:
+        folder = follow_pointer(path / place)  # without symbolic links, `best` is a file with a name
+        if (folder / name).is_file():
+            return folder / name
+        if (folder / WEIGHTS).is_file():
+            break  # never the last checkpoint's average in place of the best one's
+    wanted = "averaged weights" if averaged else "weights"
+    expected = ", ".join(str(Path(place, name)) for place in places)
+    raise CheckpointError(
+        f"{path} is a folder without {wanted}, expected one of {expected} in it; "
+        "name a run of `inline train`, a checkpoint of it, or a file"
+    )
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, use_ema: bool | None = None) -> Checkpoint:

@@ -178,10 +178,17 @@ class StreamedModel:
             indices: Levels, as in `forward_intermediates`: a list, the last n, or None for all.
             norm: Apply the final norm to levels with its number of channels.
         """
+        information = self.model.feature_info
+        try:
+            take, last = feature_take_indices(len(information), indices)
+        except (AssertionError, ValueError) as error:  # a level out of range, or an empty list
+            count = len(information)
+            raise ValueError(
+                f"the model has {count} levels, 0 to {count - 1}, got indices={indices!r}; give a list of levels, "
+                f"the number of last levels from 1 to {count}, or None for all"
+            ) from error
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        information = self.model.feature_info
-        take, last = feature_take_indices(len(information), indices)
         run = _Run(self, source, last)
         paths = {level: folder / f"level{level}.npy" for level in take}
         shapes = {level: (*run.grids[level], information[level]["num_chs"]) for level in take}

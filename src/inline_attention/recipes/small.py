@@ -13,8 +13,8 @@ seeds. For longer runs add `--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1`;
 with `--torchcompile`, and some hours on a CPU (benchmarks/results/cifar10_micro.md).
 
 `inline train finetune --data-dir DIR --initial-checkpoint FILE`: any checkpoint on a folder of your own images, one
-subfolder per class. Choose another model than InLine-DeiT-T with `--model`, and its stochastic depth with `--drop-path`
-(`null` for models without it).
+subfolder per class. The model is the one that the file describes; for a file without a description it is InLine-DeiT-T,
+or what `--model` names. `--drop-path` is its stochastic depth (`null` for models without it).
 
 A small segmenter and a small detector on generated scenes, two minutes each on a CPU (`make demo-dense`):
 
