@@ -79,14 +79,13 @@ def test_dynamic_torch_export_of_a_model_of_small_pictures(checkpoint, tmp_path)
             torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "tried"), [("dynamic", "64×96"), ("48", "48×48")])
-def test_a_model_of_one_size_is_not_exported_for_others(tmp_path, size, tried):
+def test_a_model_of_one_size_is_not_exported_for_another(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=12, num_heads=1, num_classes=10)
     convert_attention(model)
     save_pretrained(model, tmp_path / "hub")
-    result = invoke(tmp_path / "hub", "--size", size, "--images", 2, "-o", tmp_path / "model.onnx")
+    result = invoke(tmp_path / "hub", "--size", "48", "--images", 2, "-o", tmp_path / "model.onnx")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].startswith(f"error: the model does not take images of {tried}: ")
+    assert result.stderr.splitlines()[-1].startswith("error: the model does not take images of 48×48: ")
     assert result.stderr.endswith("Leave --size out\n")
     assert not (tmp_path / "model.onnx").exists()
 

@@ -18,8 +18,8 @@ SIGNALS = pytest.mark.parametrize(
 @SIGNALS
 @pytest.mark.parametrize("seconds", [0.3, 0.6, 1.2, 2.0])
 def test_imports_end_quietly(number, code, seconds):
-    """`inline models` imports torch and timm for seconds: wherever the signal arrives, there is no traceback."""
-    process = start_command("models", "no such model")
+    """`inline eval` imports torch and timm for seconds: wherever the signal arrives, there is no traceback."""
+    process = start_command("eval", "--checkpoint", "no such file", "--data-dir", ".")
     time.sleep(seconds)
     process.send_signal(number)
     assert end_of(process) == (code, "")
