@@ -27,9 +27,9 @@ from inline_attention import create_model
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.data.datasets import digits
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import with_overrides
 from inline_attention.engine.train import train
+from inline_attention.models.reading import find_weights
 from inline_attention.recipes import get_recipe
 from inline_attention.tasks.classification.export import (
     Comparer,

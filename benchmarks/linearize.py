@@ -45,12 +45,12 @@ from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.linearized import measure_speed
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.benchmark.side_by_side import Command, run_side_by_side
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import ConfigError, TrainConfig, with_overrides
 from inline_attention.engine.evaluate import evaluate_task
 from inline_attention.engine.processes import joined_processes
 from inline_attention.engine.train import build_task, open_sources
 from inline_attention.models.checkpoints import open_checkpoint, save_weights
+from inline_attention.models.reading import find_weights
 from inline_attention.recipes import get_recipe
 from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, light_grid
 from inline_attention.tasks.task import find_device

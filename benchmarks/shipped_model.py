@@ -21,11 +21,11 @@ import typer
 
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import write_json, write_markdown
-from inline_attention.engine.checkpoint_format import find_weights
 from inline_attention.engine.config import with_overrides
 from inline_attention.engine.evaluate import evaluate_checkpoint
 from inline_attention.engine.train import train
 from inline_attention.models.hub import ModelCard, save_pretrained
+from inline_attention.models.reading import find_weights
 from inline_attention.models.registry import SHIPPED
 from inline_attention.recipes import get_recipe
 from inline_attention.tasks.classification.prediction import ImageClassifier
