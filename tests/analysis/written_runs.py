@@ -28,7 +28,7 @@ def write_run(folder: Path, name="inline_deit_tiny", *, top1=(30.0, 60.0), class
     summary = "\n".join(["epoch,train_loss,lr,val_loss,top1,top5", *rows]) + "\n"
     (folder / "summary.csv").write_text(summary, encoding="utf-8")
     if weights:
-        arguments = config.model.model_arguments()
+        arguments = config.model.model_arguments(10)  # as many as the digits have
         notes = {"model": name, "model_arguments": json.dumps(arguments), "crop_pct": "1.0"}
         notes["class_names"] = json.dumps(list(class_names))
         checkpoint = folder / "checkpoints" / "last"

@@ -49,6 +49,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SHARE_FOR_TOKENS = 3 / 4  # of the memory, at most; the rest is for a band
 SHARE_OF_HOST = 1 / 2  # of the free host memory, for tokens of a GPU
 STATES_AT_ONCE = 64  # states of bands to merge in one go
+LARGEST_BAND_ON_CPU = 2**27  # bytes
 ZEROS = bytes(2**24)
 
 Sink = Callable[[Tensor], None]  # takes tokens `[1, n, C]`: prefix tokens first if there are any, then bands in order
@@ -668,6 +669,8 @@ class _Run:
                 f"memory must be at least {ceil_divide(least, 2**10):,} KiB for this model and image, "
                 f"got {self.memory // 2**10:,} KiB"
             )
+        if self.device.type == "cpu":  # larger bands are no faster there, and the allocator keeps more of them
+            rows = min(rows, LARGEST_BAND_ON_CPU // (bytes_per_token * width))
         step, start = max(rows // align, 1) * align, 0
         if offset and step > align:
             step -= align  # the first band is longer by the offset
