@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import track
 
@@ -173,8 +174,8 @@ GPU_NOTE = (
 )
 
 
-def main() -> None:
-    if "--gpu" in sys.argv[1:]:
+def main(gpu: Annotated[bool, typer.Option("--gpu", help="Measure on the GPU.")] = False) -> None:
+    if gpu:
         measure_on_gpu()
         return
     rows: list[dict[str, Any]] = []
@@ -271,4 +272,4 @@ def draw(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
