@@ -1,14 +1,14 @@
 """Two small marks far apart: the whole image at once, against tiles with pooled features and softmax on smaller images.
 
-    python benchmarks/far_apart.py run --method inline --seed 0        # one run, in this process
-    python benchmarks/far_apart.py all [--at-once 3] [--time-limit 300]  # every method and seed, then the table
+    python benchmarks/far_apart.py [--at-once 3] [--time-limit 300]    # every method and seed, then the table
+    python benchmarks/far_apart.py --only inline:0                     # one run, in this process
 
 Slides are those of `inline data slides`: two marks, each a ring or a cross, at least half a side apart. The class says
 whether both marks are of one kind. All methods also learn which kinds are there (two more outputs, not evaluated): the
 class alone gives no gradient at first. Every method starts at 256×256 pixels and doubles the side up to 4096. Methods
 that see reduced slides do so from the second stage on. A step has at most the pixels of 64 slides of 512×512.
 
-Results: benchmarks/results/gpu_far_apart.{json,md}. `all` takes the results of finished runs from --runs.
+Results: benchmarks/results/gpu_far_apart.{json,md}, with the runs that are in FOLDER/runs already.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ PIXELS_PER_STEP, MOST_SLIDES = 64 * 512**2, 64
 EARLY_STOP = 0.995  # of the validation slides right: the next stage begins
 EVALUATE_EVERY = 50
 OUTPUTS = len(CLASSES) + len(KINDS)
+MARK, DEPTH, LR = 32, 6, 2e-3  # pixels of a mark, blocks, learning rate of the first stage
 MEAN, SPREAD = (195.0, 150.0, 182.0), 40.0
 
 
@@ -82,11 +83,11 @@ METHODS = {
 class SlideClassifier(nn.Module):
     """A model over whole slides, or over tiles whose features are averaged."""
 
-    def __init__(self, method: Method, depth: int) -> None:
+    def __init__(self, method: Method) -> None:
         super().__init__()
         self.method = method
         self.network: Any = create_model(
-            method.model, num_classes=OUTPUTS, img_size=SIDES[0], depth=depth, global_pool="avg"
+            method.model, num_classes=OUTPUTS, img_size=SIDES[0], depth=DEPTH, global_pool="avg"
         )
         width = self.network.num_features
         self.head = nn.Linear(width, OUTPUTS)
@@ -112,14 +113,14 @@ def prepare(images: Tensor, reduction: int) -> Tensor:
     return F.avg_pool2d(images, reduction) if reduction > 1 else images.contiguous()
 
 
-def slides_of(folder: Path, side: int, mark: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
+def slides_of(folder: Path, side: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return all slides `[N, H, W, 3]` of a size, their classes `[N]`, and which kinds of marks they have `[N, 2]`.
 
     Pixels are drawn once, by all processors, and kept in a file.
     """
     count = TRAINING_SLIDES[side] if split == "train" else VALIDATION_SLIDES
-    path = folder / f"{split}-{side}-{mark}.npy"
-    plan = SlidesPlan(images=count, validation_images=count, size=side, mark_size=mark)
+    path = folder / f"{split}-{side}.npy"
+    plan = SlidesPlan(images=count, validation_images=count, size=side, mark_size=MARK)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
@@ -155,21 +156,18 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, batch: int, reduc
     return right / len(images)
 
 
-def train(
-    method: Method, seed: int, folder: Path, device: torch.device, *, mark: int, depth: int, lr: float, share: float
-) -> Iterator[dict[str, Any]]:
+def train(method: Method, seed: int, folder: Path, device: torch.device) -> Iterator[dict[str, Any]]:
     """Train through all sizes; yield side, accuracy, steps and seconds of each stage."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = SlideClassifier(method, depth).to(device)
+    model = SlideClassifier(method).to(device)
     sides = [side for side in SIDES if side in SIDES[:1] or side // method.reduction >= SIDES[0]]
     for number, side in enumerate(sides):
-        images, labels, kinds = (part.to(device) for part in slides_of(folder, side, mark, "train"))
-        held_out, held_out_labels, _ = (part.to(device) for part in slides_of(folder, side, mark, "validation"))
+        images, labels, kinds = (part.to(device) for part in slides_of(folder, side, "train"))
+        held_out, held_out_labels, _ = (part.to(device) for part in slides_of(folder, side, "validation"))
         reduction = method.reduction if number else 1
         batch = min(MOST_SLIDES, max(2, PIXELS_PER_STEP // (side // reduction) ** 2))
-        steps = max(1, round(STEPS[side] * share))
-        rate = lr if number == 0 else lr / 2
+        steps, rate = STEPS[side], LR if number == 0 else LR / 2
         optimizer = create_optimizer_v2(model, opt="adamw", lr=rate, weight_decay=0.02)
         started, evaluating, right, done, step_seconds = time.perf_counter(), 0.0, 0.0, 0, []
         for step in range(steps):
@@ -207,7 +205,7 @@ def train(
         }
 
 
-def write_results(found: Sequence[dict[str, Any]], settings: dict[str, Any]) -> str:
+def write_results(found: Sequence[dict[str, Any]]) -> str:
     """Write JSON and Markdown of all finished runs; return the table."""
     environment = describe_environment()
     rows = []
@@ -232,46 +230,29 @@ def write_results(found: Sequence[dict[str, Any]], settings: dict[str, Any]) -> 
     table = markdown_table([*header, "ms per slide, training", "training, s"], rows)
     later = ", ".join(str(STEPS[side]) for side in SIDES[1:])
     text = (
-        f"Slides with two marks of {settings['mark']} pixels, each a ring or a cross: are both of one kind? Accuracy "
-        f"on {VALIDATION_SLIDES} slides of each size, half of each class; chance: 50 %. Models: {settings['depth']} "
+        f"Slides with two marks of {MARK} pixels, each a ring or a cross: are both of one kind? Accuracy "
+        f"on {VALIDATION_SLIDES} slides of each size, half of each class; chance: 50 %. Models: {DEPTH} "
         "blocks, 192 channels and patches of 16 pixels; bfloat16 autocast, eager. Each method starts at 256×256 pixels "
         f"(at most {STEPS[256]:,} steps) and doubles the side ({later} steps). It also learns which kinds of marks "
         f"are there. A stage ends at {100 * EARLY_STOP:.1f} %. Several runs shared the GPU: seconds are only a rough "
         "comparison."
     )
-    write_json(RESULTS / "gpu_far_apart.json", {"environment": environment, "settings": settings, "runs": list(found)})
+    write_json(
+        RESULTS / "gpu_far_apart.json",
+        {"environment": environment, "settings": {"mark": MARK, "depth": DEPTH, "lr": LR}, "runs": list(found)},
+    )
     write_markdown(RESULTS / "gpu_far_apart.md", "Two marks far apart", environment, f"{text}\n\n{table}")
     return table
 
 
-app = typer.Typer(add_completion=False)
-Slides = Annotated[Path, typer.Option(help="Folder for drawn slides.")]
-Runs = Annotated[Path, typer.Option(help="Folder for results of single runs.")]
-Mark = Annotated[int, typer.Option(help="Side of a mark in pixels.")]
-Depth = Annotated[int, typer.Option(help="Blocks of the models.")]
-Rate = Annotated[float, typer.Option(help="Learning rate.")]
-Share = Annotated[float, typer.Option(help="Share of the steps, to try the script.")]
-
-
-@app.command()
-def run(
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")],
-    seed: int = 0,
-    slides: Slides = Path("out/far_apart/slides"),
-    runs: Runs = Path("out/far_apart/runs"),
-    mark: Mark = 32,
-    depth: Depth = 6,
-    lr: Rate = 2e-3,
-    share: Share = 1.0,
-) -> None:
-    """Train one method with one seed."""
-    path = runs / f"{method}-{seed}.json"
+def run_method(name: str, seed: int, slides: Path, runs: Path) -> None:
+    """Train one method with one seed. A run that is stopped keeps its finished stages."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"method": method, **asdict(METHODS[method]), "seed": seed, "stages": []}
-    for stage in train(METHODS[method], seed, slides, device, mark=mark, depth=depth, lr=lr, share=share):
+    content: dict[str, Any] = {"method": name, **asdict(METHODS[name]), "seed": seed, "stages": []}
+    for stage in train(METHODS[name], seed, slides, device):
         content["stages"].append(stage)
-        path.write_text(json.dumps(content), encoding="utf-8")  # a run that is stopped keeps its finished stages
+        (runs / f"{name}-{seed}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def is_finished(path: Path) -> bool:
@@ -279,44 +260,38 @@ def is_finished(path: Path) -> bool:
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["stages"][-1]["side"] == SIDES[-1]
 
 
-@app.command("all")
-def run_all(
-    seeds: int = 2,
-    at_once: Annotated[int, typer.Option(help="Runs at a time.")] = 3,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which runs are stopped.")] = math.inf,
-    only: Annotated[list[str] | None, typer.Option(help="Methods; all by default.")] = None,
-    slides: Slides = Path("out/far_apart/slides"),
-    runs: Runs = Path("out/far_apart/runs"),
-    mark: Mark = 32,
-    depth: Depth = 6,
-    lr: Rate = 2e-3,
-    share: Share = 1.0,
+def main(
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per method.")] = 2,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 3,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds after which runs are stopped.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for slides and runs.")] = Path("out/far_apart"),
+    only: Annotated[str | None, typer.Option(help="METHOD:SEED, one run in this process, without a table.")] = None,
 ) -> None:
-    """Train every method with every seed, and write the results."""
+    slides, runs = folder / "slides", folder / "runs"
+    if only is not None:
+        name, _, seed = only.partition(":")
+        if name not in METHODS or not seed.isdigit():
+            raise typer.BadParameter(f"expected one of {', '.join(METHODS)}, then :SEED, got {only!r}")
+        run_method(name, int(seed), slides, runs)
+        return
     for side in SIDES:  # once, before processes share the processors
         for split in ("train", "validation"):
-            slides_of(slides, side, mark, split)
-    settings = {"mark": mark, "depth": depth, "lr": lr, "share": share}
-    options = [f"--{name}={value}" for name, value in settings.items()]
+            slides_of(slides, side, split)
     commands = [
         Command(
             f"{method}, seed {seed}",
-            (sys.executable, __file__, "run", f"--method={method}", f"--seed={seed}", f"--slides={slides}",
-             f"--runs={runs}", *options),
+            (sys.executable, __file__, f"--only={method}:{seed}", f"--folder={folder}"),
             runs / f"{method}-{seed}.log",
         )
         for seed in range(seeds)
-        for method in only or METHODS
+        for method in METHODS
         if not is_finished(runs / f"{method}-{seed}.json")
-    ]  # fmt: skip
-    limit = None if math.isinf(time_limit) else time_limit
-    for ended in run_side_by_side(commands, at_once=at_once, time_limit=limit):
-        print(
-            f"{ended.command.name}: {ended.outcome}, {ended.seconds:.0f} s\n{ended.command.last_lines(4)}", flush=True
-        )
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]
-    print(write_results(found, settings))
+    ]
+    for ended in run_side_by_side(commands, at_once=at_once, time_limit=time_limit):
+        print(f"{ended.command.name}: {ended.outcome}, {ended.seconds:.0f} s", flush=True)
+        print(ended.command.last_lines(4), flush=True)
+    print(write_results([json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]))
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -8,10 +8,11 @@
 A softmax ViT of timm is trained by the engine. On the larger datasets it first learns with patches of twice the side, a
 quarter of the tokens, which count as quarter epochs; then its patch and position embeddings are resampled. The teacher
 is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
-Its attention is replaced (InLine or linear, with and without the local 3×3 term; class tokens keep softmax in all), and
-students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the student of a backbone without head
-matches tokens alone, and a linear probe is trained on teacher and student. Runs are processes, several at a time; those
-that matter most come first. After the time limit or a kill, the same command resumes; finished runs are not repeated.
+Its attention is replaced (InLine or linear, with and without the local 3×3 term; class tokens keep softmax, and InLine
+is tried without that too), and students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the
+student of a backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are
+processes, several at a time; those that matter most come first. After the time limit or a kill, the same command
+resumes; finished runs are not repeated.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
@@ -63,6 +64,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
     "InLine without 3×3": ("inline", {"local_residual": False}, Style("inline", 1)),
     "linear with 3×3": ("linear", {"local_residual": True}, Style("linear")),
     "linear": ("linear", {}, Style("linear", 1)),
+    "InLine, class token too": ("inline", {"softmax_prefix": False}, Style("inline", 2)),
 }
 PROBES = ("probe of the teacher", "probe of the student")
 NOTES = ("model", "model_arguments", "class_names", "crop_pct")
@@ -366,8 +368,8 @@ def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, 
     text = [
         f"Softmax teacher: {MODEL}, {how}. Top-1 {summary(found, 'teacher')} % of the held-out pictures, {len(found)} "
         "seeds (± standard deviation). Students start from its weights and learn from its logits, its tokens and the "
-        f"labels, in batches of {experiment.batch}. Class tokens keep softmax in all. Columns: share of the teacher's "
-        "epochs; last epoch or update, no selection.",
+        f"labels, in batches of {experiment.batch}. Class tokens keep softmax in all rows but the last. Columns: share "
+        "of the teacher's epochs; last epoch or update, no selection.",
         markdown_table(header, rows),
         f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
         f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
