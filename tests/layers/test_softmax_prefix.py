@@ -113,6 +113,14 @@ def test_softmax_over_parts_of_the_keys_merges():
     torch.testing.assert_close(weights[0].sum(-1), torch.ones(3, 2, dtype=torch.float64))
 
 
+def test_softmax_over_parts_of_the_keys_sums_in_float32_under_autocast():
+    q, k, v = torch.randn(3, 2, 300, 2, 8).bfloat16()
+    expected = scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q[:, :1], k, v))).transpose(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = softmax_state(q[:, :1], k, v, scale=8**-0.5)
+    torch.testing.assert_close(state.out.double(), expected, atol=1e-6, rtol=1e-5)
+
+
 def test_gradients_through_merged_softmax():
     q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
 

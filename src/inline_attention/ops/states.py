@@ -272,9 +272,9 @@ def softmax_state(
     lowest = scores.new_full((*scores.shape[:3], 1), float("-inf"))
     highest = torch.cat([scores.detach(), lowest], dim=-1).amax(-1, keepdim=True)
     weights = (scores - _finite(highest)).exp()
-    return SoftmaxState(
-        highest, weights.sum(-1, keepdim=True), torch.einsum("bhnm,bmhd->bhnd", weights, v.to(weights.dtype))
-    )
+    with _without_autocast(q):
+        values = torch.einsum("bhnm,bmhd->bhnd", weights, v.to(weights.dtype))
+    return SoftmaxState(highest, weights.sum(-1, keepdim=True), values)
 
 
 def merge_softmax_states(*states: SoftmaxState) -> SoftmaxState:
