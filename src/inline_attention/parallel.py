@@ -82,7 +82,7 @@ def own_rows(height: int, mesh: DeviceMesh) -> slice:
 
 
 def shard_rows(images: Tensor, mesh: DeviceMesh, height: int | None = None) -> DTensor:
-    """Return images as a DTensor of which each rank holds some rows. Nothing is sent.
+    """Return images as a DTensor that is sharded by rows. Nothing is sent.
 
     Args:
         images: Whole images `[B, C, H, W]`; with `height`, only the `own_rows(height, mesh)` of this rank.

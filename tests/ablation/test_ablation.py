@@ -143,7 +143,7 @@ def test_files_name_every_place_the_runs_were_made(config, tmp_path):
     assert "50.50 ± 0.71" in (tmp_path / "new" / "ablation.md").read_text()
 
 
-def test_a_stopped_run_goes_on_and_a_finished_one_is_recognised(config, tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_and_a_finished_one_is_recognized(config, tmp_path, monkeypatch):
     (cell,) = grid(config, {"heads": (2,)})
     run = cell.run(str(tmp_path / "stopped"), 0)
     epochs, handler = [], signal.getsignal(signal.SIGTERM)

@@ -67,7 +67,7 @@ def test_equal_queries_are_not_confused():
     assert count.distinct_pairs == 28 - (3 + 3 + 1)
 
 
-def test_nearly_uniform_rows_are_told_apart_by_what_they_say():
+def test_nearly_uniform_rows_differ_by_their_deviations():
     layer = layer_of(1e-4 * queries_with_a_ray(), RULES["inline"])
     rows = layer.rows(0, 0)
     assert pairwise_difference(rows).max() < 1e-3

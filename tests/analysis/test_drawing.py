@@ -142,7 +142,7 @@ def test_scaling(tmp_path):
     assert_written(draw_scaling(points, "some machine", tmp_path), "scaling")
 
 
-def test_models_of_one_attention_are_told_apart(subjects):
+def test_models_of_one_attention_get_distinct_styles(subjects):
     same = with_distinct_labels([subjects[0], subjects[0], subjects[1]])
     first, second, other = styles(same).values()
     assert first.color == second.color != other.color

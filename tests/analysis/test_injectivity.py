@@ -50,7 +50,7 @@ def test_all_rules_are_tried():
 
 
 @pytest.mark.parametrize("feature_map", ["identity", "leaky_relu", square])
-def test_a_layers_own_rule_is_tried_whatever_it_is(feature_map):
+def test_a_layers_own_rule_is_always_tried(feature_map):
     own = MixingRule("magnitude", feature_map, 0.5)
     assert rules_to_try(own) == [*RULES, own]
     assert rules_to_try(RULES[3]) == RULES
@@ -119,7 +119,7 @@ def test_keys_of_low_rank_confuse_every_attention(rule):
     assert condition.smallest < 1e-12 * condition.largest
 
 
-def test_a_search_finds_collisions_of_a_map_nobody_told_it_of():
+def test_a_search_finds_collisions_of_an_unknown_map():
     q, k = random_queries_and_keys()
     rule = MixingRule("divide", square, 0.5)
     assert constructed_partners(rule, q, k) == []
@@ -131,7 +131,7 @@ def with_one(x):
 
 
 @pytest.mark.parametrize("normalization", ["subtract", "magnitude"])
-def test_nobody_knows_whether_a_callable_is_one_to_one(normalization):
+def test_a_callable_is_not_known_to_be_one_to_one(normalization):
     _, k = random_queries_and_keys()
     condition = key_condition(MixingRule(normalization, square, 0.5), k)
     assert condition.injective is None

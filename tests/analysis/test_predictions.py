@@ -52,7 +52,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
-def test_counts_all_and_keeps_the_hardest_whatever_the_batches(subject, batch_size):
+def test_counts_all_and_keeps_the_hardest_for_any_batch_size(subject, batch_size):
     found = predict_dataset(subject, pictures(GREYS, NAMES), keep=3, batch_size=batch_size)
     assert (found.images, found.right, found.broken) == (9, 6, 0)
     assert [picture.name for picture in found.hardest] == ["greys[8]", "greys[2]", "greys[7]"]

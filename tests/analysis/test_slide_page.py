@@ -141,7 +141,7 @@ def changed_by(page, keys):
 
 @pytest.mark.xdist_group("browser")
 @pytest.mark.parametrize("viewport", [(1280, 800), (390, 844)], ids=["desk", "phone"])
-def test_keys_work_whatever_has_the_focus(written, browser, viewport):
+def test_keys_work_with_any_focus(written, browser, viewport):
     page = browser.new_page(viewport={"width": viewport[0], "height": viewport[1]})
     page.goto((written[0] / "index.html").as_uri())
     arrows, zoom = ["ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp"], ["+", "-", "=", "0"]

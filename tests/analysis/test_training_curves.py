@@ -55,7 +55,7 @@ def test_reads_what_was_measured_and_leaves_out_what_was_not(make_run):
     assert (second.train_loss, second.validation_loss, second.top1, second.averaged_top1) == (None, 1.5, 60.0, 61.5)
 
 
-def test_runs_of_one_model_are_told_apart_by_their_folders(make_run):
+def test_runs_of_one_model_are_labelled_by_their_folders(make_run):
     row = "1,2,0.1,2,10,50,,,,0,0"
     folders = [make_run("a", row), make_run("b", row), make_run("c", row, model="softmax_deit_tiny")]
     assert [run.label for run in read_training_curves(folders)] == ["a", "b", "softmax_deit_tiny"]

@@ -114,7 +114,7 @@ def test_injectivity(trained, tmp_path):
         ((False, None), "0 of 2, 1 unknown"),
     ],
 )
-def test_what_nobody_knows_is_not_counted_as_one_to_one(verdicts, shown):
+def test_an_unknown_rank_is_not_counted_as_one_to_one(verdicts, shown):
     known = key_condition(MixingRule("subtract", "identity", 1.0), torch.randn(9, 4))
     conditions = [replace(known, injective=verdict, reason=f"it is {verdict}") for verdict in verdicts]
     table = condition_table({"m": conditions})

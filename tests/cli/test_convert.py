@@ -89,7 +89,7 @@ def test_an_existing_output_is_kept_unless_forced(invoke, tmp_path):
     assert open_checkpoint(target).weights
 
 
-def test_values_that_are_not_finite_are_told(invoke, folder):
+def test_values_that_are_not_finite_are_reported(invoke, folder):
     weights = torch.load(folder / "bare.pth")
     weights["module.norm.weight"][0] = float("nan")
     torch.save(weights, folder / "nan.pth")

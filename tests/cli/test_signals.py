@@ -59,7 +59,7 @@ def test_an_error_that_a_signal_causes_is_not_shown(number, code):
     ],
     ids=["in C", "in C with Python's lock", "in Python"],
 )
-def test_the_second_signal_ends_at_once_whatever_blocks(blocking):
+def test_the_second_signal_ends_a_blocked_process_at_once(blocking):
     process = start_waiting(f"{blocking}")
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)

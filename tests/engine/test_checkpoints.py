@@ -535,7 +535,7 @@ def test_a_save_leaves_that_of_another_living_process_alone(store, folder):
     assert_holds(store.latest_valid(), 3)
 
 
-def test_a_killed_save_makes_nobody_wait(store, folder):
+def test_a_killed_save_does_not_block_others(store, folder):
     child = Child(saving.save_slowly, folder, 2)
     assert child.receive() == "saving"
     child.kill()

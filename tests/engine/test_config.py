@@ -423,7 +423,7 @@ class TestResolve:
         assert "0.001 (0.0005 × 1024/512), cosine down to 1e-05" in text
         assert "decay 0.9999 (0.9996 ^ (1024/4096))" in text
 
-    def test_a_warm_up_longer_than_the_run_is_told(self):
+    def test_a_warm_up_longer_than_the_run_is_reported(self):
         text = "\n".join(resolve(with_overrides(TrainConfig(), ["training.epochs=1"])).describe())
         assert "20 of warm-up from 1.25e-07, longer than the run" in text
 

@@ -49,7 +49,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-6, msg=name)
 
 
-def test_a_resumed_run_with_another_number_of_ranks_goes_on(tmp_path, capsys):
+def test_a_run_resumes_with_another_number_of_ranks(tmp_path, capsys):
     # Random depths depend on the number of processes. Two updates an epoch.
     same = ["model.drop_path=0", "training.updates=null", "training.batch_size=480", "training.total_batch_size=480"]
     train(config(tmp_path, *overrides(tmp_path, "whole", *same, "training.epochs=2")))
@@ -58,7 +58,7 @@ def test_a_resumed_run_with_another_number_of_ranks_goes_on(tmp_path, capsys):
         assert outcome.error is None, outcome.message
     capsys.readouterr()
     train(config(tmp_path, *overrides(tmp_path, "rows", *same, "training.epochs=2", "run.resume=auto")))
-    assert "the run had 2 processes, now 1: it goes on" in capsys.readouterr().out
+    assert "the run had 2 processes, now 1: training continues" in capsys.readouterr().out
     assert_close(final_weights(tmp_path / "rows"), final_weights(tmp_path / "whole"))
 
 

@@ -91,7 +91,7 @@ def test_a_ragged_last_batch_counts_as_it_should(checkpoint, pictures, expected,
     assert (metrics.top1, metrics.top5, metrics.count) == (*expected, 37)
 
 
-def test_two_processes_count_nobody_twice(checkpoint, pictures, expected):
+def test_two_processes_count_no_sample_twice(checkpoint, pictures, expected):
     data = DataSection(dir=str(pictures), workers=1)
     main, other = in_pair(pair.measure, checkpoint[0], data, 6)  # 19 pictures and 18, in four batches and three
     assert (main.error, other.error) == (None, None), main.message

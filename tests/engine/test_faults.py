@@ -98,7 +98,7 @@ def test_a_signal_while_it_saves_changes_nothing(tmp_path, monkeypatch):
     assert_same_end(whole, parts)
 
 
-def test_data_that_vanish_end_the_run_with_a_count_and_it_goes_on_when_they_are_back(tmp_path, pictures, monkeypatch):
+def test_a_run_whose_data_vanish_ends_with_a_count_and_resumes_when_they_return(tmp_path, pictures, monkeypatch):
     # Sixteen batches per epoch: the dataloader reads a few ahead, and must not have read all when the data vanish.
     batches = ["training.batch_size=4", "training.total_batch_size=4"]
     whole, _ = train.train(from_files(tmp_path, pictures, "whole", *batches))

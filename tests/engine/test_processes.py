@@ -91,7 +91,7 @@ def test_divided_weights_are_averaged_evaluated_and_resumed(pictures):
     )
 
 
-def test_buffers_which_nobody_divides_are_averaged_too(pictures):
+def test_buffers_that_are_not_sharded_are_averaged_too(pictures):
     """A network with batch normalisation, whose statistics differ between the processes, as they do with DDP."""
     network = ["model.name=resnet10t", "model.img_size=null", "model.drop_path=null", "data.workers=0"]
     size = "model.arguments={pretrained_cfg_overlay: {input_size: [3, 32, 32]}}"
@@ -104,13 +104,14 @@ def test_buffers_which_nobody_divides_are_averaged_too(pictures):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_one_goes_on_with_what_two_have_saved_and_two_with_what_one_has(pictures, capsys, strategy):
+def test_one_process_resumes_from_two_and_two_from_one(pictures, capsys, strategy):
     divided = ["data.workers=0", f"distributed.strategy={strategy}"]
     two = in_pair(pair.train, settings(pictures, "run", "training.epochs=1", *divided))
     assert two[0].error is None, two[0].message
     alone = settings(pictures, "run", "run.resume=auto", "training.batch_size=32", *divided)
     pair.train(alone, rank=0)
-    assert "had 2 processes, now 1: it goes on, but not in the same bits" in capsys.readouterr().out.replace("\n", " ")
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "had 2 processes, now 1: training continues, but not bit for bit" in said
     two = in_pair(pair.train, settings(pictures, "run", "run.resume=auto", "training.epochs=3", *divided))
     assert two[0].error is None, two[0].message
     assert [row["epoch"] for row in rows(pictures / "runs" / "run" / "summary.csv")] == ["1", "2", "3"]

@@ -458,7 +458,7 @@ elastic_launch(config, work)(*sys.argv[1:])
 """
 
 
-def test_a_killed_process_is_restarted_by_torchrun_and_the_run_goes_on(tmp_path):
+def test_a_killed_process_is_restarted_by_torchrun_and_the_run_resumes(tmp_path):
     settings = ["training.epochs=12", "checkpoints.interval_steps=2", "training.batch_size=128"]
     extra = [word for setting in settings for word in ("--set", setting)]
     arguments = command(tmp_path, "--experiment", "run", "--resume", "auto", *extra)[3:]

@@ -227,7 +227,7 @@ def with_another_linear_layer(attention):
     attention.q = type("AdaptedLinear", (nn.Linear,), {})(8, 8)
 
 
-def test_gives_up_queries_that_nobody_else_has_seen(given_up):
+def test_private_queries_may_be_overwritten(given_up):
     attention = InLineAttention(8, 2, fused_qkv=False)
     for _ in range(2):
         attention(torch.randn(2, 9, 8))
@@ -238,7 +238,7 @@ def test_gives_up_queries_that_nobody_else_has_seen(given_up):
     "change",
     [with_hook, with_hook_that_removes_itself, with_forward_on_the_instance, with_norm, with_another_linear_layer],
 )
-def test_keeps_queries_that_somebody_may_have_seen(change, given_up):
+def test_queries_that_other_code_may_hold_are_kept(change, given_up):
     attention = InLineAttention(8, 2, fused_qkv=False)
     change(attention)
     attention(torch.randn(2, 9, 8))

@@ -21,7 +21,7 @@ def _fusing_is_noticed(monkeypatch):
 
 
 @pytest.mark.usefixtures("_fusing_is_noticed")
-def test_the_predictor_fuses_only_its_own_modules_that_nobody_watches():
+def test_the_predictor_fuses_only_its_own_modules_without_hooks():
     tokens = torch.randn(2, 9, 24)
     predictor = LocalWeightPredictor(24, 3)
     with pytest.raises(FusedError):

@@ -380,7 +380,7 @@ def test_an_empty_batch(name):
 
 
 @pytest.mark.parametrize("kind", ["inline", "softmax", "linear"])
-def test_the_last_mlp_computes_the_class_token_alone_unless_somebody_looks(kind):
+def test_the_last_mlp_computes_the_class_token_alone_without_hooks(kind):
     torch.manual_seed(0)
     model = create(f"{kind}_deit_tiny", depth=3)
     images = torch.randn(2, 3, 64, 48)
@@ -431,7 +431,7 @@ def hook_into(model: nn.Module, place: str, notice) -> torch.utils.hooks.Removab
         "anywhere", "before_anything", "anywhere_backward", "before_anything_backward",
     ],
 )  # fmt: skip
-def test_whoever_looks_from_the_last_block_on_sees_all_tokens(place):
+def test_hooks_from_the_last_block_on_get_all_tokens(place):
     model = create("inline_deit_tiny", depth=1)
     seen = []
     handle = hook_into(model, place, lambda tokens: seen.append(tokens.shape[1]))

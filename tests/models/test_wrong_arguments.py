@@ -37,14 +37,14 @@ def is_refused(kind, arguments):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_refuse_what_is_no_count(family):
+def test_families_refuse_wrong_counts(family):
     for name in (*FAMILIES[family], "in_chans", "num_classes"):
         for value in NO_COUNTS:
             is_refused(family, FAMILIES[family] | {name: value})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_refuse_what_is_no_rate(family):
+def test_families_refuse_wrong_rates(family):
     for name in RATES:
         for value in NO_RATES:
             is_refused(family, FAMILIES[family] | {name: value})
@@ -52,12 +52,12 @@ def test_families_refuse_what_is_no_rate(family):
 
 @pytest.mark.parametrize("family", [InLineDeiT, InLineSwin, InLineCSWin])
 @pytest.mark.parametrize("ratio", [-1, 0, math.nan, math.inf, 1e-9, "4", None, {}, (), (4, 4), True, 10**30, 1j])
-def test_families_refuse_what_is_no_ratio(family, ratio):
+def test_families_refuse_wrong_ratios(family, ratio):
     is_refused(family, FAMILIES[family] | {"mlp_ratio": ratio})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_refuse_unknown_attention_and_options_that_are_none(family):
+def test_families_refuse_unknown_attention_and_wrong_options(family):
     for value in (3, "inlin", None, ()):
         is_refused(family, FAMILIES[family] | {"attention": value})
     for value in (3, "relu", [1]):

@@ -38,7 +38,7 @@ def test_what_is_stored_is_private(folder, stored):
     assert stored.name == f"{KEY}.cubin"
 
 
-def test_created_folders_are_private_whatever_the_umask(tmp_path, monkeypatch):
+def test_created_folders_are_private_under_any_umask(tmp_path, monkeypatch):
     monkeypatch.setenv("INLINE_ATTENTION_CACHE", str(tmp_path / "a" / "b"))
     before = os.umask(0)
     try:

@@ -106,7 +106,7 @@ def make_block() -> Block:
 
 
 @pytest.mark.usefixtures("_fusing_is_noticed")
-def test_a_block_fuses_only_what_nobody_watches():
+def test_a_block_fuses_only_modules_without_hooks():
     x = torch.randn(1, 4, 64)
     block = make_block()
     with pytest.raises(FusedError):

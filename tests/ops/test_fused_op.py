@@ -249,7 +249,7 @@ def test_compiled_graphs_save_only_states_that_are_small_beside_the_inputs():
         assert given[-2:] == [3.0 if is_saved else None, 3.0]
 
 
-def test_queries_may_be_overwritten_only_where_nobody_needs_them():
+def test_queries_are_overwritten_only_where_they_are_not_needed():
     allowed = []
 
     def forward(call, keep_state):

@@ -212,7 +212,7 @@ def test_a_feature_map_with_parameters_runs_everywhere(magnitude):
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_an_all_padding_row_that_nobody_checks_is_zero_and_not_nan(backend):
+def test_an_unchecked_row_of_padding_is_zero_and_not_nan(backend):
     mask = torch.tensor([[True] * 5, [False] * 5])
 
     def loss(q):

@@ -142,14 +142,14 @@ def test_data_that_is_gone_leaves_the_curves(runs, tmp_path):
     assert found.runs[1].confusion
 
 
-def test_damaged_weights_are_named_and_the_rest_goes_on(runs, tmp_path):
+def test_damaged_weights_are_named_and_the_rest_is_measured(runs, tmp_path):
     (runs[0] / "checkpoints" / "last" / "model.safetensors").write_bytes(b"no weights")
     found = gather(runs, KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
     assert "model.safetensors" in found.missing["masking"][0]
     assert found.runs[1].masking
 
 
-def test_runs_of_one_model_are_told_apart(tmp_path):
+def test_runs_of_one_model_get_distinct_labels(tmp_path):
     runs = [write_run(tmp_path / parent / "same", "inline_deit_tiny", weights=False) for parent in ("a", "b")]
     runs.append(write_run(tmp_path / "other", "inline_deit_tiny", weights=False))
     found = gather(runs, KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")

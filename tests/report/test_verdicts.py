@@ -135,7 +135,7 @@ def test_the_summary_has_a_row_for_each_verdict_and_each_section_ends_with_its_o
         assert section.rstrip().endswith("</p>")
 
 
-def test_one_run_is_told_what_is_missing():
+def test_a_verdict_on_one_run_says_what_is_missing():
     page = render(evidence(run())).replace("<wbr>", "")
     missing = "– not tested</span>: needs a linear run of the same model. The claim: "
     for name in ("confusion", "locality", "curves", "answers"):

@@ -212,7 +212,7 @@ def _draw_masking(axes: Axes, items: Sequence[MaskingResult]) -> None:
         color = LIGHT[WHERE_KINDS[item.hiding.where]]
         axes.bar(position, item.top1, 0.32, color=color)
         axes.errorbar(position, item.top1, item.standard_error, color=INK, capsize=3, linewidth=1.2)
-        if item.top1 > LEAST_FOR_LABEL:  # above a high bar, the label would be on the dashed line
+        if item.top1 > LEAST_FOR_LABEL:  # above a high bar, the label would touch the dashed line
             axes.text(position, 2, f"{item.top1:.1f}", color=PAPER, fontweight="bold", ha="center", va="bottom")
         else:
             top = item.top1 + item.standard_error + 1

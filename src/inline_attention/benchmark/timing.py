@@ -120,7 +120,7 @@ def prepare_work(calls: Sequence[Call], device: torch.device, pool: Any = None) 
     graph = _capture(repeated, device, pool) if can_be_captured else None
     if graph is not None:
         return Work(graph.replay, len(repeated), device, "graph")
-    _run(repeated)  # a call that is itself at fault raises here
+    _run(repeated)  # a faulty call raises here
     return Work(lambda: _run(repeated), len(repeated), device, "events")
 
 

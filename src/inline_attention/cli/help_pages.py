@@ -1,4 +1,4 @@
-"""What all help pages have in common: order and panels of the commands, wrapped paragraphs, flags without a type."""
+"""Layout of help pages: order and panels of the commands, wrapped paragraphs, flags without a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands print alike: text, errors, tables, JSON and progress.
+"""Printing for all commands: text, errors, tables, JSON and progress.
 
 Everything that comes from files (names of files and classes, metadata) is printed by this module: control characters
 and lone surrogates are escaped, and rich's markup is not interpreted.

@@ -1,6 +1,6 @@
 """Open a dataset by the name that users of timm write, and check it before the first step.
 
-Each check returns a list of problems, one sentence each with what to do; an empty list is good news.
+Each check returns a list of problems, one sentence each with what to do; an empty list means no problems.
 """
 
 from __future__ import annotations

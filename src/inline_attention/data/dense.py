@@ -29,8 +29,8 @@ MULTI_SCALE = tuple(range(480, SHORTER_SIDE + 1, 32))
 LONGEST_TO_SHORTEST = 4  # label maps of longer images are scaled by their longer side
 CROP_ATTEMPTS = 10
 LABELS = "labels"
-# Not torchvision's `RandomPhotometricDistort`, which also swaps red, green and blue in every second image: after that
-# colors tell a network nothing.
+# Not torchvision's `RandomPhotometricDistort`: it swaps red, green and blue in every second image, so that colors mean
+# nothing.
 _RANGES = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
 RECOLOR = v2.Compose([v2.RandomApply([v2.ColorJitter(**{name: limits})], p=0.5) for name, limits in _RANGES.items()])
 DetectionTransform = Callable[[Image.Image, Target], tuple[Tensor, Target]]

@@ -89,7 +89,7 @@ class DataReport:
 class OpenedSplits(Generic[Source]):
     """Training and validation data, as far as they could be opened, and all that is wrong with them.
 
-    A problem is one sentence. Faults that were repaired are in the reports alone, of which each split has one.
+    A problem is one sentence. Repaired faults are only in the reports; each split has one.
     """
 
     train: Source | None

@@ -83,7 +83,7 @@ def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PI
     """Read an image as RGB, turned upright as its EXIF orientation says.
 
     Transparency is composited on white. 16-bit gray values are scaled to 8 bits; 32-bit and floating-point ones, whose
-    white point nobody knows, from their own range. Of an animation the first frame is taken.
+    white point is unknown, from their own range. The first frame of an animation is used.
 
     Args:
         path: A file in one of `FORMATS`.

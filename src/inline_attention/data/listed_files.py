@@ -31,7 +31,7 @@ class ListedFiles:
         *,
         allow_outside: bool = False,
     ):
-        """Set the folder that names are relative to. Files may be in `data_dir` as well, or anywhere if so allowed."""
+        """Set the folder that names are relative to. Files may be in `data_dir` too, or anywhere if `allow_outside`."""
         self.folder = Path(folder)
         self._allow_outside = allow_outside
         self._roots = [os.path.realpath(root) for root in (self.folder, data_dir) if root is not None]

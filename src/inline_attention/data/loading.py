@@ -239,7 +239,7 @@ class _SampleReader(Dataset[Any]):
                 if sample is not None:
                     found.append(sample)
                 if len(broken) > self._allowed_broken:
-                    break  # the main process will stop: there is no need to try the rest
+                    break  # the main process will stop
         indices, images, targets = zip(*found, strict=True) if found else ((), (), ())
         kept = torch.tensor(indices, dtype=torch.int64), tuple(broken.values())
         if not self._samples.equal_sizes:

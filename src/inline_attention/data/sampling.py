@@ -26,7 +26,7 @@ class TooFewSamplesError(ValueError):
 
 
 class TrainingBatches:
-    """Full batches in an order shuffled anew for every epoch; the samples that are left over sit the epoch out.
+    """Full batches in an order shuffled anew for every epoch; leftover samples are skipped in that epoch.
 
     All processes together take consecutive pieces of one order: `world_size` times `batch_size` samples a step.
     """

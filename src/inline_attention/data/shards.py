@@ -160,7 +160,7 @@ class _CheckedHeader(tarfile.TarInfo):
 
 def _regular_files(archive: tarfile.TarFile, max_bytes: int) -> Members:
     for member in archive:
-        # tarfile keeps all headers, of which a small gzip holds a million.
+        # tarfile keeps all headers, and a small gzip can hold a million.
         archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
         if member.size < 0 or (has_content and member.offset_data + member.size > max_bytes):

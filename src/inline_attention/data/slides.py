@@ -162,7 +162,7 @@ class _TiffSlide(Slide):
         import tifffile
 
         logging.getLogger("tifffile").addHandler(logging.NullHandler())  # errors are raised, not printed
-        Image.init()  # here: threads would race for it
+        Image.init()  # in this thread: others would race for it
         self._file = open_regular(path)
         try:
             self._bytes = os.fstat(self._file.fileno()).st_size

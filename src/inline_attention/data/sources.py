@@ -188,7 +188,7 @@ def check_folder(root: str | os.PathLike[str], content: str) -> Path:
 
 
 def split_names(split: str) -> tuple[str, ...]:
-    """Return the usual names of a split, one of which is given; the given one alone if it is not usual."""
+    """Return all usual names of a split, given one of them. Another name is returned alone."""
     return next((names for names in SPLIT_FOLDERS.values() if split in names), (split,))
 
 

@@ -187,7 +187,7 @@ class CheckpointStore:
         checkpoints: list[TrainingCheckpoint] = []
         for path in self._folders():
             try:
-                if path.is_symlink():  # pointers aside, of which none is called so
+                if path.is_symlink():  # the pointers `last` and `best` have other names
                     raise CheckpointError(f"{path} is a link to {os.readlink(path)}, expected a folder")
                 checkpoints.append(open_training_checkpoint(path))
             except CheckpointError as error:

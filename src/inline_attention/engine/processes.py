@@ -116,7 +116,7 @@ def joined_processes(device: str = "auto", timeout_minutes: float = 10.0) -> Ite
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
-    if dist.is_initialized():  # part of a longer work of the same ranks, which leaves them itself
+    if dist.is_initialized():  # the caller has joined them, and leaves them itself
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)

@@ -125,7 +125,7 @@ def _is_acquired(descriptor: int, path: Path, own: Holder, *, is_last: bool) -> 
     os.write(descriptor, json.dumps(asdict(own)).encode())
     os.fsync(descriptor)
     if not is_locked:
-        time.sleep(0.2)  # two runs may have come this far at once: the last note wins
+        time.sleep(0.2)  # two runs may get here at once: the last note wins
         if (winner := _read(descriptor)) != own:
             raise _refusal(path, winner)
     return True

@@ -115,7 +115,7 @@ class Sharded(Replicated):
             yield
         finally:
             for part in parts:
-                # FSDP2's default: what belongs to no block is needed again at once, by the backward pass.
+                # FSDP2's default: the backward pass needs the parameters outside of blocks at once.
                 part.set_reshard_after_forward(part is not model, recurse=False)
                 part.reshard()
 

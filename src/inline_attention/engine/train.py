@@ -237,7 +237,7 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoin
 
 
 def _set_aside(folder: Path, *, checkpoints: bool) -> None:
-    """Move the table of an earlier run, and if so told its checkpoints, into a folder of their own."""
+    """Move the table of an earlier run, and its checkpoints if asked, into a folder of their own."""
     held = [name for name in (CHECKPOINTS, SUMMARY)[not checkpoints :] if os.path.lexists(folder / name)]
     if not held:
         return

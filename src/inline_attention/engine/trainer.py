@@ -241,7 +241,7 @@ class Trainer:
                 torch.cuda.set_rng_state(own["cuda"], self.processes.device)
         else:
             counts = f"the run had {len(generators)} processes, now {self.processes.world_size}"
-            notes.append(f"{counts}: it goes on, but not in the same bits")
+            notes.append(f"{counts}: training continues, but not bit for bit")
         return notes + self._restart_changed_epoch(state["deal"])
 
     def _sampling(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ class Projected(NamedTuple):
     q: Tensor  # [B, N, H, D]
     k: Tensor  # [B, N, H, D]
     v: Tensor  # [B, N, H, D]
-    qkv: Tensor | None = None  # [B, N, 3, H, D], of which they are parts
+    qkv: Tensor | None = None  # [B, N, 3, H, D], if q, k and v are views of it
     owns_queries: bool = False  # nothing else uses the memory of q
 
 

@@ -4,7 +4,7 @@ Every rank runs the same operations on its rows. There are two collectives: `Con
 which are small, and `RowShards.take` for rows that other ranks have. Autograd runs their transposes, so the backward
 pass computes the gradient of the sum of all ranks' losses with respect to each rank's own copy of the weights. All
 ranks of a group compute the same loss. Hence the mean of the gradients over the group is the gradient of the loss,
-whatever is computed on several ranks, such as class tokens: average gradients over all ranks, as DDP and FSDP2 do.
+even of what several ranks compute, such as class tokens: average gradients over all ranks, as DDP and FSDP2 do.
 
 Shapes: `B` batch, `C` channels, `H`, `W` height and width of a map.
 """
@@ -40,7 +40,7 @@ class ContextGroup:
     def place(self, images: Tensor, whole: Grid) -> tuple[Tensor, RowShards]:
         """Return this rank's rows of images `[B, C, H, W]`, and their grid.
 
-        A DTensor has them already. A plain tensor is the whole images, of which the first layer takes what it needs.
+        A DTensor has them already. A plain tensor has all rows, and the first layer reads those it needs.
         """
         from torch.distributed.tensor import DTensor, Shard
 

@@ -739,8 +739,8 @@ class _Run:
         if rows.device != self.device:
             on_host = rows
             rows = torch.empty(expected, dtype=on_host.dtype, device=self.device)
-            for plane, from_host in zip(rows, on_host, strict=True):  # each is contiguous, and copied without a detour
-                # Other sources than tensors may use their memory again.
+            for plane, from_host in zip(rows, on_host, strict=True):  # each is contiguous, so it is copied directly
+                # Other sources may reuse their memory.
                 plane.copy_(from_host, non_blocking=isinstance(self.source, _TensorSource))
         rows = rows[None]
         if rows.is_floating_point():
@@ -830,5 +830,5 @@ def _in_file(folder: str | os.PathLike[str] | None, size: int, dtype: torch.dtyp
 def _free_host_memory() -> int:
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no such question on this system
+    except (AttributeError, ValueError, OSError):  # not known on this system
         return 2**33

@@ -333,7 +333,7 @@ def _load(run: Run, folder: Path, config: TrainConfig, device: str) -> LoadedRun
 
 
 def _rank(folder: Path) -> tuple[int, str]:
-    """InLine first, then its twins, whatever their folders are called."""
+    """Return a key that sorts InLine first, then its twins."""
     kind = read_config(folder / SETTINGS).model.attention_kind
     return ([*ATTENTIONS, kind].index(kind), folder.name)
 

@@ -59,7 +59,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "svg.hashsalt": "inline-attention",  # with no date either, equal pictures are equal files
+    "svg.hashsalt": "inline-attention",  # no date: equal pictures are equal files
     "text.parse_math": False,  # names come from files, and a dollar sign in one starts no formula
 }
 DOTS_PER_INCH = 160

@@ -46,7 +46,7 @@ def number(value: float | None, decimals: int, unit: float = 1) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return at most `length` characters, the last of which is … if some are missing."""
+    """Return a text of at most `length` characters. A longer one is cut and ends with …."""
     return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
 
 

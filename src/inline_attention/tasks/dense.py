@@ -268,7 +268,7 @@ def _head_shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _load(model: nn.Module, file: Checkpoint, absent: Collection[str] = ()) -> None:
-    """Load weights, of which only the absent ones may be missing."""
+    """Load weights. No names may be missing from them except the absent ones."""
     # Not strict: a classifier's head, and the norm before it, have no place in a backbone.
     missing = tuple(name for name in load_checkpoint(model, file, strict=False).missing if name not in absent)
     if missing:

@@ -23,7 +23,7 @@ def changed(image, annotated):
 
 
 @pytest.mark.parametrize("scale", [1, 4])
-def test_the_box_lies_on_the_picture_and_grows_with_it(scale):
+def test_the_box_scales_with_the_picture(scale):
     image = Image.new("RGB", (800 * scale, 600 * scale), (GREY,) * 3)
     annotated = annotate(image, PREDICTIONS)
     assert annotated.size == image.size

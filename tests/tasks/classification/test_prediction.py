@@ -177,7 +177,7 @@ def test_devices_that_are_not_there(model, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*has NaN")
-def test_weights_with_nan_are_told(model, photos, tmp_path):
+def test_weights_with_nan_are_reported(model, photos, tmp_path):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     weights["head.bias"][0] = float("nan")
     save_weights(weights, tmp_path / "nan.safetensors", metadata={"model": NAME})

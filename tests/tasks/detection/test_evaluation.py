@@ -168,7 +168,7 @@ def test_perfect_predictions_and_none_at_all():
     assert (nothing.compute().boxes.ap, nothing.compute().masks.ap50) == (0, 0)
 
 
-def test_what_lies_in_a_crowd_is_no_error():
+def test_detections_in_a_crowd_are_not_errors():
     crowd = thing(2, 1, 7, (60, 0, 160, 100), is_crowd=True)
     annotations = one_image([thing(1, 1, 7, (0, 0, 40, 40)), crowd])
     evaluator = DetectionEvaluator(annotations, masks=False)

@@ -51,7 +51,7 @@ class CocoObject:
         box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
         area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
         segmentation: Polygons or run lengths, as `masks` takes them.
-        is_crowd: True if it stands for many objects that nobody has told apart.
+        is_crowd: True if it stands for many objects that are not annotated one by one.
     """
 
     id: int
@@ -71,7 +71,7 @@ class CocoObject:
 
 @dataclass(frozen=True, slots=True)
 class MalformedEntry:
-    """An entry of "images", "categories" or "annotations" that is none: its place, its fault, and its id, if any."""
+    """An unusable entry of "images", "categories" or "annotations": its place, its fault, and its id, if any."""
 
     list_name: str
     number: int
@@ -204,7 +204,7 @@ def find_image_folder(
     plain = [name for name in names if is_plain(name)]
     folders = [ListedFiles(folder, root, allow_outside=allow_outside) for folder in existing]
     # A few will do as a rule. All are looked for only where none of those is there, and names that lead out of a folder
-    # only at the very last: an absolute one is "in" whatever folder it is looked for.
+    # last: an absolute name is found in every folder.
     for looked_for in (plain[:: max(1, len(plain) // NAMES_TRIED)], plain, names):
         held = [sum(map(files.has, looked_for)) for files in folders]
         if any(held):

@@ -92,7 +92,7 @@ def open_and_check_coco(
                 data_dir,
                 split,
                 allow_outside=allow_outside,
-                masks=None if reports and reports[0].count(NO_MASKS) else masks,  # said once is enough
+                masks=None if reports and reports[0].count(NO_MASKS) else masks,  # report it once
                 every_category=training,
                 repair=repair,
                 on_progress=on_progress,
@@ -353,7 +353,7 @@ class _ObjectChecks:
 
 
 def _clipped_box(box: tuple[float, ...], image: CocoImage) -> tuple[Extent | None, str, str]:
-    """Return what of a box is in the image, or else None, the fault and a detail."""
+    """Clip a box to the image. Return it or None, the fault and a detail."""
     if not box or not all(map(math.isfinite, box)):
         return None, "objects without a box of four finite numbers", ""
     left, top, width, height = box

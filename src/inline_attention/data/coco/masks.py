@@ -1,6 +1,6 @@
 """Masks as COCO writes them: polygons, and run lengths as numbers or packed into text.
 
-Run lengths go down the columns of a mask, first of zeros, then of ones, and so on in turn.
+Run lengths go down the columns of a mask. They count zeros and ones in turn, zeros first.
 Shapes: `H`, `W` height and width in pixels.
 """
 
@@ -179,7 +179,7 @@ def _perimeter(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _is_polygon(polygon: Any, height: int, width: int) -> bool:
-    # Checked for all: the library neither notices a missing coordinate nor comes back from one that is not finite.
+    # Checked for all: the library does not notice a missing coordinate, and hangs on one that is not finite.
     if not _is_sequence(polygon) or len(polygon) < 6 or len(polygon) % 2:
         return False
     # Whole numbers are finite, though perhaps too large for `math.isfinite`.

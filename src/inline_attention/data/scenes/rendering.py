@@ -39,7 +39,7 @@ STRETCH = 0.2  # largest logarithm by which an object is wider, and so much lowe
 LEAST_VISIBLE_SHARE = 0.45
 LEAST_VISIBLE_PIXELS = 48
 PLACING_ATTEMPTS = 8
-COLOR_CANDIDATES = 3  # of which the one is taken that stands out most
+COLOR_CANDIDATES = 3  # the one that stands out most is used
 SHARE_AGAINST_THE_ORDER = 0.25  # of images, in which backgrounds lie in any order
 PREFERENCE = 3  # how much likelier kinds of objects are on their usual background than others
 

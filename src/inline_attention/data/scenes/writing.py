@@ -152,7 +152,7 @@ def _objects(scene: Scene) -> Iterator[tuple[str, np.ndarray, Extent]]:
     for number, kind in enumerate(scene.kinds, start=1):
         mask = scene.visible_mask(number)
         extent = extent_of(mask)
-        assert extent is not None, "objects of which nothing is seen are not drawn"
+        assert extent is not None, "invisible objects are not drawn"
         yield kind, mask, extent
 
 

@@ -59,7 +59,7 @@ class DistillationSection:
         return self.match in ("off", "logits")
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield weights of which none is left."""
+        """Yield a problem if the loss has no terms."""
         if self.match == "logits" and not (self.logits_weight or self.labels_weight):
             yield "logits_weight", "expected it or labels_weight above 0, got 0 for both; or set match=features"
 

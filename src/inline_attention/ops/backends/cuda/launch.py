@@ -158,7 +158,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, local_weight: Tensor | None, overwr
         others = (k, v) if local_weight is None else (k, v, local_weight)
         memory = q.untyped_storage().data_ptr()
         if memory not in [tensor.untyped_storage().data_ptr() for tensor in others]:
-            increment_version(q)  # as every in-place operation does, so that autograd notices a saved q
+            increment_version(q)  # as in-place operations do, so that autograd notices a saved q
             return q.detach()
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped, poisoned or resumed with other settings: what is kept, what is refused, what is said."""
+"""Runs that are stopped, get bad numbers, or resume with other settings: what is kept, refused and reported."""
 
 import dataclasses
 import math
@@ -113,7 +113,7 @@ def test_a_poisoned_batch_leaves_no_trace_in_batch_norms(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-def test_gradients_that_are_not_finite_are_skipped_whatever_the_loss(tmp_path, monkeypatch, clip):
+def test_gradients_that_are_not_finite_are_skipped_even_with_a_finite_loss(tmp_path, monkeypatch, clip):
     accumulate, update_done, calls, losses = Trainer._accumulate_gradients, RunReport.update_done, [], []
 
     def poisoned(self, batches):
@@ -171,7 +171,7 @@ def test_gradients_that_overflow_where_losses_are_scaled_are_skipped_and_counted
         train.train(config(tmp_path, "run.experiment=always", *overrides, "limits.nan_losses_in_a_row=2"))
 
 
-def test_a_run_goes_on_where_losses_are_scaled_now(tmp_path, monkeypatch):
+def test_a_run_resumes_with_loss_scaling_switched_on(tmp_path, monkeypatch):
     train.train(config(tmp_path, "run.experiment=run", "training.epochs=1"))
     monkeypatch.setattr(trainer, "Precision", Scaled)
     folder, _ = train.train(config(tmp_path, "run.experiment=run", "run.resume=auto"))
