@@ -18,8 +18,8 @@ from typing import Annotated
 import torch
 import typer
 
-from inline_attention.benchmark.compile_cache import run_compile_jobs
 from inline_attention.benchmark.models import ModelCase, ModelSettings, compile_jobs, constant_pixel_batch
+from inline_attention.benchmark.side_by_side import run_compile_jobs
 from inline_attention.cli.bench import report, resolve_device
 
 RESULTS = Path(__file__).parent / "results"

@@ -11,7 +11,7 @@ import pytest
 
 import inline_attention
 import warm
-from inline_attention.cli.errors import EXTRAS
+from inline_attention.cli.group import EXTRAS
 
 SOURCE = Path(inline_attention.__file__).parent
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inline_attention.benchmark import attention, everyday, models, tables, timing
-from inline_attention.benchmark.compile_cache import time_limit
 from inline_attention.benchmark.everyday import Bound, Cell, EverydaySettings, Row, choose_cells, measure_everyday
 from inline_attention.benchmark.everyday_cells import everyday_cells, smoke_cells
+from inline_attention.benchmark.side_by_side import time_limit
 from inline_attention.ops import dispatch
 from ops.calls import use_backends
 

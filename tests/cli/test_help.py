@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from inline_attention.cli.help_pages import LINE_BREAK
+from inline_attention.cli.group import LINE_BREAK
 from inline_attention.cli.main import app
 
 MOST_WORDS = 12

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 
 from inline_attention.benchmark import attention, models
-from inline_attention.benchmark.compile_cache import run_compile_jobs, time_limit
 from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.results import Measurement, dtype_name, ratio
+from inline_attention.benchmark.side_by_side import run_compile_jobs, time_limit
 from inline_attention.benchmark.timing import Call, measure_copy_rate, release_memory
 from inline_attention.support.untrusted import build_dataclass
 

@@ -23,9 +23,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from inline_attention.benchmark import results, timing
-from inline_attention.benchmark.compile_cache import time_limit
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.results import Measurement, check_close, check_finite, ratio
+from inline_attention.benchmark.side_by_side import time_limit
 from inline_attention.benchmark.timing import Call, Work, read_peak, release_memory, reset_peak, synchronize
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block

@@ -1,4 +1,4 @@
-"""Run commands at the same time, each in a process with a file for its output, within a time limit.
+"""Run commands, or functions that compile, in several processes at once and within a time limit.
 
 A command that fails leaves the others alone, and no process outlives the caller.
 """
@@ -6,21 +6,25 @@ A command that fails leaves the others alone, and no process outlives the caller
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from inline_attention.support.signals import STOP_SIGNALS, StoppedError
+from inline_attention.support.signals import STOP_SIGNALS, StoppedError, children_ignore_interrupts
 
 Outcome = Literal["done", "failed", "stopped", "not started"]
 LOOK_EVERY = 0.2  # seconds
 GRACE = 30.0  # seconds for a stopped process to clean up
+RAISE_AGAIN_AFTER = 5.0  # seconds; interrupted code may swallow an exception
 
 
 @dataclass(frozen=True)
@@ -133,3 +137,50 @@ def _stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def run_compile_jobs(
+    jobs: Mapping[str, Callable[[], object]], processes: int, *, on_progress: Callable[[str], None]
+) -> None:
+    """Run jobs that compile, several at a time. A job that fails is reported and the others continue.
+
+    Jobs are functions that can be pickled, by name, longest first. A model takes half a minute to compile, most of it
+    on one core. A script that calls this needs the usual `if __name__ == "__main__":` of multiprocessing.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_set_up_process) as pool:
+        with children_ignore_interrupts():
+            futures = {pool.submit(job): name for name, job in jobs.items()}
+        for future in as_completed(futures):
+            failure = future.exception()
+            outcome = "compiled" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
+            on_progress(f"{futures[future]} {outcome}")
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that takes longer; no limit outside the main thread, or without SIGALRM."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if seconds == math.inf or not in_main_thread or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), RAISE_AGAIN_AFTER)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _set_up_process() -> None:
+    # PyTorch's cache keys name the first loaded module that has a `torch`. In a child that could be its copy of the
+    # calling script, which has this name in no other process: the cache would never be hit.
+    sys.modules.pop("__mp_main__", None)
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # there are enough processes

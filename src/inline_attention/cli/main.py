@@ -12,9 +12,9 @@ from inline_attention.cli.analyze import analyze_app
 from inline_attention.cli.bench import bench_app
 from inline_attention.cli.convert import convert
 from inline_attention.cli.data import data_app
-from inline_attention.cli.errors import Commands
 from inline_attention.cli.evaluate import evaluate
 from inline_attention.cli.export import export
+from inline_attention.cli.group import Commands
 from inline_attention.cli.linearize import linearize
 from inline_attention.cli.models import models
 from inline_attention.cli.options import Device, Output, parse_numbers

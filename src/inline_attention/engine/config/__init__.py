@@ -2,7 +2,6 @@
 # ruff: noqa: F401 - these are the public names of the package
 
 from inline_attention.engine.config.checks import check
-from inline_attention.engine.config.flags import FLAGS, Flag
 from inline_attention.engine.config.reading import (
     check_recipe_file,
     from_mapping,
@@ -18,6 +17,6 @@ from inline_attention.engine.config.resolving import (
     resolve,
     schedule_arguments,
 )
-from inline_attention.engine.config.schema import SETTINGS, TrainConfig, TrainingSection
+from inline_attention.engine.config.schema import FLAGS, SETTINGS, Flag, TrainConfig, TrainingSection
 from inline_attention.support.settings import ConfigError, Problem, Setting
 from inline_attention.tasks.task import DataSection, ModelSection

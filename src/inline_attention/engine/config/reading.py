@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from inline_attention.engine.config.flags import FLAGS
-from inline_attention.engine.config.schema import SECTIONS, SETTINGS, TrainConfig
+from inline_attention.engine.config.schema import FLAGS, SECTIONS, SETTINGS, TrainConfig
 from inline_attention.models.described import ModelDescriptionError, argument_problems, check_model_name
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import BadValueError, ConfigError, Problem, shown, unquoted

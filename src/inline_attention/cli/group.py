@@ -1,19 +1,29 @@
-"""The one place that turns errors into a sentence and an exit code."""
+"""The group of all commands: the layout of help pages, and errors as one sentence and an exit code."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from inline_attention.cli.help_pages import arrange_help
 from inline_attention.cli.printing import fail
 from inline_attention.support.settings import ConfigError
 from inline_attention.support.signals import stop_on_signal
 from inline_attention.support.text import install_command
 
+PANELS = {
+    "Start here": ("demo", "models", "recipes"),
+    "Train and predict": ("train", "eval", "predict", "linearize"),
+    "Weights and data": ("convert", "export", "data"),
+    "Understand and compare": ("analyze", "ablate", "report"),
+    "Measure speed": ("bench",),
+}
+LINE_BREAK = re.compile(r"(?<=\S)\n(?!\s|[*-] )")  # inside a paragraph, not before a list entry or an indented line
 TRACEBACK = "INLINE_TRACEBACK"
 # Optional packages, as they are imported, and the extra of pyproject.toml that installs them.
 EXTRAS = {
@@ -57,6 +67,30 @@ class Commands(TyperGroup):
             if stop_on_signal.exit_code is not None:  # such as a data worker that the signal ended first
                 raise typer.Exit(stop_on_signal.exit_code) from None
             fail(sentence(error))
+
+
+def arrange_help(group: Any) -> None:
+    """Prepare the help pages of a group and of all its commands."""
+    names = [name for panel in PANELS.values() for name in panel if name in group.commands]
+    group.commands = {name: group.commands[name] for name in (*names, *group.commands)}
+    for panel, commands in PANELS.items():
+        for name in commands:
+            if name in group.commands:
+                group.commands[name].rich_help_panel = panel
+    help_names = group.context_settings.get("help_option_names", ["--help"])
+    for command in _walk(group):
+        if command.help:  # typer keeps the line breaks of the source
+            command.help = LINE_BREAK.sub(" ", inspect.cleandoc(command.help))
+        help_option = command.get_help_option(typer.Context(command, help_option_names=help_names))
+        for option in (*command.params, help_option):
+            if getattr(option, "is_flag", False):
+                option.metavar = ""  # in place of <bool>
+
+
+def _walk(command: Any) -> Iterator[Any]:
+    yield command
+    for child in getattr(command, "commands", {}).values():
+        yield from _walk(child)
 
 
 def sentence(error: Exception) -> str:
