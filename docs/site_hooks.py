@@ -40,7 +40,10 @@ def on_page_content(content: str, **_: Any) -> str:
     """Draw formulas."""
 
     def as_mathml(match: re.Match[str]) -> str:
-        return convert(html.unescape(match[2]), display="inline" if match[1] == "span" else "block")
+        if match[1] == "span":
+            return convert(html.unescape(match[2]), display="inline")
+        # A long formula scrolls on a phone; otherwise it would widen the whole page.
+        return f'<div style="overflow-x: auto">{convert(html.unescape(match[2]), display="block")}</div>'
 
     return FORMULA.sub(as_mathml, content)
 
