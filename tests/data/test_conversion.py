@@ -240,6 +240,12 @@ def test_files_of_windows_and_of_other_tools(tmp_path):
         assert sum(objects for _, objects in found.counts.values()) == 4
 
 
+def test_a_conversion_inside_of_the_source_is_not_read_again(tmp_path):
+    ten_good(tmp_path)
+    first, second = (convert_to_coco(tmp_path, tmp_path / "converted" / name) for name in ("first", "second"))
+    assert first == second
+
+
 def test_truncated_images_are_left_out(tmp_path):
     root, output = tmp_path / "voc", tmp_path / "coco"
     ten_good(root)

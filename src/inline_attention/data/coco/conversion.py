@@ -141,7 +141,8 @@ def _read(
     on_progress: Callable[[], None] | None,
 ) -> Iterator[_Labeled]:
     """Yield the images that have annotations, in order."""
-    images = [path.relative_to(root) for path in find_images([root])]
+    known = set(files)
+    images = [image for path in find_images([root]) if (image := path.relative_to(root)) in known]
     label_files = {kind: [path for path in files if path.suffix.lower() == suffix] for kind, suffix in SUFFIXES.items()}
     kind = label_format or ("voc" if label_files["voc"] else "yolo")
     paired = _pair(images, label_files[kind], kind, report)
@@ -173,8 +174,14 @@ def _read(
 
 
 def _files(root: Path) -> list[Path]:
-    found = (path.relative_to(root) for path in sorted(root.rglob("*")))
-    return [path for path in found if not any(part.startswith(".") for part in path.parts)]
+    """Return what is below the folder, without hidden files and without what was converted from it before."""
+    found = [path.relative_to(root) for path in sorted(root.rglob("*"))]
+    converted = {path.parents[1] for path in found if path.match(f"*/annotations/{_json_name('train')}")}
+    return [
+        path
+        for path in found
+        if not converted & {*path.parents} and not any(part.startswith(".") for part in path.parts)
+    ]
 
 
 def _pair(images: Sequence[Path], labels: Sequence[Path], kind: LabelFormat, report: DataReport) -> dict[Path, Path]:
@@ -428,7 +435,11 @@ def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) ->
                 _link_or_copy(root / image.file_name, target)
         (new / "annotations").mkdir()
         for split, content in annotations.items():
-            (new / "annotations" / f"instances_{SPLITS[split]}.json").write_text(json.dumps(content.to_json()))
+            (new / "annotations" / _json_name(split)).write_text(json.dumps(content.to_json()))
+
+
+def _json_name(split: str) -> str:
+    return f"instances_{SPLITS[split]}.json"
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
