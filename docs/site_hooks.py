@@ -53,6 +53,11 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return output.replace(SHIM, posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.url) or "."))
 
 
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Do the same for the page of missing addresses, which a server shows at any address."""
+    return output_content.replace(SHIM, "/assets/iframe-worker.js")
+
+
 def _results() -> list[Path]:
     found = sorted((ROOT / "benchmarks" / "results").iterdir())
     return [path.relative_to(ROOT) for path in found if path.suffix in (".md", ".png")]
