@@ -52,7 +52,7 @@ def scenes(
         task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
         workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
         write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
-    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on")
+    say(f"{counted(plan.images, 'pictures')} to train on, {plan.validation_images} to validate on")
     say(f"Scenes written to {output}: preview.png shows some")
 
 
@@ -124,7 +124,7 @@ def slides(
         task = progress.add_task("drawing slides", total=images + validation_images)
         write_slides(output, plan, on_progress=lambda: progress.advance(task))
     say(f"{images} slides to train on, {validation_images} to validate on; slides.csv lists their marks")
-    say(output)
+    say(f"Slides written to {output}: `inline train RECIPE --data-dir {output}` trains on them")
 
 
 @data_app.command("check")
