@@ -262,10 +262,8 @@ def log_axes(axes: Axes, ticks: Sequence[float], tick_format: str = "{x:,.0f}") 
     axes.margins(x=0.08)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(tick_format)
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter("")
     light_grid(axes)
+    axes.xaxis.set_major_formatter(tick_format)
 
 
 def whole_numbers(axes: Axes, label: str) -> None:
@@ -276,7 +274,11 @@ def whole_numbers(axes: Axes, label: str) -> None:
 
 
 def light_grid(axes: Axes, axis: Any = "y") -> None:
-    """Draw faint lines behind the data."""
+    """Draw faint lines behind the data; label logarithmic axes with plain numbers, as formulas are off."""
+    for logarithmic in (axes.xaxis, axes.yaxis):
+        if logarithmic.get_scale() == "log":
+            logarithmic.set_major_formatter("{x:,g}")
+            logarithmic.set_minor_formatter("")
     axes.grid(axis=axis, color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", length=0)
