@@ -306,7 +306,9 @@ def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
         )
         for entry in entries
     ]  # fmt: skip
-    labels, options = [entry.label for entry in entries], {"fontsize": 10, "handlelength": LEGEND_HANDLE}
+    labels = [entry.label for entry in entries]
+    width = 1.0 if all(entry.is_patch for entry in entries) else LEGEND_HANDLE
+    options: dict[str, Any] = {"fontsize": 10, "handlelength": width}
     if _fits_beside(figure.get_suptitle(), labels, figure.get_figwidth()):
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), **options)
     else:
