@@ -40,7 +40,10 @@ def on_page_content(content: str, **_: Any) -> str:
     """Draw formulas."""
 
     def as_mathml(match: re.Match[str]) -> str:
-        return convert(html.unescape(match[2]), display="inline" if match[1] == "span" else "block")
+        if match[1] == "span":
+            return convert(html.unescape(match[2]), display="inline")
+        # A long formula scrolls on a phone; otherwise it would widen the whole page.
+        return f'<div style="overflow-x: auto">{convert(html.unescape(match[2]), display="block")}</div>'
 
     return FORMULA.sub(as_mathml, content)
 
@@ -48,6 +51,11 @@ def on_page_content(content: str, **_: Any) -> str:
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Take the script for searching from the site itself."""
     return output.replace(SHIM, posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.url) or "."))
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Do the same for the page of missing addresses, which a server shows at any address."""
+    return output_content.replace(SHIM, "/assets/iframe-worker.js")
 
 
 def _results() -> list[Path]:

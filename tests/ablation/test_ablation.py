@@ -51,7 +51,7 @@ def test_axes_have_values_of_their_own_and_take_others():
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("feature_maps", "did you mean feature_map"),
+        ("feature_maps", "--axis must be one of .* did you mean feature_map"),
         ("heads=two", "heads=1,2,4,8"),
         ("local_residual=no", "true,false"),
         ("normalization=divide,magnitud", "expected one of subtract, divide, magnitude"),

@@ -37,9 +37,9 @@ def words(monkeypatch):
     savefig = Figure.savefig
 
     def keep(figure, path, **options):
+        savefig(figure, path, **options)
         if path.suffix == ".png":
             found.extend(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
-        savefig(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return found
@@ -72,6 +72,7 @@ def test_injectivity(subjects, words, tmp_path):
     assert_written(files, "injectivity")
     assert words.count("none") == 2 * len(subjects)
     assert "one-to-one: 8 of 8 (heads × images); rank [K, 1] ≥ 5 of 5" in words
+    assert not any("$" in word for word in words), "formulas are off"
     again = files[1].read_bytes()
     draw_injectivity(dict.fromkeys(labels, rates), dict.fromkeys(labels, keys), "Note.", tmp_path)
     assert files[1].read_bytes() == again
@@ -86,6 +87,7 @@ def test_confusion(subjects, words, tmp_path, confused):
     assert_written(draw_confusion(styles(subjects), counts, 0.01, weights_note(subjects), tmp_path), "confusion")
     assert any("Untrained weights. 3 images" in word.replace("\n", " ") for word in words)
     assert ("mean 12 %" in words) == (confused > 0)
+    assert not any("$" in word for word in words), "formulas are off"
 
 
 def test_worst_images(subjects, tmp_path):

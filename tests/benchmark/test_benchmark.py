@@ -343,6 +343,20 @@ class TestPictures:
         plots.draw_models(report, tmp_path / "models.png")
         assert (tmp_path / "models.png").stat().st_size > 10_000
 
+    def test_one_point_per_image_size(self, plots, monkeypatch):
+        lines = []
+        monkeypatch.setattr(plots, "draw_line", lambda axes, style, points: lines.append(points))
+        settings = ModelSettings(torch.device("cpu"), torch.float32, ())
+        report = models.ModelReport(self.facts, settings)
+        for size, batch in ((224, 1), (224, 16), (448, 1)):
+            case = models.ModelCase("inline_deit_tiny", size, batch, execution="eager")
+            timing_ = Timing(float(size * batch), 1, 1, 3, "throughput")
+            report.results.append(models.ModelResult(case, [Measurement("inline", "timed", timing_)]))
+        with plots.figures.new_figure(4, 4) as figure:
+            plots._draw_speeds(figure.subplots(), report.results)
+        speeds = [result.images_per_second(result.measurements[0]) for result in report.results]
+        assert lines[0] == [(224, speeds[0]), (448, speeds[2])], "of the smallest batch"
+
 
 @pytest.mark.gpu
 def test_a_graph_is_captured_on_a_gpu_and_what_cannot_be_is_timed_by_events():

@@ -110,6 +110,7 @@ def test_slides(invoke, tmp_path):
     result = invoke("slides", "--output", tmp_path / "new", *small)
     assert result.exit_code == 0, result.output
     assert "2 slides to train on, 2 to validate on" in result.output
+    assert result.output.splitlines()[-1].startswith(f"Slides written to {tmp_path / 'new'}: ")
     names = [str(path.relative_to(tmp_path / "new")) for path in (tmp_path / "new").rglob("*.tif")]
     assert sorted(names)[0] == "train/different/000001.tif"
     assert len(names) == 4

@@ -40,6 +40,7 @@ def test_too_many_name_the_first_and_the_count():
     with pytest.raises(BrokenImagesError, match=r"at least 8 of 1,000 .* at most 6 .*\n  0\.jpg: is empty\n") as caught:
         images.add(BrokenImage(f"{number}.jpg", "is empty") for number in range(8))
     assert "and 3 more" in str(caught.value)
+    assert "raise limits.broken_image_share and limits.broken_image_count with --set:" in str(caught.value)
     assert len(caught.value.broken) == len(images) == 8
 
 

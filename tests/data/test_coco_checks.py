@@ -102,6 +102,16 @@ def test_each_fault_is_counted_named_and_repaired(tmp_path, fault):
         source.target(index)
 
 
+def test_truncated_files_are_found_by_decoding(tmp_path):
+    file = write_coco(tmp_path, GOOD)
+    path = next((tmp_path / "train2017").iterdir())
+    path.write_bytes(path.read_bytes()[:-20])
+    content, folder = read_annotations(file), tmp_path / "train2017"
+    assert check_annotations(content, folder).report.problems == []
+    problem, *_ = check_annotations(content, folder, decode=True).report.problems
+    assert f"1 image whose file cannot be read ({path.name} (image" in problem
+
+
 def test_without_masks_boxes_alone_count(tmp_path):
     objects = [annotation(9, segmentation=[]), annotation(10, box=(5, 5, 0, 8))]
     report = check(tmp_path, objects, masks=False).report

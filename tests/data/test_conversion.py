@@ -212,6 +212,49 @@ def test_folders_of_splits_may_end_with_a_year(tmp_path):
     assert {file.split("/")[1] for file, *_ in objects_of(tmp_path / "out", "val")} == {"val2017"}
 
 
+def test_lists_of_paths_beside_the_images_name_the_splits(tmp_path):
+    root = tmp_path / "darknet" / "data"
+    for number in range(9):
+        picture(root / "obj" / f"p{number}.jpg")
+        (root / "obj" / f"p{number}.txt").write_text("0 .5 .5 .2 .2")
+    (root / "obj.names").write_text("cat\n")
+    (root / "train.txt").write_text("".join(f"data/obj/p{n}.jpg\n" for n in range(5)))
+    (root / "valid.txt").write_text("".join(f"C:\\obj\\p{n}.jpg\r\n" for n in range(4, 8)))
+    found = convert_to_coco(root.parent, tmp_path / "out")
+    assert found.class_names == ("cat",)
+    assert found.counts == {"train": (5, 5), "validation": (3, 3)}, "no image is in both"
+    assert faults_of(found) == {"images of other splits": 1}
+
+
+def test_files_of_windows_and_of_other_tools(tmp_path):
+    root = tmp_path / "yolo"
+    for number in range(4):
+        yolo(root, f"p{number}", f"{number % 2}.0 .5 .5 .2 .2")
+    labels = root / "labels" / "train"
+    (labels / "p0.txt").write_bytes("\ufeff0 .5 .5 .2 .2\r\n".encode())
+    (labels / "p1.txt").rename(labels / "p1.TXT")
+    for name, text in (("pets.yaml", "names: {'0': cat, '1': dog}"), ("classes.txt", "\ufeffcat\r\ndog\r\n")):
+        (root / name).write_text(text)
+        found = convert_to_coco(root, tmp_path / name)
+        assert (found.class_names, faults_of(found)) == (("cat", "dog"), {})
+        assert sum(objects for _, objects in found.counts.values()) == 4
+
+
+def test_a_conversion_inside_of_the_source_is_not_read_again(tmp_path):
+    ten_good(tmp_path)
+    first, second = (convert_to_coco(tmp_path, tmp_path / "converted" / name) for name in ("first", "second"))
+    assert first == second
+
+
+def test_truncated_images_are_left_out(tmp_path):
+    root, output = tmp_path / "voc", tmp_path / "coco"
+    ten_good(root)
+    path = root / "JPEGImages" / "good3.jpg"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert faults_of(convert_to_coco(root, output)) == {"images whose file cannot be read": 1}
+    passes(output, decode=True)
+
+
 def test_a_random_split_depends_on_the_seed_alone(tmp_path):
     ten_good(tmp_path / "voc")
     splits = []
@@ -300,5 +343,10 @@ def test_the_command_reports_and_says_what_comes_next(tmp_path):
     again = CliRunner().invoke(app, ["data", "convert", str(root), "--output", str(output)])
     assert again.exit_code == 1
     assert "is not an empty folder" in again.output
+    numbers = tmp_path / "yolo"
+    for number in range(2):
+        yolo(numbers, f"p{number}", "7 .5 .5 .2 .2")
+    unnamed = CliRunner().invoke(app, ["data", "convert", str(numbers), "--output", str(tmp_path / "unnamed")])
+    assert "1 class: 7; list their names in classes.txt" in unnamed.output
     empty = CliRunner().invoke(app, ["data", "convert", str(output), "--output", str(tmp_path / "x")])
     assert "no annotations for them; expected NAME.xml" in empty.output.replace("\n", " ")

@@ -149,6 +149,14 @@ def test_faults_met_in_spite_of_the_check_are_named(root):
         source.target(0, (40, 48))
 
 
+def test_truncated_files_are_found_by_decoding(root):
+    path = root / "images" / "training" / "1.jpg"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert open_and_check_pairs(root).problems == []
+    (problem,) = open_and_check_pairs(root, decode=True).problems
+    assert "1 file that cannot be read" in problem
+
+
 def test_classes_that_do_not_occur(root):
     (root / "classes.txt").write_text("\n".join([*NAMES, "sea"]))
     opened = open_and_check_pairs(root)

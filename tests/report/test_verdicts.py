@@ -8,6 +8,7 @@ import pytest
 from inline_attention.analysis.confusion import ImageConfusion
 from inline_attention.analysis.masking import Hiding, MaskingResult
 from inline_attention.analysis.predictions import Answer
+from inline_attention.analysis.softmax_series import SeriesCurves
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.report.measurement import Run
 from inline_attention.report.page import render
@@ -18,6 +19,7 @@ from inline_attention.report.verdicts import (
     judge_cost,
     judge_curves,
     judge_masking,
+    judge_series,
     outcome_of,
     unpaired_interval,
 )
@@ -142,3 +144,20 @@ def test_a_verdict_on_one_run_says_what_is_missing():
         assert missing in page[page.index(f'<section id="{name}"') :].split("</section>")[0], name
     unmeasured = [run(), Run("twin", "linear", "linear_deit_tiny", "digits")]
     assert judge_answers(unmeasured).numbers == "needs this measurement of twin"
+
+
+def test_series_is_judged_while_scores_are_small():
+    def curves(inline):
+        outputs = {"softmax": (0.0, 0.4, 9.0), "inline": (0.0, inline, 1.0), "linear": (5.0, 1.0, 9.0)}
+        return SeriesCurves("keys", (0.0, 0.5, 2.0), outputs)
+
+    verdict = judge_series([curves(0.5), curves(0.6)])
+    assert verdict.outcome == "supports"
+    assert verdict.numbers.startswith("largest differences 0.2 and 0.6,")
+    assert judge_series([curves(0.5), curves(1.1)]).outcome == "contradicts"
+
+
+def test_every_section_ends_with_a_verdict():
+    page = render(evidence(run()))
+    for section in page.split("<section")[1:]:
+        assert 'class="judged"' in section, section[:100]

@@ -126,7 +126,7 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
     """
     name, equals, listed = text.partition("=")
     if name not in AXES:
-        raise AxisError(f"expected one of {', '.join(AXES)}, got {name!r}{did_you_mean(name, AXES)}")
+        raise AxisError(f"--axis must be one of {', '.join(AXES)}, got {name!r}{did_you_mean(name, AXES)}")
     axis = AXES[name]
     if not equals:
         return name, axis.values

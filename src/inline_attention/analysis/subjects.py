@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from inline_attention.analysis.probes import LayerAttention, attention_layers, capture_attention, choose_heads
 from inline_attention.data.batch import Batch, Normalize
-from inline_attention.data.broken import BrokenImageLimit, BrokenImages
+from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import find_images
 from inline_attention.data.loading import ImageLoader
@@ -211,7 +211,7 @@ class PictureSample:
         Normalized, they are inputs on the model's device, with classes numbered as in the model. Raises
         `BrokenImagesError` if too many are broken, `DataError` if the model does not know their classes.
         """
-        broken = BrokenImages(len(self), BrokenImageLimit())
+        broken = BrokenImages(len(self))
         loader = ImageLoader(
             _with_classes_of(subject, self.source) if normalized else self.source,
             subject.transform(),

@@ -78,7 +78,10 @@ def draw_attention(report: AttentionReport, path: Path, *, only: tuple[int, int]
 
 
 def draw_models(report: ModelReport, path: Path) -> list[Path]:
-    """Write a PNG of images per second by image size, both logarithmic: a panel per model, mode and execution."""
+    """Write a PNG of images per second by image size, both logarithmic: a panel per model, mode and execution.
+
+    Of several batch sizes at one image size, the smallest is drawn.
+    """
     groups: dict[str, list[ModelResult]] = {}
     for result in report.results:
         case = result.case
@@ -110,12 +113,13 @@ def _draw_speeds(axes: figures.Axes, results: Sequence[ModelResult]) -> None:
     sizes = sorted({result.case.size for result in results})
     position = 0
     for name, (style, _) in MODEL_STYLES.items():
-        points = sorted(
-            (result.case.size, speed)
-            for result in results
+        speeds = {
+            result.case.size: speed
+            for result in sorted(results, key=lambda result: -result.case.batch)
             for item in result.measurements
             if item.contestant == name and (speed := result.images_per_second(item)) is not None
-        )
+        }
+        points = sorted(speeds.items())
         if len(sizes) > 1:
             draw_line(axes, style, points)
         elif points:

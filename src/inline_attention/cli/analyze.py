@@ -262,8 +262,8 @@ def linearize(
     for label, result in found.items():
         kept = result.keep_softmax(free)
         blocks = ",".join(map(str, kept)) + "," * (len(kept) == 1)  # one number alone would count blocks
-        advice = f"--keep-softmax {blocks}" if kept else "none: all blocks can go linear"
-        say(f"{label}: keep at most {free:g} % lost without training: {advice}", err=True)
+        advice = f"linearize with --keep-softmax {blocks}" if kept else "all blocks can go linear"
+        say(f"{label}: {advice}; at most {free:g} % is lost without training", err=True)
 
 
 @analysis

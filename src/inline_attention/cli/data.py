@@ -52,7 +52,7 @@ def scenes(
         task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
         workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
         write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
-    say(f"{plan.images} pictures to train on, {plan.validation_images} to validate on")
+    say(f"{counted(plan.images, 'pictures')} to train on, {plan.validation_images} to validate on")
     say(f"Scenes written to {output}: preview.png shows some")
 
 
@@ -92,7 +92,8 @@ def convert(
     for report in found.reports:
         say(report)
     (train, train_objects), (validation, validation_objects) = found.counts.values()
-    say(f"{counted(len(found.class_names), 'classes')}: {some_of(found.class_names)}")
+    hint = "; list their names in classes.txt" if all(map(str.isdecimal, found.class_names)) else ""
+    say(f"{counted(len(found.class_names), 'classes')}: {some_of(found.class_names)}{hint}")
     say(
         f"{counted(train, 'pictures')} with {counted(train_objects, 'objects')} to train on, "
         f"{validation:,} with {validation_objects:,} to validate on"
@@ -123,7 +124,7 @@ def slides(
         task = progress.add_task("drawing slides", total=images + validation_images)
         write_slides(output, plan, on_progress=lambda: progress.advance(task))
     say(f"{images} slides to train on, {validation_images} to validate on; slides.csv lists their marks")
-    say(output)
+    say(f"Slides written to {output}: `inline train RECIPE --data-dir {output}` trains on them")
 
 
 @data_app.command("check")
@@ -165,11 +166,14 @@ def check(
             progress.advance(counter)
 
         if task is Task.detection:
-            opened = open_and_check_coco(folder, masks=masks, allow_outside=allow_outside_files, on_progress=advance)
+            opened = open_and_check_coco(
+                folder, masks=masks, allow_outside=allow_outside_files, decode=True, on_progress=advance
+            )
         else:
             opened = open_and_check_pairs(
                 folder, class_file=class_file, image_folder=image_folder, map_folder=map_folder,
-                reduce_zero_label=reduce_zero_label, allow_outside=allow_outside_files, on_progress=advance,
+                reduce_zero_label=reduce_zero_label, allow_outside=allow_outside_files, decode=True,
+                on_progress=advance,
             )  # fmt: skip
     for report in opened.reports:
         say(report)

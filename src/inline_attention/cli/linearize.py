@@ -91,7 +91,7 @@ def linearize(
     if result.weights is None:
         say("no weights were saved: nothing was trained")
     else:
-        say(f"weights: {result.weights}")
+        say(f"Weights written to {result.weights}: `inline predict PICTURES -c {result.weights}` uses them")
 
 
 def read_linearize_settings(model: str, given: Sequence[str], *, features: bool) -> TrainConfig:

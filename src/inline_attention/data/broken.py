@@ -67,8 +67,11 @@ class BrokenImages:
     """The broken images of one dataset, met so far by this process."""
 
     def __init__(self, total: int, limit: BrokenImageLimit | None = None):
-        """Start with none of `total` images of the dataset."""
+        """Start with none of `total` images of the dataset; a limit given is one of the settings of a run."""
         self.total = total
+        self._advice = "repair or remove them"
+        if limit is not None:
+            self._advice += ", or raise limits.broken_image_share and limits.broken_image_count with --set"
         self.allowed = (limit or BrokenImageLimit()).allowed(total)
         self._found: dict[str, BrokenImage] = {}
 
@@ -92,7 +95,7 @@ class BrokenImages:
                 listed.append(f"and {len(self) - FIRST_OFFENDERS:,} more")
             raise BrokenImagesError(
                 f"at least {len(self):,} of {self.total:,} images cannot be read, at most {self.allowed:,} may be "
-                "broken; repair or remove them, or raise the limit:" + "".join(f"\n  {line}" for line in listed),
+                f"broken; {self._advice}:" + "".join(f"\n  {line}" for line in listed),
                 tuple(self),
             )
         return new

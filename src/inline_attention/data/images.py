@@ -276,8 +276,13 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(values.round(out=values).astype(np.uint8))
 
 
-def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Return (height, width) of an image as `load_image` turns it. Only the start of the file is read."""
+def image_size(path: str | os.PathLike[str], *, decode: bool = False) -> tuple[int, int]:
+    """Return (height, width) of an image as `load_image` turns it.
+
+    Args:
+        path: Image file.
+        decode: Read the whole file, which finds truncated ones, not only its start.
+    """
     with open_image(path) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
@@ -286,6 +291,8 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         if isinstance(image, PngImagePlugin.PngImageFile) and image.fp and _metadata_behind_pixels(image.fp):
             image.load()
         orientation = exif_orientation(image)
+        if decode:
+            image.load()
     return (width, height) if orientation in TURNED_ON_ITS_SIDE else (height, width)
 
 

@@ -348,6 +348,7 @@ def open_and_check_pairs(
     num_classes: int | None = None,
     repair: bool = False,
     allow_outside: bool = False,
+    decode: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> OpenedPairs:
     """Open `data_dir/images/{training,validation}` and `data_dir/annotations/{training,validation}`, and check them.
@@ -363,6 +364,7 @@ def open_and_check_pairs(
         num_classes: Classes that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Accept folders that are not below `data_dir`.
+        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each pair.
 
     Raises:
@@ -391,8 +393,9 @@ def open_and_check_pairs(
                 )
             location = f"{Path(data_dir)} ({split})"
             sources[training], report = check_pairs(
-                folders, location, names, rules, every_class=training, repair=repair, on_progress=on_progress
-            )
+                folders, location, names, rules, every_class=training, repair=repair, decode=decode,
+                on_progress=on_progress,
+            )  # fmt: skip
             reports.append(report)
             problems += report.problems
         except DataError as error:
@@ -408,9 +411,10 @@ def check_pairs(
     *,
     every_class: bool = True,
     repair: bool = False,
+    decode: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> tuple[SegmentationSource | None, DataReport]:
-    """Check all pairs: every map in full, every image by the first bytes of its file.
+    """Check all pairs, every map in full.
 
     Args:
         folders: Folder of images, folder of label maps.
@@ -419,6 +423,7 @@ def check_pairs(
         rules: Rules that turn numbers in files into labels; what they forbid is a fault.
         every_class: Require a pixel of each class, as it takes one to be learned; not in validation data.
         repair: Return what can be used after repairing; nothing, if no pixel is labeled.
+        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each pair.
 
     Returns:
@@ -431,7 +436,8 @@ def check_pairs(
             report.add(fault, str(path), LEFT_OUT)
     kept: list[Pair] = []
     seen = np.zeros(len(class_names), dtype=bool)
-    for pair, read in zip(found.pairs, read_in_threads(_read, found.pairs, on_progress), strict=True):
+    reads = read_in_threads(lambda pair: _read(pair, decode=decode), found.pairs, on_progress)
+    for pair, read in zip(found.pairs, reads, strict=True):
         labels = _check_pair(pair, read, rules, report)
         if labels is not None:
             kept.append(pair)
@@ -450,8 +456,8 @@ def check_pairs(
     return SegmentationSource(location, class_names, kept, replace(rules, repair=repair)), report
 
 
-def _read(pair: Pair) -> _Read:
-    size, values = image_size(pair.image), read_label_map(pair.label_map)
+def _read(pair: Pair, *, decode: bool) -> _Read:
+    size, values = image_size(pair.image, decode=decode), read_label_map(pair.label_map)
     return size, values.shape, np.unique(values)
 
 

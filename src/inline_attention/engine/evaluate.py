@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inline_attention.data.broken import BrokenImageLimit, BrokenImages
+from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.loading import Loader
 from inline_attention.engine.checkpoint_format import open_training_checkpoint
@@ -183,7 +183,7 @@ def evaluate_task(
     # float16 has too small a range for the sums of blocks.
     if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
         model.backbone.to(torch.bfloat16)
-    broken = BrokenImages(len(source), BrokenImageLimit())
+    broken = BrokenImages(len(source))
     reading = processes.reading(data, batch_size)
     with closing(task.validation_loader(source, model, reading, broken)) as loader:
         sync = RankSync(processes, Interruption(), BrokenReport([broken], processes))

@@ -20,6 +20,7 @@ from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.described import conversion_of, create_described_model, read_description
 from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.support.files import read_bounded, write_atomically
+from inline_attention.support.text import counted
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, parse_json
 from inline_attention.tasks.classification.distillation import DistillationTask
 from inline_attention.tasks.task import Task
@@ -122,11 +123,12 @@ def linearize(
                 result.figures[stage] = _measure(measured, data, config, processes)
         _write(result)
         if phase is not None and not is_resumed:
-            say(f"first phase: {attention_epochs} epochs on the output of each attention")
+            say(f"first phase: {counted(attention_epochs, 'epochs')} on the output of each attention")
             first, _ = train(replace(phase, run=replace(phase.run, output=str(folder), experiment=FIRST_PHASE)))
             weights = str(find_weights(first))
             config = replace(config, model=replace(config.model, initial_checkpoint=weights))
-        say(f"distillation: {config.training.epochs} epochs")
+        updates, epochs = config.training.updates, config.training.epochs
+        say(f"distillation: {counted(updates, 'updates') if updates is not None else counted(epochs, 'epochs')}")
         train(replace(config, run=replace(config.run, output=str(folder.parent), experiment=folder.name)))
         if (folder / CHECKPOINTS).is_dir():
             result.weights = find_weights(folder)

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from inline_attention.data.broken import BrokenImage, BrokenImages, BrokenImagesError, write_report
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
-from inline_attention.support.text import printable
+from inline_attention.support.text import counted, printable
 from inline_attention.tasks.task import DataSection, Reading, find_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
@@ -196,7 +196,7 @@ class BrokenReport:
             if self._processes.is_main:
                 found = [image for images in self._lists for image in images]
                 where = "" if self._folder is None else f", all in {write_report(self._folder, found)}"
-                message = f"left out {len(found) - self._known} broken images{where}; the last: {found[-1]}"
+                message = f"left out {counted(len(found) - self._known, 'broken images')}{where}; the last: {found[-1]}"
                 logger.warning("%s", printable(message))
             self._known = len(self)
 

@@ -50,7 +50,7 @@ def render(evidence: Evidence) -> str:
     runs = evidence.runs
     judged = {
         "injectivity": [verdicts.judge_injectivity(measure_injectivity())],
-        "series": [],
+        "series": [verdicts.judge_series(_series_curves())],
         "confusion": verdicts.judge_confusion(runs),
         "locality": [verdicts.judge_locality(runs)],
         "masking": [verdicts.judge_masking(runs)],
@@ -104,9 +104,11 @@ def _injectivity() -> dict[str, Any]:
     return {"plane": plane, "rows": rows}
 
 
-@cache
+_series_curves = cache(measure_series)
+
+
 def _series() -> dict[str, Any]:
-    curves = measure_series()
+    curves = _series_curves()
     middle = len(curves[0].sizes) // 2
     rows = [
         [item.keys, *(f"{item.outputs[kind][middle]:.3f}" for kind in ("softmax", "inline", "linear"))]
@@ -233,7 +235,7 @@ def _answers(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] 
     if not any(run.shown for run in evidence.runs):
         return None
     rights = _listed(
-        f"{sum(answer.is_right for answer in run.answers)} of {len(run.answers)} right with {run.label}"
+        f"{run.label} {sum(answer.is_right for answer in run.answers)} of {len(run.answers)}"
         for run in evidence.runs
         if run.answers
     )

@@ -16,6 +16,7 @@ from typing import Literal
 from inline_attention.ablation.tables import AblationFile, AblationResult
 from inline_attention.analysis.collision_cases import InjectivityResult
 from inline_attention.analysis.locality import Locality
+from inline_attention.analysis.softmax_series import SeriesCurves
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.report.measurement import Run
 from inline_attention.support.figures import KIND_LABELS
@@ -29,6 +30,7 @@ LEAST_OBSERVATIONS = 3
 # 97.5 % quantiles of Student's t by degrees of freedom; the next smaller entry counts, which is on the safe side.
 STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04,
              60: 2.00, 120: 1.98}  # fmt: skip
+SMALL_SCORES = 0.5  # standard deviation of scores up to which softmax's series is judged
 LEAST_EXPONENT_GAP = 0.25  # by which softmax's cost must grow faster; timings vary by less
 LEAST_MEMORY_RATIO = 1.1  # between memories that differ; the system counts in steps
 MEBIBYTE = 2**20
@@ -74,6 +76,27 @@ def judge_injectivity(results: Sequence[InjectivityResult]) -> Verdict:
         "Linear attention gives some different queries the same weights; softmax and InLine do not",
         "supports" if collided == {"linear"} else "contradicts",
         f"constructed queries collide under: {names}",
+    )
+
+
+def judge_series(curves: Sequence[SeriesCurves]) -> Verdict:
+    """Judge the largest difference from softmax's output while scores are small, which is exact like the queries."""
+    largest = [
+        {
+            kind: max(
+                abs(ours - softmax)
+                for size, ours, softmax in zip(item.sizes, item.outputs[kind], item.outputs["softmax"], strict=True)
+                if 0 < size <= SMALL_SCORES
+            )
+            for kind in ("inline", "linear")
+        }
+        for item in curves
+    ]
+    inline, linear = (max(item[kind] for item in largest) for kind in ("inline", "linear"))
+    return Verdict(
+        "While scores are small, InLine's output is closer to softmax's than linear attention's is",
+        "supports" if all(item["inline"] < item["linear"] for item in largest) else "contradicts",
+        f"largest differences {inline:.2g} and {linear:.2g}, for scores of a standard deviation up to {SMALL_SCORES}",
     )
 
 

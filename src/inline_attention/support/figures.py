@@ -66,6 +66,7 @@ DOTS_PER_INCH = 160
 PANEL = (4.4, 2.9)  # inches
 # Average characters of DejaVu Sans per inch, to estimate what fits.
 SMALL_PRINT_CHARACTERS, LEGEND_CHARACTERS, TITLE_CHARACTERS = 14.0, 10.0, 6.5
+LEGEND_HANDLE = 3.5  # font sizes, in which dashes and dots are seen beside a marker
 ROW_HEIGHT = 0.53  # inches of one row of dots
 LONGEST_ROW_LABEL = 52  # characters of a row's label and text together
 MOST_MARKERS = 12  # of a line with many points
@@ -261,10 +262,8 @@ def log_axes(axes: Axes, ticks: Sequence[float], tick_format: str = "{x:,.0f}") 
     axes.margins(x=0.08)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(tick_format)
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter("")
     light_grid(axes)
+    axes.xaxis.set_major_formatter(tick_format)
 
 
 def whole_numbers(axes: Axes, label: str) -> None:
@@ -275,7 +274,11 @@ def whole_numbers(axes: Axes, label: str) -> None:
 
 
 def light_grid(axes: Axes, axis: Any = "y") -> None:
-    """Draw faint lines behind the data."""
+    """Draw faint lines behind the data; label logarithmic axes with plain numbers, as formulas are off."""
+    for logarithmic in (axes.xaxis, axes.yaxis):
+        if logarithmic.get_scale() == "log":
+            logarithmic.set_major_formatter("{x:,g}")
+            logarithmic.set_minor_formatter("")
     axes.grid(axis=axis, color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", length=0)
@@ -304,15 +307,17 @@ def _add_legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
         for entry in entries
     ]  # fmt: skip
     labels = [entry.label for entry in entries]
+    width = 1.0 if all(entry.is_patch for entry in entries) else LEGEND_HANDLE
+    options: dict[str, Any] = {"fontsize": 10, "handlelength": width}
     if _fits_beside(figure.get_suptitle(), labels, figure.get_figwidth()):
-        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=10)
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), **options)
     else:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=10)
+        figure.legend(handles, labels, loc="outside right upper", **options)
 
 
 def _fits_beside(title: str, labels: Sequence[str], width: float) -> bool:
     """True if a legend of one row fits beside the title of a figure of so many inches."""
-    return len(title) / TITLE_CHARACTERS + sum(0.6 + len(text) / LEGEND_CHARACTERS for text in labels) < width
+    return len(title) / TITLE_CHARACTERS + sum(0.8 + len(text) / LEGEND_CHARACTERS for text in labels) < width
 
 
 def _page_svg(figure: Figure, prefix: str) -> tuple[str, str]:

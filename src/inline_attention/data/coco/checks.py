@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplit
 from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 from inline_attention.data.sources import DataError, check_folder
+from inline_attention.support.text import counted
 
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
 MASK_TOLERANCE_PIXELS = 2.0
@@ -64,6 +65,7 @@ def open_and_check_coco(
     num_classes: int | None = None,
     repair: bool = False,
     allow_outside: bool = False,
+    decode: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> OpenedCoco:
     """Open `data_dir/annotations/instances_*.json` and the images they are about, and check both.
@@ -76,6 +78,7 @@ def open_and_check_coco(
         num_classes: Categories that the model knows; None if it follows the data.
         repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Read images that the annotations name outside of `data_dir`.
+        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each image.
 
     Raises:
@@ -95,6 +98,7 @@ def open_and_check_coco(
                 masks=None if reports and reports[0].count(NO_MASKS) else masks,  # report it once
                 every_category=training,
                 repair=repair,
+                decode=decode,
                 on_progress=on_progress,
             )
             reports.append(report)
@@ -139,9 +143,10 @@ def check_annotations(
     masks: bool | None = True,
     every_category: bool = True,
     repair: bool = False,
+    decode: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> CheckedAnnotations:
-    """Check all images (by the first bytes of their files) and all objects.
+    """Check all images and all objects.
 
     Args:
         annotations: Annotations as read from the file.
@@ -150,9 +155,10 @@ def check_annotations(
             check them if any object has one.
         every_category: Require an object of each category, as it takes one to be learned; not in validation data.
         repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
+        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each image.
     """
-    checked = f"{len(annotations.images):,} images, {len(annotations.objects):,} objects"
+    checked = f"{counted(len(annotations.images), 'images')}, {counted(len(annotations.objects), 'objects')}"
     boxes_only = bool(annotations.objects) and not has_masks(annotations)
     if boxes_only and masks is None:
         checked += f"; {BOXES_ONLY}"
@@ -162,9 +168,13 @@ def check_annotations(
         instead = "train with --set detection.head=faster_rcnn, or add masks"
         report.add(NO_MASKS, BOXES_ONLY, NOT_POSSIBLE + instead)
     masks = masks is not False and not boxes_only
+    files = ListedFiles.of(image_folder)
     for entry in annotations.malformed:
         report.add("malformed entries", str(entry), "left out, images with their objects")
-    images = _check_images(annotations.images, ListedFiles.of(image_folder), report, on_progress)
+    sizes = read_in_threads(
+        lambda image: image_size(files.path(image.file_name), decode=decode), annotations.images, on_progress
+    )
+    images = _check_images(annotations.images, sizes, report)
     categories = _check_categories(annotations.categories, report)
     # Objects are left out with their image, which is one fault, not many.
     known_images = {image.id for image in annotations.images}
@@ -204,15 +214,14 @@ def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -
 
 
 def _check_images(
-    images: Sequence[CocoImage], files: ListedFiles, report: DataReport, on_progress: Callable[[], None] | None
+    images: Sequence[CocoImage], sizes: Iterable[tuple[int, int] | ImageError], report: DataReport
 ) -> dict[int, CocoImage]:
-    """Return the images that can be used, by id."""
+    """Return the images that can be used, by id, given height and width of their files."""
     first: dict[int, CocoImage] = {}
     # As after joining two files: objects may be of either image.
     shared = {image.id for image in images if first.setdefault(image.id, image) != image}
     kept: dict[int, CocoImage] = {}
-    found = read_in_threads(lambda image: image_size(files.path(image.file_name)), images, on_progress)
-    for image, size in zip(images, found, strict=True):
+    for image, size in zip(images, sizes, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:
             report.add(
@@ -233,8 +242,8 @@ def _check_images(
             kept[image.id] = replace(image, height=size[0], width=size[1])
         elif size != (image.height, image.width):
             fault = "images of another size than the annotations say"
-            sizes = f"{size[1]}×{size[0]} instead of {image.width}×{image.height}"
-            report.add(fault, f"{name}: {sizes}", f"{WITH_OBJECTS}, because either size may be wrong")
+            detail = f"{size[1]}×{size[0]} instead of {image.width}×{image.height}"
+            report.add(fault, f"{name}: {detail}", f"{WITH_OBJECTS}, because either size may be wrong")
         else:
             kept[image.id] = image
     return kept

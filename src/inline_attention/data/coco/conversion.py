@@ -18,7 +18,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -35,8 +35,7 @@ from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataErro
 
 LabelFormat = Literal["voc", "yolo"]
 SUFFIXES: dict[LabelFormat, str] = {"voc": ".xml", "yolo": ".txt"}
-CLASS_FILES = ("classes.txt", "obj.names")  # one name per line
-YOLO_CLASS_FILES = ("data.yaml", "data.yml", "dataset.yaml")
+YAML_SUFFIXES = (".yaml", ".yml")
 LONGEST_CLASS_NAME = 200  # characters
 SPLITS = {"train": "train", "validation": "val"}  # our name of each, and COCO's
 _YEAR = re.compile(r"(?<=[a-z])[-_]?(19|20)\d\d$")  # at the end of a folder's name: train2017
@@ -94,12 +93,14 @@ def convert_to_coco(
     root, output = check_folder(source, "images with Pascal VOC's or YOLO's annotations"), Path(output)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise DataError(f"{output} is not an empty folder, and is left alone; give another one to write to")
-    report = DataReport(str(root), "", repaired=True)
-    labeled = list(_read(root, label_format, report, on_progress))
-    report.checked = f"{len(labeled):,} annotated images, {sum(len(item.objects) for item in labeled):,} objects"
-    names = _known_classes(root) or sorted({item.class_name for image in labeled for item in image.objects})
+    report, files = DataReport(str(root), "", repaired=True), _files(root)
+    known_names = _known_classes(root, files)
+    labeled = list(_read(root, files, label_format, known_names, report, on_progress))
+    objects = counted(sum(len(item.objects) for item in labeled), "objects")
+    report.checked = f"{counted(len(labeled), 'annotated images')}, {objects}"
+    names = known_names or sorted({item.class_name for image in labeled for item in image.objects})
     _report_classes(names, report)
-    splits = _split(root, labeled, validation_share, seed, report)
+    splits = _split(root, files, labeled, validation_share, seed, report)
     annotations, reports, masks = {}, [report], _all_have_polygons(labeled)
     for split, images in splits.items():
         raw = _annotations(f"{root} ({split})", images, names, report, masks=masks)
@@ -109,6 +110,7 @@ def convert_to_coco(
             masks=masks,
             every_category=False,
             repair=True,
+            decode=True,
         )
         reports.append(found)
     _leave_out_unlearned(annotations, report)
@@ -131,11 +133,17 @@ def _report_classes(names: Sequence[str], report: DataReport) -> None:
 
 
 def _read(
-    root: Path, label_format: LabelFormat | None, report: DataReport, on_progress: Callable[[], None] | None
+    root: Path,
+    files: Sequence[Path],
+    label_format: LabelFormat | None,
+    names: Sequence[str],
+    report: DataReport,
+    on_progress: Callable[[], None] | None,
 ) -> Iterator[_Labeled]:
     """Yield the images that have annotations, in order."""
-    images = [path.relative_to(root) for path in find_images([root])]
-    label_files = {kind: _files(root, suffix) for kind, suffix in SUFFIXES.items()}
+    known = set(files)
+    images = [image for path in find_images([root]) if (image := path.relative_to(root)) in known]
+    label_files = {kind: [path for path in files if path.suffix.lower() == suffix] for kind, suffix in SUFFIXES.items()}
     kind = label_format or ("voc" if label_files["voc"] else "yolo")
     paired = _pair(images, label_files[kind], kind, report)
     if not paired:
@@ -153,7 +161,6 @@ def _read(
             if found is not None:
                 yield _Labeled(image, *found)
         return
-    names = _known_classes(root)
     sizes = read_in_threads(lambda image: image_size(root / image), images, on_progress)
     for image, size in zip(images, sizes, strict=True):
         if isinstance(size, ImageError):
@@ -166,9 +173,15 @@ def _read(
             yield _Labeled(image, size, list(_yolo_objects(root / label_file, names, size, str(label_file), report)))
 
 
-def _files(root: Path, suffix: str) -> list[Path]:
-    found = (path.relative_to(root) for path in sorted(root.rglob(f"*{suffix}")))
-    return [path for path in found if not any(part.startswith(".") for part in path.parts)]
+def _files(root: Path) -> list[Path]:
+    """Return what is below the folder, without hidden files and without what was converted from it before."""
+    found = [path.relative_to(root) for path in sorted(root.rglob("*"))]
+    converted = {path.parents[1] for path in found if path.match(f"*/annotations/{_json_name('train')}")}
+    return [
+        path
+        for path in found
+        if not converted & {*path.parents} and not any(part.startswith(".") for part in path.parts)
+    ]
 
 
 def _pair(images: Sequence[Path], labels: Sequence[Path], kind: LabelFormat, report: DataReport) -> dict[Path, Path]:
@@ -206,7 +219,8 @@ def _voc_objects(
         root = parse_xml(read_bounded(path, MAX_TEXT_BYTES))
         size = tuple(int(float(root.findtext(f"size/{side}") or 0)) for side in ("height", "width"))
     except (OSError, ValueError, LookupError, SyntaxError, OverflowError) as error:  # ElementTree's is a SyntaxError
-        report.add("XML files that cannot be read", f"{name}: {error}", "left out with their images")
+        reason = "it declares a document type" if type(error).__name__ == "DTDForbidden" else error
+        report.add("XML files that cannot be read", f"{name}: {reason}", "left out with their images")
         return None
     objects: list[_Object] = []
     for number, node in enumerate(root.iterfind("object"), start=1):
@@ -236,7 +250,7 @@ def _yolo_objects(
 ) -> Iterator[_Object]:
     """Yield the objects of a text file: `class x y width height` or `class x1 y1 x2 y2 …` in parts of the sides."""
     try:
-        lines = read_bounded(path, MAX_TEXT_BYTES).decode().splitlines()
+        lines = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         report.add("text files that cannot be read", f"{name}: {error}", "image kept without objects")
         return
@@ -246,10 +260,11 @@ def _yolo_objects(
         if not words:
             continue
         try:
-            class_number, values = int(words[0]), [float(word) for word in words[1:]]
+            first, *values = map(float, words)
             is_polygon = len(values) >= 6 and len(values) % 2 == 0
-            if not is_polygon and len(values) not in (4, 5):  # a fifth one is a score
+            if not first.is_integer() or (not is_polygon and len(values) not in (4, 5)):  # a fifth one is a score
                 raise ValueError
+            class_number = int(first)
         except ValueError:
             report.add("lines that are no box", where, LEFT_OUT)
             continue
@@ -266,24 +281,25 @@ def _yolo_objects(
             yield _Object(class_name, ((x - w / 2) * width, (y - h / 2) * height, w * width, h * height))
 
 
-def _known_classes(root: Path) -> list[str]:
+def _known_classes(root: Path, files: Sequence[Path]) -> list[str]:
     """Return the class names that a file of the dataset lists, in order; none if there is no such file."""
-    for name in (*CLASS_FILES, *(f"labels/{name}" for name in CLASS_FILES)):
-        if (root / name).is_file():
-            lines = _text(root / name).splitlines()
-            return _checked_names([line for line in lines if line.strip()], root / name)
-    for name in YOLO_CLASS_FILES:
-        if (root / name).is_file():
-            try:
-                content = load_yaml(_text(root / name), yaml.SafeLoader)
-            except UntrustedDataError as error:
-                raise DataError(f"{root / name} cannot be read: {error}") from error
-            names = content.get("names") if isinstance(content, dict) else None
-            if isinstance(names, dict) and set(names) == set(range(len(names))):
-                names = [names[number] for number in range(len(names))]
-            if not isinstance(names, list):
-                raise DataError(f"{root / name} must have the entry names, a list of class names")
-            return _checked_names(names, root / name)
+    lists = [path for path in files if path.name == "classes.txt" or path.suffix == ".names"]
+    if lists:
+        path = root / min(lists, key=lambda path: len(path.parts))
+        return _checked_names([line for line in _text(path).splitlines() if line.strip()], path)
+    for path in (root / path for path in files if len(path.parts) == 1 and path.suffix in YAML_SUFFIXES):
+        try:
+            content = load_yaml(_text(path), yaml.SafeLoader)
+        except UntrustedDataError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if not isinstance(content, dict) or (names := content.get("names")) is None:
+            continue
+        if isinstance(names, dict):
+            by_number = {str(number): name for number, name in names.items()}
+            names = [by_number.get(str(number)) for number in range(len(by_number))]
+        if not isinstance(names, list) or None in names:
+            raise DataError(f"{path} must list the class names in the entry names, or number them from 0 without holes")
+        return _checked_names(names, path)
     return []
 
 
@@ -301,15 +317,15 @@ def _class_name(text: str | None) -> str | None:
 
 def _text(path: Path) -> str:
     try:
-        return read_bounded(path, MAX_TEXT_BYTES).decode()
+        return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _split(
-    root: Path, labeled: Sequence[_Labeled], share: float, seed: int, report: DataReport
+    root: Path, files: Sequence[Path], labeled: Sequence[_Labeled], share: float, seed: int, report: DataReport
 ) -> dict[str, list[_Labeled]]:
-    """Return the images of each split: by lists in ImageSets/Main, by folders, or else by chance."""
+    """Return the images of each split: by lists in ImageSets/Main, folders, lists such as train.txt, or by chance."""
     lists: defaultdict[str, set[str]] = defaultdict(set)  # VOC2007 and VOC2012 side by side have one of a name each
     for path in sorted(root.rglob("ImageSets/Main/*.txt")):
         lists[path.stem.lower()] |= {line.split()[0] for line in _text(path).splitlines() if line.strip()}
@@ -325,6 +341,13 @@ def _split(
             parts = [_YEAR.sub("", part.lower()) for part in item.path.parts[:-1]]
             found = [part for part in parts if part in known]
             named[found[0] if found else ""].append(item)
+        for path in files if not any(named) else ():  # lists such as Darknet's contain paths, also of other machines
+            name = _YEAR.sub("", path.stem.lower())
+            if path.suffix == ".txt" and name in known:
+                members = {PureWindowsPath(line.strip()).name for line in _text(root / path).splitlines()}
+                if listed := [item for item in named[""] if item.path.name in members]:
+                    named[name] += listed
+                    named[""] = [item for item in named[""] if item.path.name not in members]
     train = named.get(_first(SPLIT_FOLDERS["train"], named) or "", [])
     validation = named.get(_first(SPLIT_FOLDERS["validation"], named) or "-", [])
     if train and not validation:
@@ -412,7 +435,11 @@ def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) ->
                 _link_or_copy(root / image.file_name, target)
         (new / "annotations").mkdir()
         for split, content in annotations.items():
-            (new / "annotations" / f"instances_{SPLITS[split]}.json").write_text(json.dumps(content.to_json()))
+            (new / "annotations" / _json_name(split)).write_text(json.dumps(content.to_json()))
+
+
+def _json_name(split: str) -> str:
+    return f"instances_{SPLITS[split]}.json"
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
