@@ -222,13 +222,11 @@ def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], 
 
 def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
     """Connect attentions that need a grid to the module that makes their patches."""
-    from inline_attention.layers.block import Block  # it imports timm, which registers models with this package
-
     grids: dict[nn.Module, PatchGrid] = {}
     between: dict[nn.Module, dict[nn.Module, None]] = {}  # by owner: the modules that lead to its attentions
     for name in names:
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), Block):
-            continue  # blocks of this library tell the grid themselves
+        if getattr(model.get_submodule(name.rpartition(".")[0]), "tells_grid", False):
+            continue  # a block of this library; its class is not imported, since that imports timm
         attention = cast(TokenAttention, model.get_submodule(name))
         owner, patch_embed = _find_patch_embed(model, name)
         if owner is None or patch_embed is None or not attention.has_local_term:
