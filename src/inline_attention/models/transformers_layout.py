@@ -31,6 +31,7 @@ _NAMES = [
     (r"(?:layernorm|post_layernorm|norm)\.(\w+)", r"norm.\1"),
     (r"pre_layrnorm\.(\w+)", r"norm_pre.\1"),
     (r"(?:classifier|cls_classifier)\.(\w+)", r"head.\1"),
+    (r"distillation_classifier\.(\w+)", r"head_dist.\1"),
     (r"visual_projection\.weight", "head.weight"),
     (r"head\.probe", "attn_pool.latent"),
     (r"head\.attention\.in_proj_(\w+)", r"attn_pool.qkv.\1"),
@@ -48,9 +49,7 @@ _BLOCK_NAMES = [
     (r"(?:output\.dense|mlp\.fc2|mlp\.down_proj|mlp\.weights_out)\.(\w+)", r"mlp.fc2.\1"),
 ]
 # Weights that say nothing about the picture's features, and towers of text.
-_UNUSED = re.compile(
-    r"pooler\.|distillation_classifier\.|embeddings\.(mask_token|position_ids)|text_model\.|text_projection|logit_"
-)
+_UNUSED = re.compile(r"pooler\.|embeddings\.(mask_token|position_ids)|text_model\.|text_projection|logit_")
 _TOWER = re.compile(r"^(?:(?:vit|deit|dinov2|dinov2_with_registers|dinov3_vit|model|vision_model)\.)+")
 
 
@@ -73,7 +72,7 @@ _SIGLIP = _Family(
 )
 _FAMILIES = {
     "vit": _Family({"gelu": "vit_base_patch16_224"}, {"global_pool": "token"}),
-    "deit": _Family({"gelu": "deit_base_patch16_224"}, {"global_pool": "token", "reg_tokens": 1}),
+    "deit": _Family({"gelu": "deit_base_patch16_224"}, {"global_pool": "token"}),
     "dinov2": _Family(
         {"gelu": "vit_base_patch14_dinov2", "swiglu": "vit_giant_patch14_dinov2"}, {"global_pool": "token"}
     ),
@@ -126,6 +125,10 @@ def translate(
             f"{path} has an MLP with {printable(activation)[:60]}{' and a gate' * bool(tower.get('use_gated_mlp'))}, "
             f"which timm's {next(iter(family.names.values()))} has not; use convert_attention(model) in Python"
         )
+    if "head_dist.weight" in translated:  # DeiT with two classifiers
+        name, translated["dist_token"] = name.replace("_base", "_base_distilled"), translated.pop("reg_token")
+    if family is _SIGLIP and "head.weight" in translated:  # it classifies the mean of the tokens
+        translated = {key: value for key, value in translated.items() if not key.startswith("attn_pool.")}
     classes = translated["head.weight"].shape[0] if "head.weight" in translated else 0
     arguments = {**family.arguments, **_sizes(path, tower, translated), "num_classes": classes}
     if family is _SIGLIP and "attn_pool.latent" not in translated:
@@ -166,8 +169,8 @@ def _translate_weights(path: Path, family: _Family, weights: Mapping[str, Tensor
     unknown: list[str] = []
     for name, value in weights.items():
         short = _TOWER.sub("", name)
-        if _UNUSED.match(short):
-            continue
+        if _UNUSED.match(short) or (family is _CLIP and short.startswith("classifier.")):
+            continue  # CLIP's classifier reads tokens before the last norm, which timm's cannot
         new = _translate_name(short, family)
         if new is None:
             unknown.append(printable(name)[:80])
