@@ -84,7 +84,8 @@ def convert_attention(
     places = {name: module for name, module in modules.items() if _is_candidate(module, attention)}
     new_modules: dict[nn.Module, TokenAttention] = {}
     tried: dict[tuple[Any, ...], bool | ValueError] = {}  # what the trial of equal modules gave
-    refused: dict[nn.Module, str] = {}
+    refused: set[nn.Module] = set()
+    reasons: dict[str, str] = {}  # why, and the first module of which it is true
     for name, module in places.items():
         if module in new_modules or module in refused:
             continue
@@ -121,13 +122,14 @@ def convert_attention(
             new_modules[module] = new
             is_prefix_known &= prefix is not None or not new.has_local_term
         except ValueError as error:
-            refused[module] = f"{name}: {error}"
-    reasons = "; ".join(list(refused.values())[:3])
+            refused.add(module)
+            reasons.setdefault(str(error), name)
+    why = "; ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:3])
     if not new_modules:
         own = "no module has both `qkv` and `proj`, or q_proj, k_proj, v_proj and an output projection"
         if any(isinstance(module, TokenAttention) for module in modules.values()):
             own = "its attention is converted already, or was never softmax"
-        raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
+        raise ValueError(f"found no attention to convert in {type(model).__name__}: {why or own}")
     kept = _resolve_numbers(keep_softmax, len(new_modules))
     new_modules = {module: new for number, (module, new) in enumerate(new_modules.items()) if number not in kept}
     if not is_prefix_known:
@@ -135,9 +137,7 @@ def convert_attention(
     if any(new.has_local_term for new in new_modules.values()):
         _check_keeps_all_patches(model)
     if refused:
-        warnings.warn(
-            f"{len(refused)} attentions of {type(model).__name__} are left as they were: {reasons}", stacklevel=2
-        )
+        warnings.warn(f"{len(refused)} attentions of {type(model).__name__} are left as they were: {why}", stacklevel=2)
     converted = [name for name, module in places.items() if module in new_modules]
     for name in converted:
         parent, _, child = name.rpartition(".")
