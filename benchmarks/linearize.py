@@ -13,7 +13,7 @@ is tried without that too), and students are distilled for 0 to 25 % of the teac
 student of a backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are
 processes, several at a time; those that matter most come first. After the time limit or a kill, the same command
 resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET along:
-teacher-seed*.safetensors, *.json and */outcome.json.
+teacher-seed*.safetensors (or refined-seed*, without one), *.json and */outcome.json.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
@@ -43,7 +43,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed  # pyright:
 from torch import Tensor, nn
 
 from inline_attention import convert_attention
-from inline_attention.ablation.runs import read_outcome, run_command, run_folder
+from inline_attention.ablation.runs import finish_run, read_outcome, run_command, run_folder
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.linearized import measure_speed
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
@@ -235,16 +235,20 @@ def refine(coarse: Path, place: Place) -> None:
     weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
     side = 2 * math.isqrt(weights["pos_embed"].shape[1] - 1)
     weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side], num_prefix_tokens=1)
-    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
-    notes["model_arguments"] = json.dumps({**json.loads(notes["model_arguments"]), "patch_size": patch})
-    save_weights(weights, place.refined, metadata=notes)
+    arguments = {**json.loads(file.metadata["model_arguments"]), "patch_size": patch}
+    write_half(weights, {**file.metadata, "model_arguments": json.dumps(arguments)}, place.refined)
 
 
 def round_teacher(weights: Path, place: Place) -> None:
     """Write the teacher in half precision."""
     file = open_checkpoint(weights)
-    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
-    save_weights({name: value.half() for name, value in file.weights.items()}, place.teacher, metadata=notes)
+    write_half(file.weights, file.metadata, place.teacher)
+
+
+def write_half(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Write weights in half precision: 11 MB, where some machines hand out 16 at most."""
+    notes = {name: metadata[name] for name in NOTES if name in metadata}
+    save_weights({name: value.half() for name, value in weights.items()}, path, metadata=notes)
 
 
 def teacher_commands(places: Sequence[Place], phase: str) -> dict[Command, Place]:
@@ -308,9 +312,10 @@ def backbone_of(place: Place) -> Path:
 
 
 def probe(place: Place) -> dict[str, float]:
-    """Return the linear probes of the teacher and of the student that was distilled without labels."""
+    """Distill a student without labels; return the linear probes of the teacher and of it."""
     backbone = backbone_of(place)
     config = place.student_settings("InLine", place.experiment.probe_share, backbone=backbone)
+    finish_run(config, is_alone=False)
     trained = replace(config.model, initial_checkpoint=str(find_weights(run_folder(config) / "checkpoints" / "last")))
     distillation = replace(config.distillation, teacher=str(backbone))
     with joined_processes(config.run.device) as processes:
@@ -473,11 +478,7 @@ def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[
                 for name, config in student_runs(place, round_)
                 if read_outcome(config) is None
             ]
-            share = place.experiment.probe_share
-            features = place.student_settings("InLine", share, backbone=backbone_of(place)) if round_ == 1 else None
-            if features is not None and read_outcome(features) is None:
-                commands.append(run_command(f"features, seed {place.seed}", features, is_alone=False))
-            if round_ == 2 and not evaluations_file(place, "probe").exists():
+            if round_ == 1 and not evaluations_file(place, "probe").exists():
                 commands.append(evaluation("probe", place))
     return commands
 
@@ -532,7 +533,8 @@ def main(
         trained = [place for place in places if place.teacher.exists()]
         if only == "teachers":
             return
-        words = [dataset, "--runs", str(runs), "--device", device, *(f"--set={text}" for text in set_ or ())]
+        words = [dataset, "--runs", str(runs), "--device", device, "--at-once", str(at_once)]
+        words += [f"--set={text}" for text in set_ or ()]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
         for _ in finish(student_commands(trained, words)):
             write_results(dataset, experiment, collect(places), output)
