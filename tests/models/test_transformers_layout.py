@@ -30,6 +30,9 @@ MODELS = {
     "Dinov2ForImageClassification": ("Dinov2Config", {"mlp_ratio": 2, **NAMES}, None),
     "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", {"mlp_ratio": 2, "use_swiglu_ffn": True}, None),
     "DINOv3ViTModel": ("DINOv3ViTConfig", {"intermediate_size": 64, "num_register_tokens": 4}, None),
+    "DINOv3ViTModel with a gate": (
+        "DINOv3ViTConfig", {"intermediate_size": 64, "use_gated_mlp": True, "hidden_act": "silu"}, None
+    ),
     "CLIPVisionModel": ("CLIPVisionConfig", {"intermediate_size": 64}, "pooler_output"),
     "CLIPVisionModelWithProjection": ("CLIPVisionConfig", {"intermediate_size": 64, **GELU}, "image_embeds"),
     "CLIPModel": ("CLIPConfig", {"intermediate_size": 64}, "image_embeds"),
@@ -48,7 +51,7 @@ def write_model(folder, kind):
         arguments = {"vision_config": arguments, "text_config": {**TEXT, "projection_size": 32}, **names}
         arguments |= {"projection_dim": 16} if kind == "CLIPModel" else {}
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).eval()
+    model = getattr(transformers, kind.split()[0])(getattr(transformers, config)(**arguments)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "token" in name:
