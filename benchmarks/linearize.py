@@ -12,12 +12,13 @@ Its attention is replaced (InLine or linear, with and without the local 3×3 ter
 is tried without that too), and students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the
 student of a backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are
 processes, several at a time; those that matter most come first. After the time limit or a kill, the same command
-resumes; finished runs are not repeated.
+resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET along:
+teacher-seed*.safetensors (or refined-seed*, without one), *.json and */outcome.json.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
-folders train/CLASS and validation/CLASS. Results: benchmarks/results/linearize_DATASET.{json,md,png}, rewritten after
-every run.
+folders train/CLASS and validation/CLASS. Results: benchmarks/results/linearize_DATASET.{json,md}, rewritten after every
+run, and .png at the end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -41,7 +43,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed  # pyright:
 from torch import Tensor, nn
 
 from inline_attention import convert_attention
-from inline_attention.ablation.runs import read_outcome, run_command, run_folder
+from inline_attention.ablation.runs import finish_run, read_outcome, run_command, run_folder
 from inline_attention.benchmark.environment import describe_environment
 from inline_attention.benchmark.linearized import measure_speed
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
@@ -69,9 +71,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
 PROBES = ("probe of the teacher", "probe of the student")
 NOTES = ("model", "model_arguments", "class_names", "crop_pct")
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
+# As results/cifar10_long.md: with AdamW, 30 epochs of softmax on CIFAR-10 end at 76 %.
 MIXED = (
-    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
-    "training.compile=true", "training.validation_interval=10", "checkpoints.interval_epochs=10",
+    "optimizer.name=muon", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2", "augmentation.mixup=0.8",
+    "augmentation.cutmix=1.0", "augmentation.auto_augment=rand-m9-mstd0.5-inc1", "training.compile=true",
+    "training.validation_interval=10", "checkpoints.interval_epochs=10",
 )  # fmt: skip
 
 
@@ -110,10 +114,10 @@ class Experiment:
 
 
 FINE = (
-    *MIXED, "augmentation.mixup_prob=0.5", "training.batch_size=256", "training.total_batch_size=256",
-    "optimizer.lr=5e-4", "training.validation_interval=5",
+    *MIXED, "augmentation.mixup_prob=0.5", "training.batch_size=512", "training.total_batch_size=512",
+    "optimizer.lr=2e-3", "training.validation_interval=5",
 )  # fmt: skip
-COARSE = (*MIXED, "training.batch_size=128", "training.total_batch_size=128", "optimizer.lr=1e-3")
+COARSE = (*MIXED, "training.batch_size=1024", "training.total_batch_size=1024", "optimizer.lr=5e-3")
 EXPERIMENTS = {
     "digits": Experiment(
         "digits",
@@ -127,13 +131,13 @@ EXPERIMENTS = {
         batch=64,
     ),
     "cifar10": Experiment(
-        "cifar10", patch=2, epochs=10, coarse_epochs=72, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
+        "cifar10", patch=2, epochs=12, coarse_epochs=100, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
         patch=4,
-        epochs=6,
-        coarse_epochs=40,
+        epochs=10,
+        coarse_epochs=80,
         overrides=(
             "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8"
         ),
@@ -155,6 +159,11 @@ class Place:
     seed: int
     own: tuple[str, ...]
     at_once: int = 1
+
+    @cached_property
+    def images(self) -> int:
+        """Number of training images. To list them takes a second, and every student's settings need it."""
+        return len(open_sources(self.settings("count")).train)
 
     @property
     def teacher(self) -> Path:
@@ -203,8 +212,7 @@ class Place:
         match = "logits" if backbone is None else "features"
         name = f"{variant.replace(' ', '_').replace('×', 'x')}-{share}-{match}"
         base = self.settings(name, *batch, *light, "training.clip_grad=1.0")
-        images = len(open_sources(base).train)
-        updates = max(1, round(experiment.teacher_epochs * share / 100 * (images // experiment.batch)))
+        updates = max(1, round(experiment.teacher_epochs * share / 100 * (self.images // experiment.batch)))
         model: Any = replace(
             base.model,
             initial_checkpoint=str(backbone or self.teacher),
@@ -227,16 +235,20 @@ def refine(coarse: Path, place: Place) -> None:
     weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
     side = 2 * math.isqrt(weights["pos_embed"].shape[1] - 1)
     weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side], num_prefix_tokens=1)
-    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
-    notes["model_arguments"] = json.dumps({**json.loads(notes["model_arguments"]), "patch_size": patch})
-    save_weights(weights, place.refined, metadata=notes)
+    arguments = {**json.loads(file.metadata["model_arguments"]), "patch_size": patch}
+    write_half(weights, {**file.metadata, "model_arguments": json.dumps(arguments)}, place.refined)
 
 
 def round_teacher(weights: Path, place: Place) -> None:
     """Write the teacher in half precision."""
     file = open_checkpoint(weights)
-    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
-    save_weights({name: value.half() for name, value in file.weights.items()}, place.teacher, metadata=notes)
+    write_half(file.weights, file.metadata, place.teacher)
+
+
+def write_half(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Write weights in half precision: 11 MB, where some machines hand out 16 at most."""
+    notes = {name: metadata[name] for name in NOTES if name in metadata}
+    save_weights({name: value.half() for name, value in weights.items()}, path, metadata=notes)
 
 
 def teacher_commands(places: Sequence[Place], phase: str) -> dict[Command, Place]:
@@ -281,7 +293,8 @@ def evaluate_untrained(place: Place) -> dict[str, float]:
     with joined_processes(first.run.device) as processes:
         data = build_task(configs["teacher"]).open()
         for name, config in configs.items():
-            arguments = (processes, config.data, config.training.batch_size, config.training.amp)
+            pictures = replace(config.data, workers=0)  # they are few; workers would start anew for each model
+            arguments = (processes, pictures, config.training.batch_size, config.training.amp)
             metrics = evaluate_task(build_task(config), data.validation, data.class_names, *arguments)
             found[name] = metrics.figures["top1"]
     return found
@@ -299,9 +312,10 @@ def backbone_of(place: Place) -> Path:
 
 
 def probe(place: Place) -> dict[str, float]:
-    """Return the linear probes of the teacher and of the student that was distilled without labels."""
+    """Distill a student without labels; return the linear probes of the teacher and of it."""
     backbone = backbone_of(place)
     config = place.student_settings("InLine", place.experiment.probe_share, backbone=backbone)
+    finish_run(config, is_alone=False)
     trained = replace(config.model, initial_checkpoint=str(find_weights(run_folder(config) / "checkpoints" / "last")))
     distillation = replace(config.distillation, teacher=str(backbone))
     with joined_processes(config.run.device) as processes:
@@ -351,7 +365,7 @@ def linear_probe(model: nn.Module, task: Any, data: Any, processes: Any) -> floa
 
 
 def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, float]], output: Path) -> None:
-    """Write JSON, Markdown and the picture of all seeds so far."""
+    """Write JSON and Markdown of all seeds so far."""
     environment = describe_environment()
     epochs = experiment.teacher_epochs
     content = {"environment": environment, "dataset": name, "teacher_epochs": epochs, "seeds": found}
@@ -375,7 +389,6 @@ def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, 
         f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
     ]
     write_markdown(output / f"linearize_{name}.md", f"Linearizing a ViT: {name}", environment, "\n\n".join(text))
-    draw(name, experiment, found, output)
 
 
 def values_of(found: Mapping[str, Mapping[str, float]], name: str) -> list[float]:
@@ -465,11 +478,7 @@ def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[
                 for name, config in student_runs(place, round_)
                 if read_outcome(config) is None
             ]
-            share = place.experiment.probe_share
-            features = place.student_settings("InLine", share, backbone=backbone_of(place)) if round_ == 1 else None
-            if features is not None and read_outcome(features) is None:
-                commands.append(run_command(f"features, seed {place.seed}", features, is_alone=False))
-            if round_ == 2 and not evaluations_file(place, "probe").exists():
+            if round_ == 1 and not evaluations_file(place, "probe").exists():
                 commands.append(evaluation("probe", place))
     return commands
 
@@ -519,17 +528,25 @@ def main(
                 config = place.coarse_settings() if phase == "coarse" else place.teacher_settings()
                 weights = find_weights(run_folder(config) / "checkpoints" / "last")
                 (refine if phase == "coarse" else round_teacher)(weights, place)
+                if (outcome := read_outcome(config)) is not None and outcome.top1 is not None:
+                    print(f"{command.name}: top-1 {outcome.top1:.2f} %", flush=True)
         trained = [place for place in places if place.teacher.exists()]
         if only == "teachers":
             return
-        words = [dataset, "--runs", str(runs), "--device", device, *(f"--set={text}" for text in set_ or ())]
+        words = [dataset, "--runs", str(runs), "--device", device, "--at-once", str(at_once)]
+        words += [f"--set={text}" for text in set_ or ()]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
         for _ in finish(student_commands(trained, words)):
             write_results(dataset, experiment, collect(places), output)
+        found = collect(places)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    table = output / f"linearize_{dataset}.md"
-    print(table.read_text(encoding="utf-8") if table.exists() else "no student is finished; the same command resumes")
+    if not any(found.values()):
+        print("no student is finished; the same command resumes")
+        return
+    write_results(dataset, experiment, found, output)
+    draw(dataset, experiment, found, output)
+    print((output / f"linearize_{dataset}.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import timm
 import torch
 from typer.testing import CliRunner
 
+from inline_attention.benchmark.linearized import SpeedCell
 from inline_attention.cli import linearize as command
 from inline_attention.cli.main import app
 from inline_attention.data.datasets import digits
@@ -146,6 +147,7 @@ def test_pictures_without_classes(invoke, teacher, pictures, tmp_path):
     assert result.exit_code == 0, result.output
     assert "blocks that keep softmax:" in result.output
     assert "tokens, R² %" in result.output
+    assert "classes (taken from the data)" not in " ".join(result.output.split())
     written = json.loads((tmp_path / "out" / "features" / "linearize.json").read_text())
     assert set(written["figures"]) == {"converted", "linearized"}
     assert len(json.loads(open_checkpoint(written["weights"]).metadata["conversion"])["keep_softmax"]) == 1
@@ -154,6 +156,11 @@ def test_pictures_without_classes(invoke, teacher, pictures, tmp_path):
 @pytest.mark.parametrize(("text", "kept"), [("2", 2), ("0", 0), ("4,8", [4, 8]), ("8, 4", [4, 8]), ("4,", [4])])
 def test_one_number_counts_blocks_and_a_list_names_them(text, kept):
     assert command.parse_kept(text) == kept
+
+
+def test_slow_models_have_a_speed():
+    cell = SpeedCell("teacher", 2048, 1, images_per_second=0.0341, peak_bytes=2**21)
+    assert [command._cell(cell, kind) for kind in ("speed", "memory")] == ["0.034", "2"]
 
 
 def test_broken_pictures_are_named(invoke, teacher, pictures):

@@ -131,6 +131,11 @@ def test_a_student_of_another_size_is_rebuilt_from_its_file(tmp_path, teacher):
     assert found.top1 == pytest.approx(result.figures["linearized"]["top1"])
 
 
+def test_a_student_of_another_shape_learns_from_square_images(tmp_path, teacher):
+    wide = ("model.img_size=[8, 12]", "data.in_memory=false", "augmentation.crop=resized", "training.updates=1")
+    assert linearize(student(tmp_path, teacher, *wide)).figures["linearized"]["top1"] > 0
+
+
 def test_other_classes_are_refused(tmp_path):
     fewer = write_teacher(tmp_path / "fewer.safetensors", classes=3, names=None)
     with pytest.raises(ConfigError, match="has 3 classes, the data 10 classes; fine-tune the teacher"):
@@ -199,6 +204,8 @@ def test_pretrained_weights_are_kept_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(linearizing, "create_described_model", lambda *_, **__: timm.create_model("no such model"))
     with pytest.raises(ValueError, match=r"cannot be loaded .* --initial-checkpoint FILE"):
         fetch_teacher(NAME, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="found no attention to convert in ResNet"):  # and nothing is downloaded
+        fetch_teacher("resnet18", tmp_path / "other.safetensors")
 
 
 @pytest.mark.slow

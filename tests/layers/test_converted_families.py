@@ -163,8 +163,10 @@ def test_what_does_not_convert_is_refused_and_unchanged(library, name, answer):
 
 @pytest.mark.parametrize(("library", "name", "answer"), [row for row in ROWS if row[2] == "opt-in"])
 def test_relative_positions_are_lost_only_if_asked_for(library, name, answer):
-    with pytest.raises(ValueError, match=r"adds relative positions .* every pair of tokens.*drop_position_bias=True"):
+    text = r"adds relative positions .* every pair of tokens.*drop_position_bias=True"
+    with pytest.raises(ValueError, match=text) as found:
         convert_attention(build(library, name, SQUARE))
+    assert str(found.value).count("drop_position_bias=True") == 1  # once, not for each block
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,9 @@ assert model.config._attn_implementation == "inline"
 import torch
 assert model(torch.zeros(1, 3, 32, 32)).last_hidden_state.shape == (1, 17, 32)
 assert not [finder for finder in sys.meta_path if getattr(finder, "theirs", "") == "transformers.modeling_utils"]
+inline_attention.convert_attention(model)
+assert model(torch.zeros(1, 3, 32, 32)).last_hidden_state.shape == (1, 17, 32)
+assert "timm" not in sys.modules  # nor is there half an import of it, which would leave our models unregistered
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -106,8 +109,15 @@ def test_text_and_position_biases_are_refused():
     with pytest.raises(ValueError, match="CLIPAttention is causal"):
         model.get_text_features(input_ids=torch.tensor([[1, 5, 6, 2]]))
     config = transformers.BeitConfig(**VISION, use_relative_position_bias=True, attn_implementation="inline")
-    with pytest.raises(ValueError, match="the same for all heads"):
+    with pytest.raises(ValueError, match="relative positions of each head cannot be kept"):
         transformers.BeitModel(config).eval()(IMAGES)
+
+
+@torch.no_grad()
+def test_it_is_exported():  # while torch.export traces, transformers makes a mask that hides nothing
+    words, _ = pair(transformers.Dinov2Model, mlp_ratio=2)
+    exported = torch.export.export(words, (IMAGES,)).module()
+    torch.testing.assert_close(exported(IMAGES).last_hidden_state, words(IMAGES).last_hidden_state)
 
 
 def test_only_the_vision_tower():

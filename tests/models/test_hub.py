@@ -82,6 +82,7 @@ def test_swin_windows_that_were_changed(tmp_path):
     model.set_input_size(window_size=5)
     model.save_pretrained(tmp_path)
     assert_equal(model, from_pretrained(tmp_path))
+    assert_equal(model, from_pretrained(f"{tmp_path}/model.safetensors"))
 
 
 @pytest.mark.parametrize("create", [inline_attention.create_model, timm.create_model])

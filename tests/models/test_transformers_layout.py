@@ -25,27 +25,33 @@ MODELS = {
     "ViTForImageClassification": ("ViTConfig", {"intermediate_size": 96, **NAMES}, "logits"),
     "ViTModel": ("ViTConfig", {"intermediate_size": 50}, None),
     "DeiTForImageClassification": ("DeiTConfig", {"intermediate_size": 64, **NAMES}, "logits"),
-    "DeiTForImageClassificationWithTeacher": ("DeiTConfig", {"intermediate_size": 64, **NAMES}, "cls_logits"),
+    "DeiTForImageClassificationWithTeacher": ("DeiTConfig", {"intermediate_size": 64, **NAMES}, "logits"),
     "Dinov2Model": ("Dinov2Config", {"mlp_ratio": 2}, None),
     "Dinov2ForImageClassification": ("Dinov2Config", {"mlp_ratio": 2, **NAMES}, None),
     "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", {"mlp_ratio": 2, "use_swiglu_ffn": True}, None),
     "DINOv3ViTModel": ("DINOv3ViTConfig", {"intermediate_size": 64, "num_register_tokens": 4}, None),
+    "DINOv3ViTModel with a gate": (
+        "DINOv3ViTConfig", {"intermediate_size": 64, "use_gated_mlp": True, "hidden_act": "silu"}, None
+    ),
     "CLIPVisionModel": ("CLIPVisionConfig", {"intermediate_size": 64}, "pooler_output"),
     "CLIPVisionModelWithProjection": ("CLIPVisionConfig", {"intermediate_size": 64, **GELU}, "image_embeds"),
     "CLIPModel": ("CLIPConfig", {"intermediate_size": 64}, "image_embeds"),
     "SiglipVisionModel": ("SiglipVisionConfig", {"intermediate_size": 70}, "pooler_output"),
     "SiglipModel": ("SiglipConfig", {"intermediate_size": 64}, "pooler_output"),
+    "CLIPForImageClassification": ("CLIPConfig", {"intermediate_size": 64, **NAMES}, "pooler_output"),
+    "SiglipForImageClassification": ("SiglipConfig", {"intermediate_size": 64, **NAMES}, "logits"),
 }  # fmt: skip
 
 
 def write_model(folder, kind):
     config, arguments, _ = MODELS[kind]
     arguments = {**SIZES, **arguments}
-    if kind in ("CLIPModel", "SiglipModel"):
-        arguments = {"vision_config": arguments, "text_config": {**TEXT, "projection_size": 32}}
+    if config in ("CLIPConfig", "SiglipConfig"):
+        names = {key: arguments.pop(key) for key in NAMES if key in arguments}
+        arguments = {"vision_config": arguments, "text_config": {**TEXT, "projection_size": 32}, **names}
         arguments |= {"projection_dim": 16} if kind == "CLIPModel" else {}
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).eval()
+    model = getattr(transformers, kind.split()[0])(getattr(transformers, config)(**arguments)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "token" in name:
@@ -60,7 +66,7 @@ def write_model(folder, kind):
 def output_of(model, images, name):
     if type(model).__name__ == "CLIPModel":
         return model.visual_projection(model.vision_model(pixel_values=images).pooler_output)
-    if type(model).__name__ == "SiglipModel":
+    if type(model).__name__ in ("SiglipModel", "CLIPForImageClassification"):  # whose classifier is left out
         return model.vision_model(pixel_values=images).pooler_output
     model = getattr(model, "dinov2", model)
     outputs = model(pixel_values=images)
@@ -76,7 +82,7 @@ def test_outputs_are_those_of_transformers(kind, tmp_path):
         found = model(images)
     torch.testing.assert_close(found, output_of(original, images, MODELS[kind][2]), rtol=1e-4, atol=1e-4)
     noted = json.loads(open_checkpoint(tmp_path).metadata.get("class_names", "null"))
-    classifies = kind.startswith(("ViTFor", "DeiTFor"))
+    classifies = kind.startswith(("ViTFor", "DeiTFor", "SiglipFor"))
     assert noted == (["cat", "dog", "owl"] if classifies else None)
     settings = describe_teacher(tmp_path)
     assert f"model.initial_checkpoint={json.dumps(str(tmp_path))}" in settings

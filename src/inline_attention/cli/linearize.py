@@ -195,4 +195,6 @@ def _cell(cell: Any, kind: str) -> str:
         return cell.note if kind == "speed" else "—"
     if value is None:
         return "—"
-    return f"{value:,.1f}" if kind == "speed" else f"{value / 2**20:,.0f}"
+    if kind == "memory":
+        return f"{value / 2**20:,.0f}"
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"

@@ -17,7 +17,13 @@ from inline_attention.engine.processes import Processes, joined_processes
 from inline_attention.engine.run_folder import CHECKPOINTS
 from inline_attention.engine.train import build_task, checkpoint_to_resume, run_folder, settings_of_model, train
 from inline_attention.models.checkpoints import save_weights
-from inline_attention.models.described import conversion_of, create_described_model, read_description
+from inline_attention.models.described import (
+    Conversion,
+    check_description,
+    conversion_of,
+    create_described_model,
+    read_description,
+)
 from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.support.files import read_bounded, write_atomically
 from inline_attention.support.text import counted
@@ -72,10 +78,11 @@ def fetch_teacher(name: str, path: Path) -> None:
     """Write timm's pretrained weights of a model to a file, unless it is there from an earlier start.
 
     Raises:
-        ValueError: If there are none, or they cannot be downloaded.
+        ValueError: If there are none, they cannot be downloaded, or the model has no attention to convert.
     """
     if path.exists():
         return
+    check_description(name, {}, conversion=Conversion(options={"drop_position_bias": True}))  # before the download
     try:
         model: Any = create_described_model(name, {}, pretrained=True)
     except Exception as error:  # of networks, caches and hubs

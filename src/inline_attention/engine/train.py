@@ -113,9 +113,10 @@ def train(
             report = RunReport(
                 folder, config, is_main=processes.is_main, total_updates=trainer.total_updates, on_epoch=on_epoch
             )
-            sizes = f"{len(data.train)} images to train on, {len(data.validation)} to evaluate on"
-            origin = "taken from the data" if config.model.num_classes is None else "set by model.num_classes"
-            sizes = f"data: {sizes}, {len(trainer.class_names)} classes ({origin})"
+            sizes = f"data: {len(data.train)} images to train on, {len(data.validation)} to evaluate on"
+            if config.distillation.uses_labels:
+                origin = "taken from the data" if config.model.num_classes is None else "set by model.num_classes"
+                sizes = f"{sizes}, {len(trainer.class_names)} classes ({origin})"
             with report, noted_interruptions() as interruption, closing(trainer):
                 plan = resolved.describe(processes.device)
                 for line in (*data.notes, f"run: {folder}", sizes, *batch_notes, *plan, *task.notes, *notes):

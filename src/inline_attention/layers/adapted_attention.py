@@ -23,7 +23,7 @@ from inline_attention.layers.attention import (
     SoftmaxAttention,
     TokenAttention,
 )
-from inline_attention.ops.tracing import as_autocast, unrecorded
+from inline_attention.ops.tracing import as_autocast, is_exporting, unrecorded
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("proj", "o_proj", "out_proj")
@@ -239,9 +239,12 @@ def as_key_mask(mask: Tensor) -> Tensor:
         ValueError: If it hides a token from some queries only.
     """
     if mask.dim() != 4 or mask.shape[1] != 1:
-        raise ValueError(f"attention_mask must be [B, 1, N, N], the same for all heads, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"attention_mask must be [B, 1, N, N], the same for all heads, got {tuple(mask.shape)}; relative positions "
+            "of each head cannot be kept: linear-time attention has no scores to add them to"
+        )
     first = mask[:, :, :1]
-    if mask.shape[2] > 1 and mask.stride(2) != 0:
+    if mask.shape[2] > 1 and mask.stride(2) != 0 and not is_exporting():  # values cannot be read there
         with unrecorded():
             if not bool((mask == first).all()):
                 raise ValueError(

@@ -42,6 +42,8 @@ class TokenNorm(nn.LayerNorm):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
+    tells_grid = True  # see `convert_attention`
+
     def __init__(
         self,
         dim: int,

@@ -84,7 +84,8 @@ def convert_attention(
     places = {name: module for name, module in modules.items() if _is_candidate(module, attention)}
     new_modules: dict[nn.Module, TokenAttention] = {}
     tried: dict[tuple[Any, ...], bool | ValueError] = {}  # what the trial of equal modules gave
-    refused: dict[nn.Module, str] = {}
+    refused: set[nn.Module] = set()
+    reasons: dict[str, str] = {}  # why, and the first module of which it is true
     for name, module in places.items():
         if module in new_modules or module in refused:
             continue
@@ -121,13 +122,14 @@ def convert_attention(
             new_modules[module] = new
             is_prefix_known &= prefix is not None or not new.has_local_term
         except ValueError as error:
-            refused[module] = f"{name}: {error}"
-    reasons = "; ".join(list(refused.values())[:3])
+            refused.add(module)
+            reasons.setdefault(str(error), name)
+    why = "; ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:3])
     if not new_modules:
         own = "no module has both `qkv` and `proj`, or q_proj, k_proj, v_proj and an output projection"
         if any(isinstance(module, TokenAttention) for module in modules.values()):
             own = "its attention is converted already, or was never softmax"
-        raise ValueError(f"found no attention to convert in {type(model).__name__}: {reasons or own}")
+        raise ValueError(f"found no attention to convert in {type(model).__name__}: {why or own}")
     kept = _resolve_numbers(keep_softmax, len(new_modules))
     new_modules = {module: new for number, (module, new) in enumerate(new_modules.items()) if number not in kept}
     if not is_prefix_known:
@@ -135,9 +137,7 @@ def convert_attention(
     if any(new.has_local_term for new in new_modules.values()):
         _check_keeps_all_patches(model)
     if refused:
-        warnings.warn(
-            f"{len(refused)} attentions of {type(model).__name__} are left as they were: {reasons}", stacklevel=2
-        )
+        warnings.warn(f"{len(refused)} attentions of {type(model).__name__} are left as they were: {why}", stacklevel=2)
     converted = [name for name, module in places.items() if module in new_modules]
     for name in converted:
         parent, _, child = name.rpartition(".")
@@ -222,13 +222,11 @@ def _record(model: nn.Module, attention: type[TokenAttention], kept: list[int], 
 
 def _connect_grids(model: nn.Module, names: Sequence[str]) -> None:
     """Connect attentions that need a grid to the module that makes their patches."""
-    from inline_attention.layers.block import Block  # it imports timm, which registers models with this package
-
     grids: dict[nn.Module, PatchGrid] = {}
     between: dict[nn.Module, dict[nn.Module, None]] = {}  # by owner: the modules that lead to its attentions
     for name in names:
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), Block):
-            continue  # blocks of this library tell the grid themselves
+        if getattr(model.get_submodule(name.rpartition(".")[0]), "tells_grid", False):
+            continue  # a block of this library; its class is not imported, since that imports timm
         attention = cast(TokenAttention, model.get_submodule(name))
         owner, patch_embed = _find_patch_embed(model, name)
         if owner is None or patch_embed is None or not attention.has_local_term:

@@ -140,15 +140,15 @@ def push_to_hub(
 
 
 def from_pretrained(source: str | os.PathLike[str], *, cache_dir: str | None = None, **arguments: Any) -> nn.Module:
-    """Create a model with its weights from a folder, or from "USER/NAME" on the Hugging Face Hub.
+    """Create a model with its weights from a folder or file, or from "USER/NAME" on the Hugging Face Hub.
 
     Args:
-        source: Folder, such as one of `save_pretrained` or a run of `inline train`, or repository.
+        source: Folder, such as one of `save_pretrained` or a run of `inline train`, file of weights, or repository.
         cache_dir: Folder of downloads; by default huggingface_hub's.
         **arguments: Arguments of the model that replace the stored ones, such as `num_classes`.
     """
-    is_folder = isinstance(source, os.PathLike) or Path(source).is_dir()
-    return create_from_hub(source if is_folder else fetch(str(source), cache_dir), pretrained=True, **arguments)
+    is_here = isinstance(source, os.PathLike) or Path(source).exists()
+    return create_from_hub(source if is_here else fetch(str(source), cache_dir), pretrained=True, **arguments)
 
 
 def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False, **own: Any) -> nn.Module:

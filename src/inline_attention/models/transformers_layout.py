@@ -31,6 +31,7 @@ _NAMES = [
     (r"(?:layernorm|post_layernorm|norm)\.(\w+)", r"norm.\1"),
     (r"pre_layrnorm\.(\w+)", r"norm_pre.\1"),
     (r"(?:classifier|cls_classifier)\.(\w+)", r"head.\1"),
+    (r"distillation_classifier\.(\w+)", r"head_dist.\1"),
     (r"visual_projection\.weight", "head.weight"),
     (r"head\.probe", "attn_pool.latent"),
     (r"head\.attention\.in_proj_(\w+)", r"attn_pool.qkv.\1"),
@@ -45,12 +46,11 @@ _BLOCK_NAMES = [
     (r"(?:layernorm_before|layer_norm1|norm1)\.(\w+)", r"norm1.\1"),
     (r"(?:layernorm_after|layer_norm2|norm2)\.(\w+)", r"norm2.\1"),
     (r"(?:intermediate\.dense|mlp\.fc1|mlp\.up_proj|mlp\.weights_in)\.(\w+)", r"mlp.fc1.\1"),
+    (r"mlp\.gate_proj\.(\w+)", r"mlp.fc1_g.\1"),
     (r"(?:output\.dense|mlp\.fc2|mlp\.down_proj|mlp\.weights_out)\.(\w+)", r"mlp.fc2.\1"),
 ]
 # Weights that say nothing about the picture's features, and towers of text.
-_UNUSED = re.compile(
-    r"pooler\.|distillation_classifier\.|embeddings\.(mask_token|position_ids)|text_model\.|text_projection|logit_"
-)
+_UNUSED = re.compile(r"pooler\.|embeddings\.(mask_token|position_ids)|text_model\.|text_projection|logit_")
 _TOWER = re.compile(r"^(?:(?:vit|deit|dinov2|dinov2_with_registers|dinov3_vit|model|vision_model)\.)+")
 
 
@@ -73,7 +73,7 @@ _SIGLIP = _Family(
 )
 _FAMILIES = {
     "vit": _Family({"gelu": "vit_base_patch16_224"}, {"global_pool": "token"}),
-    "deit": _Family({"gelu": "deit_base_patch16_224"}, {"global_pool": "token", "reg_tokens": 1}),
+    "deit": _Family({"gelu": "deit_base_patch16_224"}, {"global_pool": "token"}),
     "dinov2": _Family(
         {"gelu": "vit_base_patch14_dinov2", "swiglu": "vit_giant_patch14_dinov2"}, {"global_pool": "token"}
     ),
@@ -83,7 +83,9 @@ _FAMILIES = {
         positions_of_prefix=False,
     ),
     "dinov3_vit": _Family(
-        {"gelu": "vit_small_patch16_dinov3_qkvb"}, {"global_pool": "token"}, layer_scales=("gamma_1", "gamma_2")
+        {"gelu": "vit_small_patch16_dinov3_qkvb", "gated silu": "vit_small_plus_patch16_dinov3_qkvb"},
+        {"global_pool": "token"},
+        layer_scales=("gamma_1", "gamma_2"),
     ),
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
@@ -118,16 +120,25 @@ def translate(
         raise CheckpointError(f"{path} has a damaged config.json: expected a mapping as vision_config; fetch it again")
     tower = cast("Mapping[str, Any]", tower)
     translated = _translate_weights(path, family, weights)
-    is_gated = bool(tower.get("use_swiglu_ffn"))
-    activation = "swiglu" if is_gated else str(tower.get("hidden_act", next(iter(family.names))))
+    is_gated = bool(tower.get("use_gated_mlp"))
+    activation = str(tower.get("hidden_act", next(iter(family.names))))
+    activation = "swiglu" if tower.get("use_swiglu_ffn") else f"gated {activation}" if is_gated else activation
     name = family.names.get(activation)
-    if name is None or tower.get("use_gated_mlp"):
+    if name is None:
         raise CheckpointError(
-            f"{path} has an MLP with {printable(activation)[:60]}{' and a gate' * bool(tower.get('use_gated_mlp'))}, "
-            f"which timm's {next(iter(family.names.values()))} has not; use convert_attention(model) in Python"
+            f"{path} has an MLP with {printable(activation)[:60]}, which timm's {next(iter(family.names.values()))} "
+            "has not; use convert_attention(model) in Python"
         )
+    if "head_dist.weight" in translated:  # DeiT with two classifiers
+        name, translated["dist_token"] = name.replace("_base", "_base_distilled"), translated.pop("reg_token")
+    if family is _SIGLIP and "head.weight" in translated:  # it classifies the mean of the tokens
+        translated = {key: value for key, value in translated.items() if not key.startswith("attn_pool.")}
     classes = translated["head.weight"].shape[0] if "head.weight" in translated else 0
     arguments = {**family.arguments, **_sizes(path, tower, translated), "num_classes": classes}
+    fc1 = ".mlp.fc1_x." if is_gated else ".mlp.fc1."
+    translated = {  # without registers, theirs is an empty tensor
+        key.replace(".mlp.fc1.", fc1): value for key, value in translated.items() if value.numel()
+    }
     if family is _SIGLIP and "attn_pool.latent" not in translated:
         name, arguments["global_pool"] = name.replace("siglip", "siglip_gap"), "avg"
     notes: dict[str, Any] = {"model_arguments": arguments, **_preparation(preparation)}
@@ -166,8 +177,8 @@ def _translate_weights(path: Path, family: _Family, weights: Mapping[str, Tensor
     unknown: list[str] = []
     for name, value in weights.items():
         short = _TOWER.sub("", name)
-        if _UNUSED.match(short):
-            continue
+        if _UNUSED.match(short) or (family is _CLIP and short.startswith("classifier.")):
+            continue  # CLIP's classifier reads tokens before the last norm, which timm's cannot
         new = _translate_name(short, family)
         if new is None:
             unknown.append(printable(name)[:80])

@@ -1,6 +1,7 @@
 """Distillation: what is matched, and that a student equal to its teacher has nothing to learn."""
 
 import copy
+import math
 
 import pytest
 import timm
@@ -154,21 +155,27 @@ def test_the_teacher_sees_the_same_view_at_its_own_size():
     assert evaluator.compute(Alone()).count == 4
 
 
-@pytest.mark.parametrize(("prefix", "pixels", "grid"), [(1, (16, 16), (8, 8)), (0, (8, 16), (4, 8))])
-def test_tokens_of_a_larger_grid_are_averaged(prefix, pixels, grid):
-    tokens = torch.randn(2, prefix + grid[0] * grid[1], 5, dtype=torch.float32)
-    count = prefix + grid[0] * grid[1] // 4
-    resized = resized_tokens(tokens, pixels, count, prefix)
+@pytest.mark.parametrize(
+    ("prefix", "pixels", "new_pixels"),
+    [(1, (16, 16), (8, 8)), (0, (8, 16), (4, 8)), (1, (16, 24), (8, 8)), (0, (4, 16), (8, 8))],
+)
+def test_tokens_of_another_grid_are_averaged(prefix, pixels, new_pixels):
+    grid, new_grid = ([side // 2 for side in size] for size in (pixels, new_pixels))
+    rows = torch.linspace(0, 1, grid[0]).repeat_interleave(grid[1])
+    tokens = torch.cat([torch.full((prefix,), 7.0), rows]).view(1, -1, 1).expand(2, -1, 5)
+    count = prefix + math.prod(new_grid)
+    resized = resized_tokens(tokens, pixels, count, new_pixels, prefix)
     assert resized.shape == (2, count, 5)
     assert torch.equal(resized[:, :prefix], tokens[:, :prefix])
-    constant = resized_tokens(torch.ones_like(tokens), pixels, count, prefix)
-    torch.testing.assert_close(constant, torch.ones_like(constant))
-    assert resized_tokens(tokens, pixels, tokens.shape[1], prefix) is tokens
+    maps = resized[:, prefix:].unflatten(1, new_grid)
+    torch.testing.assert_close(maps, maps[:, :, :1].expand_as(maps))  # columns are alike, as they were
+    assert (maps.diff(dim=1) > 0).all()
+    assert resized_tokens(tokens, pixels, tokens.shape[1], pixels, prefix) is tokens
 
 
 def test_tokens_that_are_no_grid_are_refused():
     with pytest.raises(ValueError, match="no grid"):
-        resized_tokens(torch.zeros(1, 15, 2), (16, 16), 4, 0)
+        resized_tokens(torch.zeros(1, 15, 2), (16, 16), 4, (8, 8), 0)
 
 
 def test_soft_cross_entropy_is_torch_s_divergence():

@@ -278,8 +278,7 @@ class DistillationObjective:
             if settings.labels_weight:
                 loss = loss + settings.labels_weight * self._labels.loss(logits, targets)
         if (tokens := self._tokens.take()) is not None:
-            shape = images.shape[-2:]
-            tokens = resized_tokens(tokens, shape, expected_tokens.shape[1], self._prefix)
+            tokens = resized_tokens(tokens, images.shape[-2:], expected_tokens.shape[1], self._size, self._prefix)
             loss = loss + settings.features_weight * unexplained_share(tokens, expected_tokens)
         return loss
 
@@ -414,11 +413,11 @@ def unexplained_share(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).square().sum() / torch.maximum(spread, smallest).clamp(min=1e-12)
 
 
-def resized_tokens(tokens: Tensor, pixels: Sequence[int], count: int, prefix: int) -> Tensor:
-    """Return tokens `[B, N, C]` of images of H×W pixels on a grid of another size, with `count` tokens in all."""
-    if tokens.shape[1] == count:
+def resized_tokens(tokens: Tensor, pixels: Sequence[int], count: int, new_pixels: Size | None, prefix: int) -> Tensor:
+    """Return tokens `[B, N, C]` of images of H×W pixels on the grid of `count` tokens of images of another size."""
+    if new_pixels is None or tuple(new_pixels) == tuple(pixels):
         return tokens
-    grid, new_grid = (_grid(number - prefix, pixels) for number in (tokens.shape[1], count))
+    grid, new_grid = _grid(tokens.shape[1] - prefix, pixels), _grid(count - prefix, new_pixels)
     maps = tokens[:, prefix:].mT.unflatten(-1, grid).float()
     maps = F.interpolate(maps, size=new_grid, mode="bilinear", antialias=True)
     return torch.cat([tokens[:, :prefix].float(), maps.flatten(-2).mT], dim=1)
@@ -471,7 +470,8 @@ class FeatureEvaluator:
         output, tokens = run_with_tokens(model, batch.images)
         expected, expected_tokens = run_teacher(self._teacher, batch.images, self._size)
         count, pixels = expected_tokens.shape[1], batch.images.shape[-2:]
-        self._sums["tokens"].add(resized_tokens(tokens, pixels, count, _prefix_tokens(model)), expected_tokens)
+        tokens = resized_tokens(tokens, pixels, count, self._size, _prefix_tokens(model))
+        self._sums["tokens"].add(tokens, expected_tokens)
         self._sums["output"].add(output, expected)
         self._count += len(batch)
 
