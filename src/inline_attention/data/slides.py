@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError, open_image
 from inline_attention.support.files import NotARegularFileError, open_regular
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
@@ -37,6 +38,8 @@ SAME_SHAPE = 0.02  # relative difference in aspect ratio between levels
 ROWS_AT_ONCE = 256  # of a vendor's format
 SMALL_TILE = 2**16  # bytes that any compressed tile may have
 UPRIGHT = 1
+PREMULTIPLIED, ALPHA = 1, 2  # extra samples that are an alpha channel
+JP2K_OF_YCBCR = 33003
 # TIFF's numbers of compressions. The second group has a size of its own in each tile.
 PLAIN = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits", 50000: "Zstandard"}
 WITH_SIZE = {7: "JPEG", 33003: "JPEG 2000", 33004: "JPEG 2000", 33005: "JPEG 2000", 34712: "JPEG 2000", 50001: "WebP"}
@@ -119,23 +122,15 @@ def open_slide(path: str | os.PathLike[str], level: int = 0) -> Slide:
 
 
 def needs_streaming(path: str | os.PathLike[str], max_pixels: int = DEFAULT_MAX_PIXELS) -> bool:
-    """True if a file is too large to decode whole, but `open_slide` can read it in rows.
-
-    Raises:
-        ModuleNotFoundError: If it is of a vendor's format, whose reader is not installed.
-    """
+    """True if a file cannot be decoded whole, so that `open_slide` has to read it in rows, or to say what is wrong."""
     suffix = Path(path).suffix.lower()
-    if suffix not in SLIDE_SUFFIXES:
-        return False
+    if suffix not in TIFF_SUFFIXES or find_spec("tifffile") is None:
+        return suffix in SLIDE_SUFFIXES and suffix not in SUFFIXES
     try:
-        with open_slide(path) as slide:
-            return suffix in VENDOR_SUFFIXES or slide.size[0] * slide.size[1] > max_pixels
+        with open_image(path, max_pixels=max_pixels):
+            return False
     except ImageError:
-        return suffix not in SUFFIXES  # to be named when it is opened
-    except ModuleNotFoundError:
-        if suffix in SUFFIXES:
-            return False  # small ones need no extra
-        raise
+        return True
 
 
 @contextmanager
@@ -170,7 +165,7 @@ class _TiffSlide(Slide):
                 raise ImageError(path, "is empty; expected a TIFF")
             # Not its `series`: those of some formats name other files.
             pages = _level_pages(tifffile.TiffFile(self._file, name=path.name))
-            super().__init__(path, [(page.imagelength, page.imagewidth) for page in pages], level)
+            super().__init__(path, [(int(page.imagelength), int(page.imagewidth)) for page in pages], level)
             self._page = pages[level]
             self._check()
             # All that is read from the file lazily is read now: threads that decode must not move in it.
@@ -192,11 +187,11 @@ class _TiffSlide(Slide):
         (height, width), (tile_height, tile_width) = self.size, self._tile_size()
         self._down, self._across = -(-height // tile_height), -(-width // tile_width)
         self._planes = page.samplesperpixel if int(page.planarconfig) == 2 else 1
-        if page.dtype not in (np.uint8, np.uint16) or page.photometric.name not in (
-            "RGB", "YCBCR", "MINISBLACK", "MINISWHITE",
+        if page.dtype not in (np.uint8, np.uint16) or page.bitspersample not in (8, 16) or (
+            page.photometric.name not in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
         ):  # fmt: skip
-            raise ImageError(path, f"has pixels of {page.dtype} as {page.photometric.name}; expected RGB or gray "
-                             "of 8 or 16 bits; convert it first")  # fmt: skip
+            kind = f"{page.bitspersample} bits ({page.dtype}) as {page.photometric.name}"
+            raise ImageError(path, f"has pixels of {kind}; expected RGB or gray of 8 or 16 bits; convert it first")
         if int(page.compression) not in PLAIN | WITH_SIZE:
             known = ", ".join(dict.fromkeys((PLAIN | WITH_SIZE).values()))
             raise ImageError(path, f"has the compression {int(page.compression)}; expected {known}; convert it first")
@@ -248,7 +243,9 @@ class _TiffSlide(Slide):
         page, (height, width) = self._page, self.size
         tile_height, tile_width = self._tile_size()
         rows = min(tile_height, height - row * tile_height)
-        samples = min(page.samplesperpixel, 3) if page.samplesperpixel >= 3 else 1
+        colors = 3 if page.samplesperpixel >= 3 else 1
+        alpha = page.extrasamples[0] if page.samplesperpixel > colors and page.extrasamples else None
+        samples = colors + (alpha in (PREMULTIPLIED, ALPHA))
         planes = samples if self._planes > 1 else 1
         pixels: np.ndarray = np.empty((rows, width, samples), dtype=page.dtype)
 
@@ -285,9 +282,16 @@ class _TiffSlide(Slide):
         list(self._threads.map(decode, numbers()))
         if pixels.dtype == np.uint16:
             pixels = np.right_shift(pixels, 8).astype(np.uint8)
+        pixels, opaque = pixels[..., :colors], pixels[..., colors:]
         if page.photometric.name == "MINISWHITE":
             pixels = 255 - pixels
-        return pixels if samples == 3 else np.repeat(pixels, 3, axis=2)
+        is_ycbcr = page.photometric.name == "YCBCR" and int(page.compression) in PLAIN
+        if is_ycbcr or int(page.compression) == JP2K_OF_YCBCR:  # tifffile converts JPEG only
+            pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels), "YCbCr").convert("RGB"))
+        if samples > colors:  # on white, as `load_image` does
+            colored = pixels if alpha == PREMULTIPLIED else (pixels * opaque.astype(np.uint16) + 127) // 255
+            pixels = np.minimum(colored + (255 - opaque.astype(np.uint16)), 255).astype(np.uint8)
+        return pixels if colors == 3 else np.repeat(pixels, 3, axis=2)
 
 
 class _VendorSlide(Slide):
@@ -331,6 +335,7 @@ def _level_pages(tiff: Any) -> list[Any]:
             continue
         aspect = page.imagelength * first.imagewidth / (page.imagewidth * first.imagelength)
         is_copy = page.samplesperpixel == first.samplesperpixel and page.dtype == first.dtype
+        is_copy &= page.imagelength < first.imagelength  # else another plane of a stack
         if is_copy and abs(aspect - 1) < SAME_SHAPE and page.is_tiled == first.is_tiled:
             found.append(page)
     return sorted(found, key=lambda page: page.imagelength, reverse=True)
