@@ -1,8 +1,10 @@
 """Large images in rows: all layouts of TIFF give the same pixels, and a fault is one sentence."""
 
 import csv
+import multiprocessing
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -88,6 +90,36 @@ def test_ycbcr_becomes_rgb(write, compression):
     with open_slide(write(iter([tile_bytes]) if compression == "Aperio" else tile, **options)) as slide:
         found = in_rows(slide, 64).permute(1, 2, 0).numpy().astype(int)
     assert np.abs(found - PIXELS[:64, :48]).max() <= 4
+
+
+def test_threads_share_a_slide(write):
+    pixels = np.random.default_rng(1).integers(0, 256, (640, 960, 3), dtype=np.uint8)
+    with open_slide(write(pixels, **TILED, compression="zlib")) as slide, ThreadPoolExecutor(4) as threads:
+        starts = np.random.default_rng(2).integers(0, 600, 100).tolist()
+        for start, rows in zip(starts, threads.map(lambda top: slide.read_rows(top, top + 40), starts), strict=True):
+            assert np.array_equal(rows.permute(1, 2, 0).numpy(), pixels[start : start + 40])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_shares_a_slide(write):
+    """As the workers of a dataloader do whose dataset has opened it."""
+    with open_slide(write()) as slide:
+        slide.read_rows(0, HEIGHT)
+        process = multiprocessing.get_context("fork").Process(target=slide.read_rows, args=(0, 10))
+        process.start()
+        process.join(30)
+        if process.exitcode is None:
+            process.kill()
+    assert process.exitcode == 0
+
+
+def test_rows_that_do_not_exist(write):
+    with open_slide(write()) as slide:
+        assert slide.read_rows(HEIGHT, HEIGHT).shape == (3, 0, WIDTH), "a rank without rows"
+        for start, stop in ((-5, 3), (10, 5), (140, HEIGHT + 1)):
+            with pytest.raises(ValueError, match="expected rows between 0 and 150"):
+                slide.read_rows(start, stop)
 
 
 def test_planes_of_a_stack_are_no_levels(write):

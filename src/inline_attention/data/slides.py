@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -76,9 +77,14 @@ class Slide(ABC):
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Return rows `[3, stop - start, width]` of the level as uint8 RGB.
 
+        Threads and forked processes may share a slide.
+
         Raises:
             ImageError: If tiles are missing or damaged.
+            ValueError: If there are no such rows.
         """
+        if not 0 <= start <= stop <= self.size[0]:
+            raise ValueError(f"expected rows between 0 and {self.size[0]}, got {start} to {stop}")
         with _image_errors(self.path):
             return torch.from_numpy(self._read(start, stop)).permute(2, 0, 1)
 
@@ -168,18 +174,17 @@ class _TiffSlide(Slide):
             super().__init__(path, [(int(page.imagelength), int(page.imagewidth)) for page in pages], level)
             self._page = pages[level]
             self._check()
-            # All that is read from the file lazily is read now: threads that decode must not move in it.
+            # What tifffile reads lazily is read now: threads that decode must not move in the file.
             tables: Any = {"jpegtables": self._page.jpegtables, "jpegheader": self._page.jpegheader}
             self._decode = partial(self._page.decode, **tables)
             self._cached: tuple[int, np.ndarray] | None = None
-            self._threads = ThreadPoolExecutor(READERS)
+            self._lock = Lock()
         except BaseException:
             self._file.close()
             raise
 
     def close(self) -> None:
         """Close the file."""
-        self._threads.shutdown()
         self._file.close()
 
     def _check(self) -> None:
@@ -229,14 +234,21 @@ class _TiffSlide(Slide):
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         tile_height, _ = self._tile_size()
-        parts: list[np.ndarray] = []
-        for row in range(start // tile_height, -(-stop // tile_height)):
-            top = row * tile_height
-            if self._cached is None or self._cached[0] != row:
-                self._cached = None  # freed before the next one is made
-                self._cached = row, self._tile_row(row)
-            parts.append(self._cached[1][max(start - top, 0) : stop - top])
+        parts: list[np.ndarray] = [np.empty((0, self.size[1], 3), dtype=np.uint8)]
+        with self._lock:
+            for row in range(start // tile_height, -(-stop // tile_height)):
+                top = row * tile_height
+                if self._cached is None or self._cached[0] != row:
+                    self._cached = None  # freed before the next one is made
+                    self._cached = row, self._tile_row(row)
+                parts.append(self._cached[1][max(start - top, 0) : stop - top])
         return np.concatenate(parts)
+
+    def _bytes_at(self, offset: int, size: int) -> bytes:
+        if hasattr(os, "pread"):  # no position, which forked processes share
+            return os.pread(self._file.fileno(), size, offset)
+        self._file.seek(offset)
+        return self._file.read(size)
 
     def _tile_row(self, row: int) -> np.ndarray:
         """Return the decoded pixels of one row of tiles, `[rows, width, 3]` uint8."""
@@ -253,8 +265,8 @@ class _TiffSlide(Slide):
             for plane in range(planes):
                 for column in range(self._across):
                     number = (plane * self._down + row) * self._across + column
-                    self._file.seek(page.dataoffsets[number])
-                    yield plane, column, number, self._file.read(page.databytecounts[number])
+                    content = self._bytes_at(page.dataoffsets[number], page.databytecounts[number])
+                    yield plane, column, number, content
 
         def decode(tile: tuple[int, int, int, bytes]) -> None:
             plane, column, number, content = tile
@@ -279,7 +291,8 @@ class _TiffSlide(Slide):
             else:
                 target[...] = inner[..., :samples]
 
-        list(self._threads.map(decode, numbers()))
+        with ThreadPoolExecutor(READERS) as threads:  # for this row: those of a process do not survive its fork
+            list(threads.map(decode, numbers()))
         if pixels.dtype == np.uint16:
             pixels = np.right_shift(pixels, 8).astype(np.uint8)
         pixels, opaque = pixels[..., :colors], pixels[..., colors:]
@@ -310,7 +323,7 @@ class _VendorSlide(Slide):
     def _read(self, start: int, stop: int) -> np.ndarray:
         _, width = self.size
         scale = self._slide.level_downsamples[self.level]
-        parts: list[np.ndarray] = []
+        parts: list[np.ndarray] = [np.empty((0, width, 3), dtype=np.uint8)]
         for top in range(start, stop, ROWS_AT_ONCE):
             rows = min(ROWS_AT_ONCE, stop - top)
             region = self._slide.read_region((0, round(top * scale)), self.level, (width, rows))
