@@ -103,8 +103,8 @@ def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX
 
 
 SLIDE_HINT = (
-    "; only `inline predict` and `inline analyze attention-map` read large tiled TIFFs in parts (extra slides), and "
-    "training decodes images whole: save a coarser level of it"
+    "; only `inline predict` with a classifier and `inline analyze attention-map` read large tiled TIFFs in parts "
+    "(extra slides), and training decodes images whole: save a coarser level of it"
 )
 
 
