@@ -129,6 +129,22 @@ def test_in_a_browser(written, browser, viewport, tmp_path):
     context.close()
 
 
+@pytest.mark.xdist_group("browser")
+def test_overlays_end_with_the_slide(written, browser, tmp_path):
+    """Although their last cells reach beyond it."""
+    page = browser.new_page(viewport={"width": 1000, "height": 700})
+    page.goto((written[0] / "index.html").as_uri())
+    for key in ["o"] + ["+"] * 6 + ["ArrowRight"] * 80:  # the right edge of the slide comes to the middle
+        page.keyboard.press(key)
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=tmp_path / "edge.png")
+    shown, box = np.asarray(Image.open(tmp_path / "edge.png").convert("RGB"), dtype=int), view_box(page)
+    row = shown[round(box["y"] + box["height"] / 2)]
+    assert row[480].max() > 100
+    assert row[510].tolist() == [17, 17, 17]
+    page.close()
+
+
 def changed_by(page, keys):
     """Press keys; return what each changed in the view."""
     states = [json.loads(page.get_attribute("#view", "data-state"))]

@@ -195,5 +195,9 @@ def test_a_tiled_file_that_is_too_large_is_streamed(invoke, checkpoint, tmp_path
     assert "at least 16 pixels high and wide, got 8×8" in invoke(tmp_path / "thin.tif", "--level", 0).stderr
     (tmp_path / "cut.tif").write_bytes(slide.read_bytes()[:9000])
     assert "is truncated" in invoke(tmp_path / "cut.tif", "--level", 0).stderr
+    assert "is truncated" in invoke(tmp_path / "cut.tif", *few).stderr
+    (tmp_path / "folder").mkdir()
+    slide.rename(tmp_path / "folder" / "slide.svs")
+    assert "slide.svs: streaming" in invoke(tmp_path / "folder", *few).stderr
     Image.fromarray(np.zeros((300, 300, 3), np.uint8)).save(tmp_path / "a.png")
     assert "decompression bomb" in invoke(tmp_path / "a.png", *few).stderr, "the guard stays for other formats"

@@ -1,8 +1,10 @@
 """Large images in rows: all layouts of TIFF give the same pixels, and a fault is one sentence."""
 
 import csv
+import multiprocessing
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ LAYOUTS = {
     "big endian": (PIXELS, TILED | {"byteorder": ">"}),
     "planes": (PIXELS.transpose(2, 0, 1), TILED | {"planarconfig": "separate"}),
     "strips": (PIXELS, {"rowsperstrip": 33, "photometric": "rgb"}),
-    "alpha": (np.dstack([PIXELS, PIXELS[..., 0]]), TILED),
+    "infrared": (np.dstack([PIXELS, PIXELS[..., 0]]), TILED | {"extrasamples": ["unspecified"]}),
     "16 bits": (PIXELS.astype(np.uint16) << 8, TILED),
 }
 
@@ -59,6 +61,70 @@ def test_gray_and_inverted(write):
         assert np.array_equal(in_rows(slide, 50).numpy(), np.stack([PIXELS[..., 0]] * 3))
     with open_slide(write(PIXELS[..., 0], tile=(64, 64), photometric="miniswhite")) as slide:
         assert np.array_equal(in_rows(slide, 50).numpy(), 255 - np.stack([PIXELS[..., 0]] * 3))
+
+
+@pytest.mark.parametrize("kind", ["assocalpha", "unassalpha"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_alpha_is_composited_on_white(write, tmp_path, kind, separate):
+    """As in images that are decoded whole: transparent places of an orthophoto are not black."""
+    alpha = np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH, 1) % 256
+    colors = PIXELS * alpha // 255 if kind == "assocalpha" else PIXELS
+    pixels = np.dstack([colors, alpha]).astype(np.uint8)
+    whole = load_image(write(pixels, **TILED, extrasamples=[kind]))
+    if separate:
+        write(pixels.transpose(2, 0, 1), **TILED, extrasamples=[kind], planarconfig="separate")
+    with open_slide(tmp_path / "slide.tif") as slide:
+        found = in_rows(slide, 37).permute(1, 2, 0).numpy()
+    assert np.abs(found.astype(int) - np.asarray(whole)).max() <= 1
+
+
+@pytest.mark.parametrize("compression", ["zlib", "Aperio"])
+def test_ycbcr_becomes_rgb(write, compression):
+    """Without JPEG, and in Aperio's JPEG 2000, which says nothing about it."""
+    imagecodecs = pytest.importorskip("imagecodecs")
+    tile = np.asarray(Image.fromarray(PIXELS[:64, :48]).convert("YCbCr"))
+    options = {"tile": (64, 48), "photometric": "ycbcr", "compression": "zlib"}
+    if compression == "Aperio":
+        tile_bytes = imagecodecs.jpeg2k_encode(tile, codecformat="j2k", colorspace="RGB", mct=False, level=0)
+        options |= {"photometric": "rgb", "compression": 33003, "shape": tile.shape, "dtype": np.uint8}
+    with open_slide(write(iter([tile_bytes]) if compression == "Aperio" else tile, **options)) as slide:
+        found = in_rows(slide, 64).permute(1, 2, 0).numpy().astype(int)
+    assert np.abs(found - PIXELS[:64, :48]).max() <= 4
+
+
+def test_threads_share_a_slide(write):
+    pixels = np.random.default_rng(1).integers(0, 256, (640, 960, 3), dtype=np.uint8)
+    with open_slide(write(pixels, **TILED, compression="zlib")) as slide, ThreadPoolExecutor(4) as threads:
+        starts = np.random.default_rng(2).integers(0, 600, 100).tolist()
+        for start, rows in zip(starts, threads.map(lambda top: slide.read_rows(top, top + 40), starts), strict=True):
+            assert np.array_equal(rows.permute(1, 2, 0).numpy(), pixels[start : start + 40])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_shares_a_slide(write):
+    """As the workers of a dataloader do whose dataset has opened it."""
+    with open_slide(write()) as slide:
+        slide.read_rows(0, HEIGHT)
+        process = multiprocessing.get_context("fork").Process(target=slide.read_rows, args=(0, 10))
+        process.start()
+        process.join(30)
+        if process.exitcode is None:
+            process.kill()
+    assert process.exitcode == 0
+
+
+def test_rows_that_do_not_exist(write):
+    with open_slide(write()) as slide:
+        assert slide.read_rows(HEIGHT, HEIGHT).shape == (3, 0, WIDTH), "a rank without rows"
+        for start, stop in ((-5, 3), (10, 5), (140, HEIGHT + 1)):
+            with pytest.raises(ValueError, match="expected rows between 0 and 150"):
+                slide.read_rows(start, stop)
+
+
+def test_planes_of_a_stack_are_no_levels(write):
+    with open_slide(write(np.stack([PIXELS, 255 - PIXELS]), **TILED)) as slide:
+        assert slide.level_sizes == [(HEIGHT, WIDTH)]
 
 
 def test_a_pyramid(tmp_path):
@@ -121,6 +187,14 @@ def faults(write, tmp_path):
     replace_tag(path, "ImageWidth", 65535)
     yield path, "lists 15 of 1,398,784 tiles"
     yield write(PIXELS.astype(np.float32), name="float.tif", tile=(64, 48), photometric="rgb"), "expected RGB or gray"
+    yield write(PIXELS.astype(np.uint16), name="12.tif", **TILED, bitspersample=12), "of 12 bits .* 8 or 16 bits"
+    path = write(name="long.tif")
+    with tifffile.TiffFile(path) as file:
+        place = file.pages[0].tags["ImageWidth"].offset
+    content = bytearray(path.read_bytes())
+    content[place + 4 : place + 8] = struct.pack("<I", 500)  # values of a tag that has one
+    path.write_bytes(content)
+    yield path, "^.{,300}$"
     yield tmp_path, "not a file"
     yield tmp_path / "none.tif", "cannot be opened: No such file"
 
@@ -160,7 +234,10 @@ def test_which_files_need_streaming(write, tmp_path):
     assert needs_streaming(path, HEIGHT * WIDTH - 1)
     Image.fromarray(PIXELS).save(tmp_path / "a.png")
     assert not needs_streaming(tmp_path / "a.png", 10)
-    assert not needs_streaming(tmp_path / "none.tif")
+    assert needs_streaming(tmp_path / "none.tif"), "open_slide says what is wrong"
+    path.write_bytes(path.read_bytes()[:5000])
+    assert needs_streaming(path, HEIGHT * WIDTH - 1)
+    assert needs_streaming(write(**TILED, compression="jpeg2000")), "Pillow does not decode it"
 
 
 def test_a_dataset_of_slides(tmp_path):

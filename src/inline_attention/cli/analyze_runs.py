@@ -190,7 +190,7 @@ def measure_slide(
     The page of the slide is written too.
     """
     if options.size is not None:
-        fail(f"{path.name} is too large to be resized; choose a --level instead of a --size")
+        fail(f"{path.name} is read in parts, which cannot be resized; choose a --level instead of a --size")
     subjects = [subject for subject in load_subjects(options, for_digits=False) if subject.kind != "softmax"]
     if not subjects:
         fail("the weights of softmax attention need quadratic memory on such images; use an InLine model")

@@ -63,7 +63,8 @@ def predict(
     """
     given = () if size is None else parse_size(size, "1024, or height and width, such as 800x1333")
     from inline_attention.cli.predictors import build_predictor
-    from inline_attention.data.images import find_images
+    from inline_attention.data.images import SUFFIXES, find_images
+    from inline_attention.data.slides import SLIDE_SUFFIXES
     from inline_attention.models.registry import shipped_models
     from inline_attention.tasks.classification.prediction import Streaming
 
@@ -74,7 +75,7 @@ def predict(
         say(f"model: {name}, which comes with the package; --checkpoint names another", err=True)
 
     image_size = None if not given else given[0] if len(given) == 1 else (given[0], given[1])
-    files = find_images(images)
+    files = find_images(images, SUFFIXES | SLIDE_SUFFIXES)
     if not files:
         fail(f"there is no picture in {', '.join(map(str, images))}")
     targets = _save_targets(files, save) if save else [None] * len(files)

@@ -103,8 +103,8 @@ def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX
 
 
 SLIDE_HINT = (
-    "; only `inline predict` and `inline analyze attention-map` read large tiled TIFFs in parts, and training decodes "
-    "images whole: save a coarser level of it"
+    "; only `inline predict` with a classifier and `inline analyze attention-map` read large tiled TIFFs in parts "
+    "(extra slides), and training decodes images whole: save a coarser level of it"
 )
 
 
@@ -170,7 +170,7 @@ def exif_orientation(image: Image.Image) -> int:
         return 1
 
 
-def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+def find_images(paths: Iterable[str | os.PathLike[str]], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Return files as they are given, and for each folder the images below it, sorted.
 
     A file is an image by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
@@ -181,7 +181,7 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         if not os.path.isdir(path):  # unlike `Path.is_dir`, whatever the name or the permissions
             found.append(path)
             continue
-        below = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not os.path.isdir(file))
+        below = (file for file in path.rglob("*") if file.suffix.lower() in suffixes and not os.path.isdir(file))
         found += (file for file in sorted(below) if not any(p.startswith(".") for p in file.relative_to(path).parts))
     return found
 

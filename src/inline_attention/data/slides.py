@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError, open_image
 from inline_attention.support.files import NotARegularFileError, open_regular
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
@@ -37,6 +39,8 @@ SAME_SHAPE = 0.02  # relative difference in aspect ratio between levels
 ROWS_AT_ONCE = 256  # of a vendor's format
 SMALL_TILE = 2**16  # bytes that any compressed tile may have
 UPRIGHT = 1
+PREMULTIPLIED, ALPHA = 1, 2  # extra samples that are an alpha channel
+JP2K_OF_YCBCR = 33003
 # TIFF's numbers of compressions. The second group has a size of its own in each tile.
 PLAIN = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits", 50000: "Zstandard"}
 WITH_SIZE = {7: "JPEG", 33003: "JPEG 2000", 33004: "JPEG 2000", 33005: "JPEG 2000", 34712: "JPEG 2000", 50001: "WebP"}
@@ -73,9 +77,14 @@ class Slide(ABC):
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Return rows `[3, stop - start, width]` of the level as uint8 RGB.
 
+        Threads and forked processes may share a slide.
+
         Raises:
             ImageError: If tiles are missing or damaged.
+            ValueError: If there are no such rows.
         """
+        if not 0 <= start <= stop <= self.size[0]:
+            raise ValueError(f"expected rows between 0 and {self.size[0]}, got {start} to {stop}")
         with _image_errors(self.path):
             return torch.from_numpy(self._read(start, stop)).permute(2, 0, 1)
 
@@ -119,23 +128,15 @@ def open_slide(path: str | os.PathLike[str], level: int = 0) -> Slide:
 
 
 def needs_streaming(path: str | os.PathLike[str], max_pixels: int = DEFAULT_MAX_PIXELS) -> bool:
-    """True if a file is too large to decode whole, but `open_slide` can read it in rows.
-
-    Raises:
-        ModuleNotFoundError: If it is of a vendor's format, whose reader is not installed.
-    """
+    """True if a file cannot be decoded whole, so that `open_slide` has to read it in rows, or to say what is wrong."""
     suffix = Path(path).suffix.lower()
-    if suffix not in SLIDE_SUFFIXES:
-        return False
+    if suffix not in TIFF_SUFFIXES or find_spec("tifffile") is None:
+        return suffix in SLIDE_SUFFIXES and suffix not in SUFFIXES
     try:
-        with open_slide(path) as slide:
-            return suffix in VENDOR_SUFFIXES or slide.size[0] * slide.size[1] > max_pixels
+        with open_image(path, max_pixels=max_pixels):
+            return False
     except ImageError:
-        return suffix not in SUFFIXES  # to be named when it is opened
-    except ModuleNotFoundError:
-        if suffix in SUFFIXES:
-            return False  # small ones need no extra
-        raise
+        return True
 
 
 @contextmanager
@@ -170,21 +171,20 @@ class _TiffSlide(Slide):
                 raise ImageError(path, "is empty; expected a TIFF")
             # Not its `series`: those of some formats name other files.
             pages = _level_pages(tifffile.TiffFile(self._file, name=path.name))
-            super().__init__(path, [(page.imagelength, page.imagewidth) for page in pages], level)
+            super().__init__(path, [(int(page.imagelength), int(page.imagewidth)) for page in pages], level)
             self._page = pages[level]
             self._check()
-            # All that is read from the file lazily is read now: threads that decode must not move in it.
+            # What tifffile reads lazily is read now: threads that decode must not move in the file.
             tables: Any = {"jpegtables": self._page.jpegtables, "jpegheader": self._page.jpegheader}
             self._decode = partial(self._page.decode, **tables)
             self._cached: tuple[int, np.ndarray] | None = None
-            self._threads = ThreadPoolExecutor(READERS)
+            self._lock = Lock()
         except BaseException:
             self._file.close()
             raise
 
     def close(self) -> None:
         """Close the file."""
-        self._threads.shutdown()
         self._file.close()
 
     def _check(self) -> None:
@@ -192,11 +192,11 @@ class _TiffSlide(Slide):
         (height, width), (tile_height, tile_width) = self.size, self._tile_size()
         self._down, self._across = -(-height // tile_height), -(-width // tile_width)
         self._planes = page.samplesperpixel if int(page.planarconfig) == 2 else 1
-        if page.dtype not in (np.uint8, np.uint16) or page.photometric.name not in (
-            "RGB", "YCBCR", "MINISBLACK", "MINISWHITE",
+        if page.dtype not in (np.uint8, np.uint16) or page.bitspersample not in (8, 16) or (
+            page.photometric.name not in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
         ):  # fmt: skip
-            raise ImageError(path, f"has pixels of {page.dtype} as {page.photometric.name}; expected RGB or gray "
-                             "of 8 or 16 bits; convert it first")  # fmt: skip
+            kind = f"{page.bitspersample} bits ({page.dtype}) as {page.photometric.name}"
+            raise ImageError(path, f"has pixels of {kind}; expected RGB or gray of 8 or 16 bits; convert it first")
         if int(page.compression) not in PLAIN | WITH_SIZE:
             known = ", ".join(dict.fromkeys((PLAIN | WITH_SIZE).values()))
             raise ImageError(path, f"has the compression {int(page.compression)}; expected {known}; convert it first")
@@ -234,21 +234,30 @@ class _TiffSlide(Slide):
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         tile_height, _ = self._tile_size()
-        parts: list[np.ndarray] = []
-        for row in range(start // tile_height, -(-stop // tile_height)):
-            top = row * tile_height
-            if self._cached is None or self._cached[0] != row:
-                self._cached = None  # freed before the next one is made
-                self._cached = row, self._tile_row(row)
-            parts.append(self._cached[1][max(start - top, 0) : stop - top])
+        parts: list[np.ndarray] = [np.empty((0, self.size[1], 3), dtype=np.uint8)]
+        with self._lock:
+            for row in range(start // tile_height, -(-stop // tile_height)):
+                top = row * tile_height
+                if self._cached is None or self._cached[0] != row:
+                    self._cached = None  # freed before the next one is made
+                    self._cached = row, self._tile_row(row)
+                parts.append(self._cached[1][max(start - top, 0) : stop - top])
         return np.concatenate(parts)
+
+    def _bytes_at(self, offset: int, size: int) -> bytes:
+        if hasattr(os, "pread"):  # no position, which forked processes share
+            return os.pread(self._file.fileno(), size, offset)
+        self._file.seek(offset)
+        return self._file.read(size)
 
     def _tile_row(self, row: int) -> np.ndarray:
         """Return the decoded pixels of one row of tiles, `[rows, width, 3]` uint8."""
         page, (height, width) = self._page, self.size
         tile_height, tile_width = self._tile_size()
         rows = min(tile_height, height - row * tile_height)
-        samples = min(page.samplesperpixel, 3) if page.samplesperpixel >= 3 else 1
+        colors = 3 if page.samplesperpixel >= 3 else 1
+        alpha = page.extrasamples[0] if page.samplesperpixel > colors and page.extrasamples else None
+        samples = colors + (alpha in (PREMULTIPLIED, ALPHA))
         planes = samples if self._planes > 1 else 1
         pixels: np.ndarray = np.empty((rows, width, samples), dtype=page.dtype)
 
@@ -256,8 +265,8 @@ class _TiffSlide(Slide):
             for plane in range(planes):
                 for column in range(self._across):
                     number = (plane * self._down + row) * self._across + column
-                    self._file.seek(page.dataoffsets[number])
-                    yield plane, column, number, self._file.read(page.databytecounts[number])
+                    content = self._bytes_at(page.dataoffsets[number], page.databytecounts[number])
+                    yield plane, column, number, content
 
         def decode(tile: tuple[int, int, int, bytes]) -> None:
             plane, column, number, content = tile
@@ -282,12 +291,20 @@ class _TiffSlide(Slide):
             else:
                 target[...] = inner[..., :samples]
 
-        list(self._threads.map(decode, numbers()))
+        with ThreadPoolExecutor(READERS) as threads:  # for this row: those of a process do not survive its fork
+            list(threads.map(decode, numbers()))
         if pixels.dtype == np.uint16:
             pixels = np.right_shift(pixels, 8).astype(np.uint8)
+        pixels, opaque = pixels[..., :colors], pixels[..., colors:]
         if page.photometric.name == "MINISWHITE":
             pixels = 255 - pixels
-        return pixels if samples == 3 else np.repeat(pixels, 3, axis=2)
+        is_ycbcr = page.photometric.name == "YCBCR" and int(page.compression) in PLAIN
+        if is_ycbcr or int(page.compression) == JP2K_OF_YCBCR:  # tifffile converts JPEG only
+            pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels), "YCbCr").convert("RGB"))
+        if samples > colors:  # on white, as `load_image` does
+            colored = pixels if alpha == PREMULTIPLIED else (pixels * opaque.astype(np.uint16) + 127) // 255
+            pixels = np.minimum(colored + (255 - opaque.astype(np.uint16)), 255).astype(np.uint8)
+        return pixels if colors == 3 else np.repeat(pixels, 3, axis=2)
 
 
 class _VendorSlide(Slide):
@@ -306,7 +323,7 @@ class _VendorSlide(Slide):
     def _read(self, start: int, stop: int) -> np.ndarray:
         _, width = self.size
         scale = self._slide.level_downsamples[self.level]
-        parts: list[np.ndarray] = []
+        parts: list[np.ndarray] = [np.empty((0, width, 3), dtype=np.uint8)]
         for top in range(start, stop, ROWS_AT_ONCE):
             rows = min(ROWS_AT_ONCE, stop - top)
             region = self._slide.read_region((0, round(top * scale)), self.level, (width, rows))
@@ -331,6 +348,7 @@ def _level_pages(tiff: Any) -> list[Any]:
             continue
         aspect = page.imagelength * first.imagewidth / (page.imagewidth * first.imagelength)
         is_copy = page.samplesperpixel == first.samplesperpixel and page.dtype == first.dtype
+        is_copy &= page.imagelength < first.imagelength  # else another plane of a stack
         if is_copy and abs(aspect - 1) < SAME_SHAPE and page.is_tiled == first.is_tiled:
             found.append(page)
     return sorted(found, key=lambda page: page.imagelength, reverse=True)

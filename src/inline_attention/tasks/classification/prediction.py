@@ -201,7 +201,7 @@ class ImageClassifier:
         level = streaming.level or 0
         try:
             if self._size is not None:
-                raise ImageError(path, "is too large to be resized; choose a level instead of a size")
+                raise ImageError(path, "is read in parts, which cannot be resized; choose a level instead of a size")
             with open_slide(path, level) as slide:
                 height, width = slide.size
                 sentence = f"{path.name}: streaming {width}×{height} pixels, level {level} of {len(slide.level_sizes)}"
