@@ -261,6 +261,9 @@ def test_pretrained_without_weights_names_the_paper_and_the_command():
     with pytest.raises(NoPretrainedWeightsError, match=r"arxiv.org/abs/2412.06590.*inline convert") as caught:
         inline_attention.create_model("inline_deit_tiny", pretrained=True)
     assert "docs/checkpoints.md" in str(caught.value)
+    with pytest.raises(NoPretrainedWeightsError, match="inline train") as caught:
+        inline_attention.create_model("softmax_deit_tiny", pretrained=True)
+    assert "authors" not in str(caught.value), "they publish none of the twins"
 
 
 @pytest.mark.parametrize("name", ["inline_deit_micro", "inline_pvt_tiny"])  # with classes of its own, and without

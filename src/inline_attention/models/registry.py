@@ -151,12 +151,7 @@ def _build(
             if described.get("source") not in SOURCES:  # the configuration of a folder says what its weights have
                 overlay = _layers_in(file, source) | overlay
         elif not any(source.get(key) for key in ("state_dict", "url")):
-            raise NoPretrainedWeightsError(
-                f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
-                f"({page_of_docs('checkpoints.md')} says more); download a file, "
-                f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
-                f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
-            )
+            raise NoPretrainedWeightsError(_how_to_get_weights(name))
     levels = arguments.pop("out_indices") if "out_indices" in arguments else model_class.feature_levels(**arguments)
     model = build_model_with_cfg(
         functools.partial(model_class, attention=attention),
@@ -218,6 +213,20 @@ def _pretrained_file(source: Mapping[str, Any], cache_dir: Any) -> Checkpoint | 
     if source.get("file") and (not source.get("state_dict") or source.get("source") == "local-dir"):
         return source["file"] if isinstance(source["file"], Checkpoint) else open_checkpoint(source["file"])
     return None
+
+
+def _how_to_get_weights(name: str) -> str:
+    if not name.startswith("inline_"):
+        return (
+            f"there are no weights of {name}: it is for comparisons. Train it by `inline train` with --model {name}, "
+            "then create_model('local-dir:RUN', pretrained=True)"
+        )
+    return (
+        f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
+        f"({page_of_docs('checkpoints.md')} says more); download a file, "
+        f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
+        f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
+    )
 
 
 def _layers_in(file: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
