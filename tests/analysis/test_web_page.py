@@ -22,7 +22,7 @@ from inline_attention.tasks.classification.export import onnx_runner
 from inline_attention.tasks.classification.prediction import ImageClassifier
 
 HOSTILE = "</script><img src=x onerror=alert(1)>@SCRIPT@\u2028\x00"
-NAMES = ["cat", HOSTILE, "dog <b>", "a very long name of a class " * 3]
+NAMES = ["cat", HOSTILE, "dog <b>", "a very long name of a class " * 100]
 ARGUMENTS = {"embed_dim": 16, "num_heads": 2, "depth": 1, "patch_size": 4, "img_size": 32, "num_classes": len(NAMES)}
 
 
@@ -309,6 +309,7 @@ def test_on_a_phone_in_the_dark_by_keyboard(written, browser):
     assert background == "rgb({}, {}, {})".format(*(int(DARK["paper"][i : i + 2], 16) for i in (1, 3, 5)))
     for control in ("#choose", "#measure", "#picture", "#size"):
         assert page.locator(control).bounding_box()["height"] >= 36, "large enough for a finger"
+    assert all(row.bounding_box()["height"] < 120 for row in page.locator("#classes li").all()), "long names are cut"
     reached = []
     for _ in range(14):
         page.keyboard.press("Tab")

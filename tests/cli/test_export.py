@@ -131,6 +131,14 @@ def test_name_of_a_shipped_model(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / "inline_deit_tiny.test.pt2").exists()
 
 
+def test_a_single_example_is_not_all_that_is_compared(tmp_path):
+    create_model("inline_deit_tiny", **SMALL).save_pretrained(tmp_path / "d")
+    (tmp_path / "d" / "examples").mkdir()
+    Image.new("RGB", (20, 16)).save(tmp_path / "d" / "examples" / "cat.png")
+    result = invoke(tmp_path / "d", "--format", "torch-export", "--images", 2)
+    assert "3 pictures (the model's examples and handwritten" in result.stdout, result.output
+
+
 def test_the_card_of_a_run_states_what_the_run_measured(tmp_path):
     settings = ["training.epochs=1", "model.arguments.depth=1", f"run.output={tmp_path}", "run.experiment=run"]
     train(with_overrides(get_recipe("digits").config, settings))

@@ -96,6 +96,16 @@ def test_adapted_to_other_classes_channels_and_features(folder, create):
 
 
 @pytest.mark.parametrize("create", [inline_attention.create_model, timm.create_model])
+def test_one_channel_adapted_to_three(tmp_path, create, caplog):
+    model = small("inline_swin_tiny", in_chans=1)
+    model.save_pretrained(tmp_path)
+    assert_equal(model, create(f"local-dir:{tmp_path}", pretrained=True))
+    assert not caplog.records, "timm finds no mismatch"
+    own, other = (m.embeddings[0].proj.weight for m in (model, create(f"local-dir:{tmp_path}", True, in_chans=3)))
+    assert torch.allclose(other.sum(1, keepdim=True), own, atol=1e-6)
+
+
+@pytest.mark.parametrize("create", [inline_attention.create_model, timm.create_model])
 def test_features_of_a_converted_model(tmp_path, create):
     arguments = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": 2}
     model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
@@ -252,6 +262,9 @@ def test_pretrained_without_weights_names_the_paper_and_the_command():
     with pytest.raises(NoPretrainedWeightsError, match=r"arxiv.org/abs/2412.06590.*inline convert") as caught:
         inline_attention.create_model("inline_deit_tiny", pretrained=True)
     assert "docs/checkpoints.md" in str(caught.value)
+    with pytest.raises(NoPretrainedWeightsError, match="inline train") as caught:
+        inline_attention.create_model("softmax_deit_tiny", pretrained=True)
+    assert "authors" not in str(caught.value), "they publish none of the twins"
 
 
 @pytest.mark.parametrize("name", ["inline_deit_micro", "inline_pvt_tiny"])  # with classes of its own, and without

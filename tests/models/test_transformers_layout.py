@@ -1,7 +1,9 @@
 """Folders that transformers has saved are read as timm's models, with the same outputs."""
 
 import json
+import shutil
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -99,6 +101,20 @@ def test_a_preprocessor_says_how_images_are_prepared(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": ["/etc/passwd"]}')
     with pytest.raises(CheckpointError, match="mean"):
         from_pretrained(tmp_path)
+
+
+def test_the_preprocessor_is_downloaded_too(tmp_path, monkeypatch):
+    def download(_name, allow_patterns, **_other):
+        for file in allow_patterns:
+            if (tmp_path / "remote" / file).is_file():
+                shutil.copy(tmp_path / "remote" / file, tmp_path / "cache")
+        return tmp_path / "cache"
+
+    (tmp_path / "cache").mkdir()
+    write_model(tmp_path / "remote", "ViTModel")
+    (tmp_path / "remote" / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert from_pretrained("user/name").pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,13 @@ import warnings
 import pytest
 import torch
 
-from inline_attention import attention_weights, inline_attention, inline_attention_qkvpacked, local_residual
+from inline_attention import (
+    attention_state,
+    attention_weights,
+    inline_attention,
+    inline_attention_qkvpacked,
+    local_residual,
+)
 from inline_attention.ops import api
 
 B, H, N, D = 2, 3, 6, 4
@@ -92,6 +98,7 @@ ORDINARY = {
     "many tokens": self_attention(196, 12),
     "few tokens": self_attention(16, 32),
     "one token": self_attention(1, 16),
+    "keys in pieces": lambda: attention_state(*torch.randn(2, 1, 196, 12, 2), chunk_size=7),
     "many heads": self_attention(49, 128),
     "in the other layout": self_attention(12, 196, layout="bhnd"),
     "with a mask": self_attention(16, 64, key_padding_mask=torch.ones(1, 16, dtype=torch.bool)),
@@ -116,6 +123,13 @@ def test_weights_of_heads_first_are_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention_weights(q, q)
+
+
+def test_states_of_heads_first_are_warned_of():
+    k = torch.randn(1, 3, 64, 8)
+    with pytest.warns(UserWarning, match=r"attention_state reads k .* transpose\(1, 2\) queries") as caught:
+        attention_state(k, k)
+    assert caught[0].filename == __file__
 
 
 def test_weights_in_the_other_layout_are_not_warned_of():

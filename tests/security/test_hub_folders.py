@@ -7,7 +7,8 @@ import timm
 import torch
 
 import inline_attention
-from inline_attention.models.checkpoints import CheckpointError
+from inline_attention.models.checkpoints import CheckpointError, save_weights
+from inline_attention.models.hub import save_pretrained
 from inline_attention.tasks.classification.prediction import ImageClassifier
 from security.audit import nothing_done_outside
 from security.test_door import OBEYED_BY_TIMM, SMALL
@@ -89,6 +90,20 @@ def test_hostile_entries_give_one_sentence(folder, entries):
         ImageClassifier.from_checkpoint(folder)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize("create", [inline_attention.create_model, timm.create_model])
+def test_a_head_that_does_not_fit_is_not_left_random(folder, create, tmp_path):
+    change(folder, num_classes=7, model_args={"num_classes": 7})
+    with pytest.raises((CheckpointError, RuntimeError), match=r"head\.weight"):
+        create(f"local-dir:{folder}", pretrained=True)
+    vit = timm.create_model("vit_tiny_patch16_224", embed_dim=16, depth=1, num_heads=2, num_classes=3, img_size=32)
+    inline_attention.convert_attention(vit)
+    save_pretrained(vit, tmp_path / "converted")
+    weights = tmp_path / "converted" / "model.safetensors"
+    save_weights(vit, weights, metadata={"model_arguments": json.dumps({**vit._model_args, "num_classes": 7})})
+    with pytest.raises(CheckpointError, match=r"head\.weight"):
+        create(f"local-dir:{tmp_path / 'converted'}", pretrained=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", '{"architecture": ' + "9" * 5000 + "}", "\xff\xfe"])

@@ -90,6 +90,8 @@ def export(
     checkpoint, beside = _find_checkpoint(checkpoint)
     target = output or beside.with_name(beside.name + ENDINGS[file_format])
     _check_target(target, file_format, force)
+    import torch
+
     from inline_attention.models.checkpoints import open_checkpoint
     from inline_attention.models.described import read_description
     from inline_attention.models.reading import find_weights
@@ -112,9 +114,11 @@ def export(
         return
     if sides:
         classifier = classifier.for_size((sides[0], sides[-1]))
-    if data_dir is None and pictures is None and (checkpoint / EXAMPLES).is_dir():
-        pictures = checkpoint / EXAMPLES
     found = _read_pictures(classifier, data_dir, split, pictures, images)
+    if data_dir is None and pictures is None and (checkpoint / EXAMPLES).is_dir():
+        own = _read_pictures(classifier, None, split, checkpoint / EXAMPLES, images)  # few: compare on digits, too
+        compared = torch.cat([own.images, found.images])
+        found = Pictures(compared, None, f"the model's examples and {found.source}", own.examples)
     target.parent.mkdir(parents=True, exist_ok=True)
     if file_format is Format.web:
         from inline_attention.analysis.web_page import export_page

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from timm.data.config import resolve_data_config
+from timm.models import get_pretrained_cfg
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
@@ -165,16 +166,17 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     file = open_checkpoint(find_weights(Path(folder)))
     described = read_description(file)
     prepared = described.preparation | ({} if described.crop_pct is None else {"crop_pct": described.crop_pct})
-    if described.image_size is not None:
-        prepared["input_size"] = (described.arguments.get("in_chans", 3), *described.image_size)
     overlay = prepared | dict(own.pop("pretrained_cfg_overlay", None) or {})
     try:
         if described.name in list_models():  # timm's builder adapts our weights to other channels and heads
-            overlay |= {"file": file} if pretrained else {}
+            usual: Any = get_pretrained_cfg(described.name)
+            size = described.image_size or usual.input_size[1:]
+            stored = {"input_size": (described.arguments.get("in_chans", 3), *size)}
+            stored["num_classes"] = described.arguments.get("num_classes", usual.num_classes)
+            overlay = stored | overlay | ({"file": file} if pretrained else {})
             return create_described_model(
                 described.name, described.arguments, pretrained=pretrained, pretrained_cfg_overlay=overlay, **own
             )
-        overlay.pop("input_size", None)  # timm's models with a fixed size take it from here instead of their arguments
         # timm wraps a model for its features when it builds it, before the conversion and our weights.
         wraps, features = own.pop("features_only", False), {key: own.pop(key) for key in FEATURES if key in own}
         model = create_described_model(
@@ -183,7 +185,7 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     except ModelDescriptionError as error:
         raise CheckpointError(f"{file.path} cannot be used: {error}") from error
     if pretrained:
-        other_classes = number_of_classes(file.weights, model) != getattr(model, "num_classes", None)
+        other_classes = "num_classes" in own and number_of_classes(file.weights, model) != own["num_classes"]
         load_checkpoint(model, file, reinitialize_head=other_classes)
     if wraps and not hasattr(model, "forward_intermediates"):
         raise CheckpointError(f"{file.path} is of {described.name}, which gives no features; leave features_only out")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from inline_attention.models.errors import CheckpointError
+from inline_attention.models.transformers_layout import PREPROCESSOR
 from inline_attention.support.files import read_bounded
 from inline_attention.support.untrusted import parse_json
 
@@ -102,7 +103,7 @@ def fetch(repository: str, cache_dir: str | Path | None = None) -> Path:
     name, _, revision = repository.partition("@")
     try:
         for weights in (WEIGHTS, PICKLED_WEIGHTS):
-            wanted = [CONFIG, weights]
+            wanted = [CONFIG, PREPROCESSOR, weights]
             folder = Path(
                 snapshot_download(name, revision=revision or None, cache_dir=cache_dir, allow_patterns=wanted)
             )

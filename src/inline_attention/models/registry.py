@@ -148,17 +148,10 @@ def _build(
         if file is not None:
             overlay |= {"state_dict": file.weights, "file": str(file.path), "source": None}
             grids = read_position_grids(file.metadata)
-            head = file.weights.get("head.weight")
-            if head is not None and head.dim() > 0:
-                # timm compares this number with the model's, and drops the head only if they differ.
-                overlay.setdefault("num_classes", head.shape[0])
+            if described.get("source") not in SOURCES:  # the configuration of a folder says what its weights have
+                overlay = _layers_in(file, source) | overlay
         elif not any(source.get(key) for key in ("state_dict", "url")):
-            raise NoPretrainedWeightsError(
-                f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
-                f"({page_of_docs('checkpoints.md')} says more); download a file, "
-                f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
-                f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
-            )
+            raise NoPretrainedWeightsError(_how_to_get_weights(name))
     levels = arguments.pop("out_indices") if "out_indices" in arguments else model_class.feature_levels(**arguments)
     model = build_model_with_cfg(
         functools.partial(model_class, attention=attention),
@@ -220,6 +213,31 @@ def _pretrained_file(source: Mapping[str, Any], cache_dir: Any) -> Checkpoint | 
     if source.get("file") and (not source.get("state_dict") or source.get("source") == "local-dir"):
         return source["file"] if isinstance(source["file"], Checkpoint) else open_checkpoint(source["file"])
     return None
+
+
+def _how_to_get_weights(name: str) -> str:
+    if not name.startswith("inline_"):
+        return (
+            f"there are no weights of {name}: it is for comparisons. Train it by `inline train` with --model {name}, "
+            "then create_model('local-dir:RUN', pretrained=True)"
+        )
+    return (
+        f"this library hosts no weights of {name}. The authors publish theirs with the paper, {PAPER} "
+        f"({page_of_docs('checkpoints.md')} says more); download a file, "
+        f"run `inline convert FILE.pth --model {name} --output {name}.safetensors`, then "
+        f"create_model({name!r}, pretrained=True, pretrained_cfg_overlay=dict(file='{name}.safetensors'))"
+    )
+
+
+def _layers_in(file: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the classes and channels of a file. timm compares them with the model's, and adapts what differs."""
+    found: dict[str, Any] = {}
+    head, first = (file.weights.get(f"{config[layer]}.weight") for layer in ("classifier", "first_conv"))
+    if head is not None and head.dim() > 0:
+        found["num_classes"] = head.shape[0]
+    if first is not None and first.dim() == 4:
+        found["input_size"] = (first.shape[1], *config["input_size"][1:])
+    return found
 
 
 def _check_stored_arguments(name: str, arguments: Mapping[str, Any] | None, classes: Any) -> None:

@@ -190,7 +190,7 @@ def attention_weights(
         q, k = _tokens_first(layout, q, k)
     validation.check_queries_and_keys(q, k)
     if may_be_heads_first:
-        _warn_of_order("attention_weights", q, k, "pass layout='bhnd'", stacklevel=3)
+        warn_of_order("attention_weights reads q", q, k, "pass layout='bhnd'", stacklevel=3)
     validation.check_feature_map(feature_map)
     scale = validation.resolve_scale(scale, q.shape[3])
     if key_padding_mask is not None:
@@ -221,10 +221,11 @@ def _warn_if_heads_first(call: AttentionCall) -> None:
     """
     if call.local_weight is None and call.key_padding_mask is None:
         fix = "pass layout='bhnd'" if call.qkv is None else "permute qkv to [B, N, 3, H, D]"
-        _warn_of_order("inline_attention", call.q, call.k, fix, stacklevel=5)
+        warn_of_order("inline_attention reads q", call.q, call.k, fix, stacklevel=5)
 
 
-def _warn_of_order(name: str, q: Tensor, k: Tensor, fix: str, *, stacklevel: int) -> None:
+def warn_of_order(what: str, q: Tensor, k: Tensor, fix: str, *, stacklevel: int) -> None:
+    """Warn once per process if both tensors look like `[B, H, N, D]` instead of `[B, N, H, D]`."""
     global _has_warned
     if _has_warned or not are_plain_eager_tensors(q):
         return
@@ -232,7 +233,7 @@ def _warn_of_order(name: str, q: Tensor, k: Tensor, fix: str, *, stacklevel: int
     if tokens <= _MOST_HEADS and heads >= _LEAST_TOKENS and k.shape[1] == tokens:
         _has_warned = True
         warnings.warn(
-            f"{name} reads q {tuple(q.shape)} as [B, N, H, D], {tokens} tokens with {heads} heads; "
+            f"{what} {tuple(q.shape)} as [B, N, H, D], {tokens} tokens with {heads} heads; "
             f"{fix} if your heads come before your tokens, as in scaled_dot_product_attention",
             stacklevel=stacklevel,
         )

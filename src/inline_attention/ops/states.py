@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import composed, validation
+from inline_attention.ops.api import warn_of_order
 from inline_attention.ops.backends import triton
 from inline_attention.ops.call import AttentionCall, Normalization
 from inline_attention.ops.feature_maps import FeatureMap, apply_feature_map
@@ -60,7 +61,9 @@ def attention_state(
     validation.check_keys_and_values(k, v, least_tokens=0)
     validation.check_matches("k", k, "v", v)
     validation.check_feature_map(feature_map)
-    if key_padding_mask is not None:
+    if key_padding_mask is None:
+        warn_of_order("attention_state reads k", k, k, "transpose(1, 2) queries, keys and values", stacklevel=3)
+    else:
         validation.check_mask_form(key_padding_mask, k)
     if chunk_size is not None:
         validation.check_count("chunk_size", chunk_size)
