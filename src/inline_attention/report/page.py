@@ -164,7 +164,8 @@ def _masking(evidence: Evidence) -> dict[str, Any] | None:
     costs = []
     for label, items in results.items():
         drops = {item.hiding.where: item.drop for item in reversed(items)}  # of the first side and local term
-        costs.append(f"{label} {drops.get('neighborhood', 0):.1f} points ({drops.get('random', 0):.1f} at random)")
+        near, random = (_decimal(drops.get(where, 0)) for where in ("neighborhood", "random"))
+        costs.append(f"{label} {near} points ({random} at random)")
     rows = [
         [label, TERM_LABELS[item.hiding.local_term], WHERE_LABELS.get(item.hiding.where, "nothing hidden"),
          f"{item.hiding.side}×{item.hiding.side}" if item.hiding.side else "", f"{item.top1:.1f}", f"{item.drop:.1f}",
@@ -183,7 +184,7 @@ def _ablation(evidence: Evidence) -> dict[str, Any] | None:
         has_means = any(result.top1_mean is not None for result in file.results)
         chart = Chart([ablation_panel(file.results)]) if has_means else None
         axes = [axis.replace("_", " ") for axis in file.results[0].values]
-        facts = _facts(file.environment, ("machine", "gpu", "torch", "commit", "date"))
+        facts = _facts(file.environment, ("machine", "gpu", "commit", "date"))
         rows = text_rows(file.results)
         files.append({"title": file.title, "chart": chart, "axes": axes, "rows": rows, "facts": facts})
     results = [result for file in evidence.ablations for result in file.results if result.top1_mean is not None]
