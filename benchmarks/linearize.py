@@ -1,7 +1,7 @@
 """Linearize a softmax ViT: accuracy of students by share of the teacher's epochs, with and without labels; speed.
 
     python benchmarks/linearize.py digits
-    python benchmarks/linearize.py cifar10 --data-dir DIR [--at-once 4] [--time-limit 560] [--seeds 2]
+    python benchmarks/linearize.py cifar10 --data-dir DIR [--at-once 2] [--time-limit 560] [--seeds 1]
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
@@ -174,7 +174,9 @@ class Place:
         """Return the settings of a run of the teacher's model on the data."""
         data: list[str] = []
         if self.data_dir is not None:
-            data = [f"data.dir={self.data_dir}", f"data.workers={max(1, (os.cpu_count() or 2) // self.at_once - 1)}"]
+            # They decode small images once: more of them would take longer to start than they save.
+            workers = max(1, min(4, (os.cpu_count() or 2) // self.at_once - 1))
+            data = [f"data.dir={self.data_dir}", f"data.workers={workers}"]
             if self.experiment.recipe == "cifar10" and (self.data_dir / "train").is_dir():
                 is_cifar = (self.data_dir / "test").is_dir()
                 data += ["data.dataset=folder", *(["data.val_split=test"] if is_cifar else [])]

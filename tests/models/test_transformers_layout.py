@@ -25,7 +25,7 @@ NAMES = {"id2label": {0: "cat", 1: "dog", 2: "owl"}, "label2id": {"cat": 0, "dog
 # class: (configuration, arguments, what the output of timm's model is called)
 MODELS = {
     "ViTForImageClassification": ("ViTConfig", {"intermediate_size": 96, **NAMES}, "logits"),
-    "ViTModel": ("ViTConfig", {"intermediate_size": 50}, None),
+    "ViTModel": ("ViTConfig", {"intermediate_size": 50, "qkv_bias": False}, None),
     "DeiTForImageClassification": ("DeiTConfig", {"intermediate_size": 64, **NAMES}, "logits"),
     "DeiTForImageClassificationWithTeacher": ("DeiTConfig", {"intermediate_size": 64, **NAMES}, "logits"),
     "Dinov2Model": ("Dinov2Config", {"mlp_ratio": 2}, None),

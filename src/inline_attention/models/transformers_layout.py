@@ -169,6 +169,7 @@ def _sizes(path: Path, tower: Mapping[str, Any], weights: Mapping[str, Tensor]) 
         "num_heads": heads,
         "mlp_ratio": (max(hidden, width) + 0.5) / dim,  # timm rounds down
         **({} if registers is None else {"num_reg_tokens" if is_rotary else "reg_tokens": registers}),
+        **({} if is_rotary else {"qkv_bias": "blocks.0.attn.qkv.bias" in weights}),
     }
 
 
