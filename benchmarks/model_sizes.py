@@ -3,8 +3,7 @@
 import json
 
 from inline_attention import list_models
-from inline_attention.benchmark.model_size import measure_model_size
-from inline_attention.benchmark.stored_sizes import STORED_SIZES
+from inline_attention.benchmark.model_size import STORED_SIZES, measure_model_size
 
 
 def main() -> None:

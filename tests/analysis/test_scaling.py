@@ -9,8 +9,7 @@ from torch import nn
 from inline_attention import create_model
 from inline_attention.analysis import scaling
 from inline_attention.analysis.scaling import measure_scaling, peak_tensor_bytes, twins_of
-from inline_attention.benchmark.model_size import measure_model_size
-from inline_attention.benchmark.stored_sizes import ModelSize
+from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 
 CPU = torch.device("cpu")
 

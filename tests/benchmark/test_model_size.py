@@ -3,8 +3,7 @@
 import pytest
 
 from inline_attention import list_models
-from inline_attention.benchmark.model_size import measure_model_size
-from inline_attention.benchmark.stored_sizes import stored_model_sizes
+from inline_attention.benchmark.model_size import measure_model_size, stored_model_sizes
 
 # Parameters (M) and multiply-adds (G) as the paper gives them.
 PAPER = {

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inline_attention import list_models
-from inline_attention.benchmark.stored_sizes import PUBLISHED_TOP1
+from inline_attention.benchmark.model_size import PUBLISHED_TOP1
 from inline_attention.cli.main import app
 
 

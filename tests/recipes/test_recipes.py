@@ -11,7 +11,7 @@ from timm.layers import DropPath
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
-from inline_attention.benchmark.stored_sizes import PUBLISHED_TOP1
+from inline_attention.benchmark.model_size import PUBLISHED_TOP1
 from inline_attention.engine.config import (
     FLAGS,
     check,
@@ -23,12 +23,12 @@ from inline_attention.engine.config import (
 )
 from inline_attention.engine.config.checks import _check_batches
 from inline_attention.models import create_model, list_models
-from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, linearize, list_recipes, small
+from inline_attention.recipes import UnknownRecipeError, get_recipe, imagenet, list_recipes, small
 
 RECIPES = {recipe.name: recipe for recipe in list_recipes() if recipe.config.task.name == "classification"}
 PAPER = [name.removeprefix("inline_") for name in list_models("inline_*") if not name.endswith("_micro")]
 SMALL = [recipe.name for recipe in (*small.CLASSIFICATION, *small.SCENES)]
-LINEARIZE = [recipe.name for recipe in linearize.RECIPES]
+LINEARIZE = [recipe.name for recipe in small.LINEARIZATION]
 UPDATES_PER_EPOCH = 10
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -137,7 +137,7 @@ def test_yaml_gives_the_settings_back(recipe):
 
 
 def test_the_module_states_command_and_figure(recipe):
-    module = imagenet if recipe.name in PAPER else linearize if recipe.name in LINEARIZE else small
+    module = imagenet if recipe.name in PAPER else small
     generic = recipe.command.replace(recipe.name, "NAME") if recipe.name in PAPER else recipe.command
     described = module.__doc__.replace("\n", " ")
     assert generic in described or recipe.command in described

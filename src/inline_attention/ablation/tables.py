@@ -10,9 +10,8 @@ from typing import Any
 
 from inline_attention.ablation.grid import Cell, shown
 from inline_attention.benchmark.environment import combined_environment, describe_environment
-from inline_attention.benchmark.model_size import measure_model_size
+from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 from inline_attention.benchmark.results import markdown_table, write_csv, write_json, write_markdown
-from inline_attention.benchmark.stored_sizes import ModelSize
 from inline_attention.engine.config import ModelSection
 from inline_attention.support.figures import Chart, DotRow, Panel, Style, dot_panel
 from inline_attention.support.text import NOTHING, number, printable

@@ -3,8 +3,7 @@
 from inline_attention.analysis.collision_cases import CollisionCase, InjectivityResult, measure_injectivity
 from inline_attention.benchmark.cost import CostPoint, measure_attention_cost
 from inline_attention.benchmark.environment import describe_machine
-from inline_attention.benchmark.model_size import measure_model_size
-from inline_attention.benchmark.stored_sizes import ModelSize
+from inline_attention.benchmark.model_size import ModelSize, measure_model_size
 
 __all__ = [
     "CollisionCase",

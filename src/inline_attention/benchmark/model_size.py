@@ -1,15 +1,60 @@
-"""Count a model's parameters and the multiply-adds of one image, without computing anything."""
+"""Parameters and multiply-adds of the models, counted or as stored, and the paper's accuracy.
+
+PyTorch is imported only to count: `inline models` lists the stored numbers at once.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+# Counting takes about a second per model. `benchmarks/model_sizes.py` writes this file, and tests count again.
+STORED_SIZES = Path(__file__).with_name("model_sizes.json")
+# What the paper (arXiv 2412.06590) reports for its authors' weights; not measured here.
+# ImageNet-1K top-1 accuracy in percent, at the native size of each model.
+PUBLISHED_TOP1: dict[str, float] = {
+    "inline_deit_tiny": 74.5,
+    "inline_deit_small": 80.2,
+    "inline_deit_base": 82.3,
+    "inline_pvt_tiny": 78.2,
+    "inline_pvt_small": 82.0,
+    "inline_pvt_medium": 83.2,
+    "inline_pvt_large": 83.6,
+    "inline_swin_tiny": 82.4,
+    "inline_swin_small": 83.6,
+    "inline_swin_base": 84.1,
+    "inline_cswin_tiny": 83.2,
+    "inline_cswin_small": 83.8,
+    "inline_cswin_base": 84.5,
+    "inline_cswin_base_384": 85.7,
+}
 
-from inline_attention.benchmark.stored_sizes import ModelSize
-from inline_attention.layers.attention import TokenAttention
-from inline_attention.models import create_model
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of one model."""
+
+    parameters: int
+    macs: int  # multiply-adds of one image: matrix products, convolutions and the 3×3 local term
+    input_size: tuple[int, int, int]  # channels, height and width of that image
+
+    @property
+    def param_count(self) -> float:
+        """Parameters in millions, under the name that timm's benchmarks give them."""
+        return self.parameters / 1e6
+
+    @property
+    def gmacs(self) -> float:
+        """Multiply-adds in billions."""
+        return self.macs / 1e9
+
+
+def stored_model_sizes() -> dict[str, ModelSize]:
+    """Return the sizes of the registered models at their native image size, by name."""
+    stored: dict[str, tuple[int, int, int]] = json.loads(STORED_SIZES.read_text(encoding="utf-8"))
+    return {name: ModelSize(parameters, macs, (3, side, side)) for name, (parameters, macs, side) in stored.items()}
 
 
 def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = None, **arguments: Any) -> ModelSize:
@@ -20,6 +65,12 @@ def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = N
         input_size: Channels, height and width of the image; the model's native size by default.
         **arguments: Arguments of `create_model`, such as `num_classes`.
     """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from inline_attention.layers.attention import TokenAttention
+    from inline_attention.models import create_model
+
     with torch.device("meta"):
         model: Any = create_model(name, **arguments).eval()
         size: tuple[int, int, int] = input_size or model.pretrained_cfg["input_size"]

@@ -16,11 +16,10 @@ from inline_attention.cli.evaluate import evaluate
 from inline_attention.cli.export import export
 from inline_attention.cli.group import Commands
 from inline_attention.cli.linearize import linearize
-from inline_attention.cli.models import models
+from inline_attention.cli.lists import models, recipes_app
 from inline_attention.cli.options import Device, Output, parse_numbers
 from inline_attention.cli.predict import predict
 from inline_attention.cli.printing import say
-from inline_attention.cli.recipes import recipes_app
 from inline_attention.cli.train import TAKES_FLAGS, Recipe, Settings, train
 
 app = typer.Typer(

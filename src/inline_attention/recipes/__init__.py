@@ -1,12 +1,12 @@
 """Recipes: settings for every published model of the paper, and for data of one's own."""
 
-from inline_attention.recipes import dense, imagenet, linearize, small
+from inline_attention.recipes import dense, imagenet, small
 from inline_attention.recipes.recipe import Recipe
 from inline_attention.support.text import did_you_mean, printable
 
 __all__ = ["Recipe", "UnknownRecipeError", "get_recipe", "list_recipes"]
 
-_ALL = (*small.CLASSIFICATION, *linearize.RECIPES, *imagenet.RECIPES, *small.SCENES, *dense.RECIPES)
+_ALL = (*small.CLASSIFICATION, *small.LINEARIZATION, *imagenet.RECIPES, *small.SCENES, *dense.RECIPES)
 _RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inline_attention.benchmark.stored_sizes import PUBLISHED_TOP1
+from inline_attention.benchmark.model_size import PUBLISHED_TOP1
 from inline_attention.recipes.recipe import Recipe
 
 GPUS = 8
