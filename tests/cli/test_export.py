@@ -11,6 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from inline_attention import convert_attention, create_model
+from inline_attention.cli import export
 from inline_attention.cli.main import app
 from inline_attention.engine.config import with_overrides
 from inline_attention.engine.train import train
@@ -131,6 +132,12 @@ def test_name_of_a_shipped_model(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / "inline_deit_tiny.test.pt2").exists()
 
 
+def test_large_pictures_are_compared_on_fewer(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "MOST_PIXELS", 2 * 16 * 16)
+    result = invoke(checkpoint[1], "--format", "torch-export", "--output", tmp_path / "m.pt2")
+    assert "2 pictures" in result.stdout, result.output
+
+
 def test_a_single_example_is_not_all_that_is_compared(tmp_path):
     create_model("inline_deit_tiny", **SMALL).save_pretrained(tmp_path / "d")
     (tmp_path / "d" / "examples").mkdir()
@@ -175,6 +182,7 @@ def test_hub_folder(checkpoint, tmp_path):
         (["--format", "hub", "--size", "32"], "--size is for onnx"),
         (["--data-dir", "x", "--pictures", "y"], "not both"),
         (["--pictures", "/nowhere"], "no picture"),
+        (["--size", "100000"], "67,108,864 at most"),
     ],
 )
 def test_options_that_do_not_fit(checkpoint, tmp_path, arguments, words):

@@ -33,6 +33,7 @@ class Format(StrEnum):
 ENDINGS = {Format.onnx: ".onnx", Format.torch_export: ".pt2", Format.web: "_web", Format.hub: "_hub"}
 EXAMPLES = "examples"  # subfolder of a model's folder with pictures to compare on
 MOST_EXAMPLES = 8
+MOST_PIXELS = 2**26  # of all pictures to compare on, which are in memory together
 
 
 class Pictures(NamedTuple):
@@ -114,6 +115,10 @@ def export(
         return
     if sides:
         classifier = classifier.for_size((sides[0], sides[-1]))
+    height, width = classifier.preparation["input_size"][1:]
+    images = min(images, MOST_PIXELS // (height * width))
+    if images == 0:
+        fail(f"{height}×{width} pixels are too many to export for; expected {MOST_PIXELS:,} at most, as of --size 8192")
     found = _read_pictures(classifier, data_dir, split, pictures, images)
     if data_dir is None and pictures is None and (checkpoint / EXAMPLES).is_dir():
         own = _read_pictures(classifier, None, split, checkpoint / EXAMPLES, images)  # few: compare on digits, too
