@@ -19,10 +19,10 @@ or what `--model` names. `--drop-path` is its stochastic depth (`null` for model
 `inline train linearize_classifier --data-dir DIR --initial-checkpoint FILE` replaces the softmax attention of the model
 in FILE by InLine: the student learns from its logits and tokens, and from the labels. Choose another model than ViT-S
 with `--model`. `inline train linearize_features --data-dir DIR --initial-checkpoint FILE` needs no labels: it matches
-tokens and outputs on any folder of pictures. `inline linearize` uses both. Class and register tokens keep softmax: their
-queries are few, and InLine explains little of what a class token attends to. Ten epochs are a thirtieth of what training
-a ViT on ImageNet takes. There is no warm-up, since the weights start where the teacher's are. Augmentation is light,
-since teacher and student see the same view.
+tokens and outputs on any folder of pictures. `inline linearize` uses both. Class and register tokens keep softmax:
+their queries are few, and InLine explains little of what a class token attends to. Ten epochs are a thirtieth of what
+training a ViT on ImageNet takes. There is no warm-up, since the weights start where the teacher's are. Augmentation is
+light, since teacher and student see the same view.
 
 A small segmenter and a small detector on generated scenes, two minutes each on a CPU (`make demo-dense`):
 
