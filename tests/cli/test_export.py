@@ -98,7 +98,13 @@ def test_torch_export_on_own_pictures(checkpoint, tmp_path):
     (tmp_path / "pictures" / "b.png").write_bytes(b"broken")
     target = tmp_path / "model.pt2"
     result = invoke(
-        path, "--format", "torch-export", "--size", "16x24", "--pictures", tmp_path / "pictures", "-o", target
+        path,
+        "--size",
+        "16x24",
+        "--pictures",
+        tmp_path / "pictures",
+        "-o",
+        target,  # the format by the ending
     )
     assert result.exit_code == 0, result.output
     assert "b.png" in result.stderr

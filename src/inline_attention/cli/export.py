@@ -49,7 +49,9 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(help="Weights file, run, hub folder or shipped model.", show_default=False)
     ],
-    file_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.onnx,
+    file_format: Annotated[
+        Format | None, typer.Option("--format", help="What to write.", show_default="onnx; torch-export for .pt2")
+    ] = None,
     int8: Annotated[bool, typer.Option("--int8", help="Linear layers in 8-bit integers (onnx, web).")] = False,
     size: Annotated[
         str | None,
@@ -76,6 +78,8 @@ def export(
     Formats: onnx; torch-export (a program for `torch.export.load`); web (a folder with a page that runs the model in a
     browser, without network); hub (a folder for the Hugging Face Hub, whose model card you complete).
     """
+    if file_format is None:
+        file_format = Format.torch_export if output is not None and output.suffix == ".pt2" else Format.onnx
     is_dynamic = size == "dynamic"
     sides = () if size is None or is_dynamic else parse_size(size, "224, 192x320 or dynamic")
     if int8 and file_format not in (Format.onnx, Format.web):
