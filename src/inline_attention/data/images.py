@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedIm
 from PIL.ExifTags import Base
 
 from inline_attention.support.files import NotARegularFileError, open_regular
-from inline_attention.support.text import printable
+from inline_attention.support.text import install_command, printable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -102,12 +102,6 @@ def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX
         return _upright_rgb(image)
 
 
-SLIDE_HINT = (
-    "; only `inline predict` with a classifier and `inline analyze attention-map` read large tiled TIFFs in parts "
-    "(extra slides), and training decodes images whole: save a coarser level of it"
-)
-
-
 @contextmanager
 def open_image(
     path: str | os.PathLike[str],
@@ -124,13 +118,15 @@ def open_image(
             any other error in the body of the `with` statement.
     """
     path = Path(path)
-    size, hint = 0, SLIDE_HINT if path.suffix.lower() in (".tif", ".tiff") else ""
+    size = 0
     try:
         with _LimitedReads(io.BytesIO(content) if content is not None else open_regular(path)) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             if size > most_bytes(max_pixels):
-                raise ImageError(path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels{hint}")
+                raise ImageError(
+                    path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels{_slide_hint(path)}"
+                )
             if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
                 raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
             Image.init()
@@ -138,7 +134,9 @@ def open_image(
             with _no_pillow_limit, Image.open(file, formats=known) as image:
                 if (pixels := image.width * image.height) > max_pixels:
                     reason = "is a decompression bomb, or merely larger than the limit of"
-                    raise ImageError(path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels{hint}")
+                    raise ImageError(
+                        path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels{_slide_hint(path)}"
+                    )
                 yield image
     except ImageError:
         raise
@@ -154,6 +152,15 @@ def open_image(
         raise ImageError(path, "does not fit into memory") from error
     except Exception as error:  # a damaged file can fail anywhere
         raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
+
+
+def _slide_hint(path: Path) -> str:
+    if path.suffix.lower() not in (".tif", ".tiff"):
+        return ""
+    return (
+        "; only `inline predict` with a classifier and `inline analyze attention-map` read large tiled TIFFs in parts "
+        f"({install_command('slides')}), and training decodes images whole: save a coarser level of it"
+    )
 
 
 def most_bytes(max_pixels: int) -> int:
