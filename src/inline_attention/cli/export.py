@@ -68,7 +68,7 @@ def export(
     pictures: Annotated[
         Path | None, typer.Option(help="Picture or folder of pictures to compare on, without labels.")
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Number of pictures to compare on.")] = 64,
+    images: Annotated[int, typer.Option(min=1, help="Number of pictures to compare on.")] = 32,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Size slider beside softmax's twin (web).")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,

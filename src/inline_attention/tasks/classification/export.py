@@ -298,11 +298,14 @@ class Comparer:
 
     def of_model(self) -> Comparison:
         """Run the model itself, whose size is that of its weights."""
-        return self("PyTorch", sum(tensor.nbytes for tensor in self._model.state_dict().values()), self._model)
+        size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
+        return self._compare("PyTorch", size, self._model, self._expected)
 
     def __call__(self, name: str, size: int, runner: Runner | nn.Module) -> Comparison:
         """Run one form of the model, whose file or weights have `size` bytes."""
-        scores = _scores(runner, self._images)
+        return self._compare(name, size, runner, _scores(runner, self._images))
+
+    def _compare(self, name: str, size: int, runner: Runner | nn.Module, scores: Tensor) -> Comparison:
         classes, expected = scores.argmax(1), self._expected.argmax(1)
         largest = self._expected.abs().max().clamp(min=1.0)
         return Comparison(
