@@ -1,6 +1,7 @@
 """Linearize a softmax ViT: accuracy of students by share of the teacher's epochs, with and without labels; speed.
 
     python benchmarks/linearize.py digits
+    python benchmarks/linearize.py cifar10-small --data-dir DIR    # a small ViT, an hour on a CPU
     python benchmarks/linearize.py cifar10 --data-dir DIR [--at-once 2] [--time-limit 560] [--seeds 1]
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
@@ -8,8 +9,8 @@
 A softmax ViT of timm is trained by the engine. On the larger datasets it first learns with patches of twice the side, a
 quarter of the tokens, which count as quarter epochs; then its patch and position embeddings are resampled. The teacher
 is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
-Its attention is replaced (InLine or linear, with and without the local 3×3 term; class tokens keep softmax, and InLine
-is tried without that too), and students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the
+Its attention is replaced (InLine or linear, with and without the local 3×3 term; class tokens keep softmax, and both
+are tried without that too), and students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the
 student of a backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are
 processes, several at a time; those that matter most come first. After the time limit or a kill, the same command
 resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET along:
@@ -67,6 +68,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
     "linear with 3×3": ("linear", {"local_residual": True}, Style("linear")),
     "linear": ("linear", {}, Style("linear", 1)),
     "InLine, class token too": ("inline", {"softmax_prefix": False}, Style("inline", 2)),
+    "linear, class token too": ("linear", {"softmax_prefix": False}, Style("linear", 2)),
 }
 PROBES = ("probe of the teacher", "probe of the student")
 NOTES = ("model", "model_arguments", "class_names", "crop_pct")
@@ -129,6 +131,21 @@ EXPERIMENTS = {
             "training.validation_interval=60", "checkpoints.interval_epochs=60",
         ),
         batch=64,
+    ),
+    "cifar10-small": Experiment(
+        "cifar10",
+        patch=4,
+        epochs=10,
+        overrides=(
+            "model.img_size=32", "model.arguments={patch_size: 4, embed_dim: 64, num_heads: 2, depth: 4}",
+            "training.amp=off",
+        ),
+        fine=(
+            "optimizer.name=muon", "optimizer.lr_base_size=null", "optimizer.lr=5e-3", "schedule.warmup_epochs=1",
+            "augmentation.reprob=0", "training.batch_size=256", "training.total_batch_size=256",
+            "training.validation_interval=10", "checkpoints.interval_epochs=5",
+        ),
+        shares=(10, 25),
     ),
     "cifar10": Experiment(
         "cifar10", patch=2, epochs=12, coarse_epochs=100, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
@@ -486,7 +503,7 @@ def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[
 
 
 def main(
-    dataset: Annotated[str, typer.Argument(help="digits, cifar10, tiny-imagenet-100 or speed.")],
+    dataset: Annotated[str, typer.Argument(help="digits, cifar10-small, cifar10, tiny-imagenet-100 or speed.")],
     data_dir: Annotated[Path | None, typer.Option(help="Data folder.", exists=True, file_okay=False)] = None,
     runs: Annotated[Path, typer.Option(help="Folder of the runs. Existing ones are resumed.")] = Path("out/linearize"),
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
