@@ -72,6 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
 }
 PROBES = ("probe of the teacher", "probe of the student")
 NOTES = ("model", "model_arguments", "class_names", "crop_pct")
+ARGUMENTS = "model.arguments="
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
 # As results/cifar10_long.md: with AdamW, 30 epochs of softmax on CIFAR-10 end at 76 %.
 MIXED = (
@@ -398,11 +399,12 @@ def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, 
         how = (
             f"{coarse}, then {how}; a coarse epoch has a quarter of the tokens and counts a quarter: {epochs:g} epochs"
         )
+    sizes = "".join(f" with {text.removeprefix(ARGUMENTS)}" for text in experiment.overrides if ARGUMENTS in text)
     text = [
-        f"Softmax teacher: {MODEL}, {how}. Top-1 {summary(found, 'teacher')} % of the held-out pictures, {len(found)} "
-        "seeds (± standard deviation). Students start from its weights and learn from its logits, its tokens and the "
-        f"labels, in batches of {experiment.batch}. Class tokens keep softmax in all rows but the last. Columns: share "
-        "of the teacher's epochs; last epoch or update, no selection.",
+        f"Softmax teacher: {MODEL}{sizes}, {how}. Top-1 {summary(found, 'teacher')} % of the held-out pictures, "
+        f"{len(found)} seeds (± standard deviation). Students start from its weights and learn from its logits, its "
+        f"tokens and the labels, in batches of {experiment.batch}. Class tokens keep softmax, except where a row says "
+        "“class token too”. Columns: share of the teacher's epochs; last epoch or update, no selection.",
         markdown_table(header, rows),
         f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
         f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
@@ -435,7 +437,8 @@ def draw(name: str, experiment: Experiment, found: Mapping[str, Mapping[str, flo
         axes.set(xlabel="share of the teacher's epochs, %", ylabel="top-1, %")
         light_grid(axes)
 
-    legend = [LegendEntry(variant, style) for variant, (_, _, style) in VARIANTS.items()]
+    measured = [variant for variant in VARIANTS if any(values_of(found, key(variant, share)) for share in shares)]
+    legend = [LegendEntry(variant, VARIANTS[variant][2]) for variant in measured]
     chart = Chart([Panel("", panel, "Top-1 by share of the teacher's epochs.", 3.6)], [*legend, TEACHER_ENTRY])
     note = f"{MODEL} on {name}, {experiment.teacher_epochs:g} epochs of the teacher, mean of {len(found)} seeds."
     chart.save(
