@@ -66,8 +66,9 @@ def main(demo: Annotated[Path | None, typer.Option(help="Take new results from t
     ablation = build_dataclass(AblationFile, read_json("cifar10_ablation"))
     small_print = "inline_deit_tiny with 2×2 patches on CIFAR-10, 6 epochs; top-1 of the test images."
     draw_ablation(ablation.results, RESULTS, "cifar10_ablation", title=ablation.title, small_print=small_print)
-    linearized = read_json("linearize_digits")
-    linearize.draw("digits", linearize.EXPERIMENTS["digits"], linearized["seeds"], RESULTS)
+    for name in ("digits", "cifar10-small"):
+        linearized = read_json(f"linearize_{name}")
+        linearize.draw(name, linearize.EXPERIMENTS[name], linearized["seeds"], RESULTS)
     gigapixel.draw(read_json("gpu_gigapixel")["cases"], IMAGES)
     draw_two_queries(measure_injectivity(), IMAGES / "injectivity.png")
     draw_series(measure_series(), IMAGES / "softmax_series.png")
