@@ -265,7 +265,8 @@ def draw(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         folder,
         "gigapixel",
         title="One image, every token attends to every other",
-        small_print="DeiT-T, bfloat16, one NVIDIA H200. Softmax ends where one pass would take longer than a minute.",
+        small_print="DeiT-T, bfloat16, one NVIDIA H200. Softmax ends where one pass would take longer than a minute. "
+        "Times at 1024² include one-off preparation.",
         width=5.0,
         formats=("png",),
     )

@@ -1,7 +1,7 @@
 """Linearize a softmax ViT: accuracy of students by share of the teacher's epochs, with and without labels; speed.
 
     python benchmarks/linearize.py digits
-    python benchmarks/linearize.py cifar10-small --data-dir DIR    # a small ViT, an hour on a CPU
+    python benchmarks/linearize.py cifar10-small --data-dir DIR    # a small ViT, about two hours on a CPU
     python benchmarks/linearize.py cifar10 --data-dir DIR [--at-once 2] [--time-limit 560] [--seeds 1]
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
