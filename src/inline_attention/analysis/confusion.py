@@ -191,7 +191,7 @@ def draw_confusion(
         f"that differ by at most {tolerance:g} of their difference from uniform attention, although the queries differ "
         f"by more than {DISTINCT_QUERIES:g} of their length."
     )
-    panels = [confusion_panel(styles, images), Panel("Confused share by tolerance, where any is", draw)]
+    panels = [confusion_panel(styles, images), Panel("Confused share by tolerance (zeros not drawn)", draw)]
     legend = [LegendEntry(label, styles[label]) for label in counts]
     title = "Different queries that get the same attention"
     return Chart(panels, legend).save(folder, "confusion", title=title, small_print=small_print, width=6.0)

@@ -122,7 +122,7 @@ def export(
     height, width = classifier.preparation["input_size"][1:]
     images = min(images, MOST_PIXELS // (height * width))
     if images == 0:
-        fail(f"{height}×{width} pixels are too many to export for; expected {MOST_PIXELS:,} at most, as of --size 8192")
+        fail(f"{height}×{width} pixels are too many to export for; expected {MOST_PIXELS:,} at most (--size 8192)")
     found = _read_pictures(classifier, data_dir, split, pictures, images)
     if data_dir is None and pictures is None and (checkpoint / EXAMPLES).is_dir():
         own = _read_pictures(classifier, None, split, checkpoint / EXAMPLES, images)  # few: compare on digits, too

@@ -66,7 +66,7 @@ DOTS_PER_INCH = 160
 PANEL = (4.4, 2.9)  # inches
 # Average characters of DejaVu Sans per inch, to estimate what fits.
 SMALL_PRINT_CHARACTERS, LEGEND_CHARACTERS, TITLE_CHARACTERS = 14.0, 10.0, 6.5
-LEGEND_HANDLE = 3.5  # font sizes, in which dashes and dots are seen beside a marker
+LEGEND_HANDLE = 3.5  # font sizes: long enough to show dashes beside a marker
 ROW_HEIGHT = 0.53  # inches of one row of dots
 LONGEST_ROW_LABEL = 52  # characters of a row's label and text together
 MOST_MARKERS = 12  # of a line with many points
