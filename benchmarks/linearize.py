@@ -169,12 +169,13 @@ STUDENT_SECTIONS = ("optimizer", "schedule", "loss")
 
 @dataclass(frozen=True)
 class Place:
-    """Where an experiment runs: data, folder of the runs, device, seed, and the user's own settings."""
+    """Where an experiment runs: data, folder of the runs, device, seeds, and the user's own settings."""
 
     experiment: Experiment
     data_dir: Path | None
     runs: Path
-    seed: int
+    seed: int  # of the students
+    teacher_seed: int
     own: tuple[str, ...]
     at_once: int = 1
 
@@ -186,7 +187,7 @@ class Place:
     @property
     def teacher(self) -> Path:
         """Weights of the teacher."""
-        return self.runs / f"teacher-seed{self.seed}.safetensors"
+        return self.runs / f"teacher-seed{self.teacher_seed}.safetensors"
 
     def settings(self, name: str, *overrides: str) -> TrainConfig:
         """Return the settings of a run of the teacher's model on the data."""
@@ -384,12 +385,14 @@ def linear_probe(model: nn.Module, task: Any, data: Any, processes: Any) -> floa
         return (linear(test_features).argmax(1) == test_labels).float().mean().item() * 100
 
 
-def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, float]], output: Path) -> None:
+def write_results(
+    name: str, experiment: Experiment, found: dict[str, dict[str, float]], output: Path, *, one_teacher: bool
+) -> None:
     """Write JSON and Markdown of all seeds so far."""
     environment = describe_environment()
     epochs = experiment.teacher_epochs
-    content = {"environment": environment, "dataset": name, "teacher_epochs": epochs, "seeds": found}
-    write_json(output / f"linearize_{name}.json", content)
+    content = {"environment": environment, "dataset": name, "teacher_epochs": epochs, "one_teacher": one_teacher}
+    write_json(output / f"linearize_{name}.json", {**content, "seeds": found})
     shares = (0, *experiment.shares)
     header = ["student", *(f"{share} % ({share / 100 * epochs:.3g} epochs)" for share in shares)]
     rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in VARIANTS]
@@ -400,9 +403,10 @@ def write_results(name: str, experiment: Experiment, found: dict[str, dict[str, 
             f"{coarse}, then {how}; a coarse epoch has a quarter of the tokens and counts a quarter: {epochs:g} epochs"
         )
     sizes = "".join(f" with {text.removeprefix(ARGUMENTS)}" for text in experiment.overrides if ARGUMENTS in text)
+    seeds = f"{len(found)} seeds{' of students, one teacher' if one_teacher else ''}"
     text = [
         f"Softmax teacher: {MODEL}{sizes}, {how}. Top-1 {summary(found, 'teacher')} % of the held-out pictures, "
-        f"{len(found)} seeds (± standard deviation). Students start from its weights and learn from its logits, its "
+        f"{seeds} (± standard deviation). Students start from its weights and learn from its logits, its "
         f"tokens and the labels, in batches of {experiment.batch}. Class tokens keep softmax, except where a row says "
         "“class token too”. Columns: share of the teacher's epochs; last epoch or update, no selection.",
         markdown_table(header, rows),
@@ -512,6 +516,9 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds.")] = 2,
     first_seed: Annotated[int, typer.Option(help="First seed.")] = 0,
+    teacher_seed: Annotated[
+        int | None, typer.Option(help="Seed of one teacher for all students.", show_default="a teacher per seed")
+    ] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 1,
     time_limit: Annotated[float, typer.Option(help="Seconds after which runs are saved and stopped.")] = math.inf,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -527,7 +534,12 @@ def main(
     experiment, stop_at = EXPERIMENTS[dataset], time.monotonic() + time_limit
     own = (f"run.device={device}", *(set_ or ()))
     numbers = range(first_seed, first_seed + (1 if evaluate else seeds))
-    places = [Place(experiment, data_dir, runs / dataset, seed, own, at_once) for seed in numbers]
+    places = [
+        Place(experiment, data_dir, runs / dataset, seed, seed if teacher_seed is None else teacher_seed, own, at_once)
+        for seed in numbers
+    ]
+    one_teacher = teacher_seed is not None
+    teachers = [replace(place, seed=place.teacher_seed) for place in (places[:1] if one_teacher else places)]
     if evaluate is not None:
         (place,) = places
         write_json(evaluations_file(place, evaluate), EVALUATIONS[evaluate](place))
@@ -544,7 +556,7 @@ def main(
 
     try:
         for phase in ("coarse", "fine"):
-            commands = teacher_commands(places, phase)
+            commands = teacher_commands(teachers, phase)
             for command in finish(list(commands)):
                 place = commands[command]
                 config = place.coarse_settings() if phase == "coarse" else place.teacher_settings()
@@ -556,17 +568,18 @@ def main(
         if only == "teachers":
             return
         words = [dataset, "--runs", str(runs), "--device", device, "--at-once", str(at_once)]
+        words += [] if teacher_seed is None else ["--teacher-seed", str(teacher_seed)]
         words += [f"--set={text}" for text in set_ or ()]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
         for _ in finish(student_commands(trained, words)):
-            write_results(dataset, experiment, collect(places), output)
+            write_results(dataset, experiment, collect(places), output, one_teacher=one_teacher)
         found = collect(places)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     if not any(found.values()):
         print("no student is finished; the same command resumes")
         return
-    write_results(dataset, experiment, found, output)
+    write_results(dataset, experiment, found, output, one_teacher=one_teacher)
     draw(dataset, experiment, found, output)
     print((output / f"linearize_{dataset}.md").read_text(encoding="utf-8"))
 
