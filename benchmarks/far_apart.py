@@ -8,7 +8,7 @@ whether both marks are of one kind. All methods also learn which kinds are there
 class alone gives no gradient at first. Every method starts at 256×256 pixels and doubles the side up to 4096. Methods
 that see reduced slides do so from the second stage on. A step has at most the pixels of 64 slides of 512×512.
 
-Results: benchmarks/results/gpu_far_apart.{json,md}, with the runs that are in FOLDER/runs already.
+Results: benchmarks/results/gpu_far_apart.{json,md}. Finished runs that are there, or in FOLDER/runs, are not repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImpor
 from torch import Tensor, nn
 
 from inline_attention import create_model
-from inline_attention.benchmark.environment import describe_environment
+from inline_attention.benchmark.environment import combined_environment, describe_environment
 from inline_attention.benchmark.results import markdown_table, write_json, write_markdown
 from inline_attention.benchmark.side_by_side import Command, run_side_by_side
 from inline_attention.data.marked_slides import CLASSES, KINDS, SlidesPlan, draw_slide, place_marks
@@ -207,7 +207,7 @@ def train(method: Method, seed: int, folder: Path, device: torch.device) -> Iter
 
 def write_results(found: Sequence[dict[str, Any]]) -> str:
     """Write JSON and Markdown of all finished runs; return the table."""
-    environment = describe_environment()
+    environment = combined_environment(run["environment"] for run in found)
     rows = []
     for name, method in METHODS.items():
         runs = [run["stages"] for run in found if run["method"] == name]
@@ -249,7 +249,8 @@ def run_method(name: str, seed: int, slides: Path, runs: Path) -> None:
     """Train one method with one seed. A run that is stopped keeps its finished stages."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"method": name, **asdict(METHODS[name]), "seed": seed, "stages": []}
+    settings = {"method": name, **asdict(METHODS[name]), "seed": seed}
+    content: dict[str, Any] = {**settings, "environment": describe_environment(), "stages": []}
     for stage in train(METHODS[name], seed, slides, device):
         content["stages"].append(stage)
         (runs / f"{name}-{seed}.json").write_text(json.dumps(content), encoding="utf-8")
@@ -257,7 +258,17 @@ def run_method(name: str, seed: int, slides: Path, runs: Path) -> None:
 
 def is_finished(path: Path) -> bool:
     """True if a run has ended with the largest slides."""
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["stages"][-1]["side"] == SIDES[-1]
+    stages = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.exists() else []
+    return bool(stages) and stages[-1]["side"] == SIDES[-1]
+
+
+def restore_runs(runs: Path) -> None:
+    """Write the runs of the committed results to the folder of runs, unless they are there."""
+    results = RESULTS / "gpu_far_apart.json"
+    for run in json.loads(results.read_text(encoding="utf-8"))["runs"] if results.exists() else ():
+        path = runs / f"{run['method']}-{run['seed']}.json"
+        if not path.exists():
+            write_json(path, run)
 
 
 def main(
@@ -274,6 +285,7 @@ def main(
             raise typer.BadParameter(f"expected one of {', '.join(METHODS)}, then :SEED, got {only!r}")
         run_method(name, int(seed), slides, runs)
         return
+    restore_runs(runs)
     for side in SIDES:  # once, before processes share the processors
         for split in ("train", "validation"):
             slides_of(slides, side, split)
