@@ -149,7 +149,7 @@ EXPERIMENTS = {
         shares=(10, 25),
     ),
     "cifar10": Experiment(
-        "cifar10", patch=2, epochs=12, coarse_epochs=100, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
+        "cifar10", patch=2, epochs=20, coarse_epochs=100, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
@@ -287,10 +287,12 @@ def teacher_commands(places: Sequence[Place], phase: str) -> dict[Command, Place
 
 def student_runs(place: Place, round_: int) -> Iterator[tuple[str, TrainConfig]]:
     """Yield the runs of a round, by name of their result: what decides comes first."""
-    for variant in VARIANTS:
+    for variant, (_, options, _) in VARIANTS.items():
         for share in place.experiment.shares:
             is_main = variant == next(iter(VARIANTS))
             importance = 0 if share == 10 else 1 if share == 25 and is_main else 2 if share < 10 else 3
+            if options.get("softmax_prefix") is False:  # not among what decides
+                importance = 4 if share == 10 else 5
             if importance == round_:
                 yield key(variant, share), place.student_settings(variant, share)
 
@@ -486,7 +488,7 @@ def collect(places: Sequence[Place]) -> dict[str, dict[str, float]]:
 
 
 EVALUATIONS = {"untrained": evaluate_untrained, "probe": probe}
-ROUNDS = 4
+ROUNDS = 6
 
 
 def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[Command]:
