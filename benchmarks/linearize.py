@@ -6,15 +6,14 @@
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine. On the larger datasets it first learns with patches of twice the side, a
-quarter of the tokens, which count as quarter epochs; then its patch and position embeddings are resampled. The teacher
-is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
-Its attention is replaced (InLine or linear, with and without the local 3×3 term; class tokens keep softmax, and both
-are tried without that too), and students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the
-student of a backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are
-processes, several at a time; those that matter most come first. After the time limit or a kill, the same command
-resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET along:
-teacher-seed*.safetensors (or refined-seed*, without one), *.json and */outcome.json.
+A softmax ViT of timm is trained by the engine. The teacher is its weights in half precision:
+RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention is replaced (InLine or
+linear, with and without the local 3×3 term; class tokens keep softmax, and both are tried without that too), and
+students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the student of a backbone without head
+matches tokens alone, and a linear probe is trained on teacher and student. Runs are processes, several at a time; those
+that matter most come first. After the time limit or a kill, the same command resumes; finished runs are not repeated.
+To resume on another machine, take these files of RUNS/DATASET along: teacher-seed*.safetensors, *.json and
+*/outcome.json.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
@@ -40,7 +39,6 @@ import timm
 import torch
 import torch.nn.functional as F
 import typer
-from timm.layers import resample_abs_pos_embed, resample_patch_embed  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
 from inline_attention import convert_attention
@@ -75,10 +73,13 @@ NOTES = ("model", "model_arguments", "class_names", "crop_pct")
 ARGUMENTS = "model.arguments="
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
 # As results/cifar10_long.md: with AdamW, 30 epochs of softmax on CIFAR-10 end at 76 %.
-MIXED = (
-    "optimizer.name=muon", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2", "augmentation.mixup=0.8",
-    "augmentation.cutmix=1.0", "augmentation.auto_augment=rand-m9-mstd0.5-inc1", "training.compile=true",
-    "training.validation_interval=10", "checkpoints.interval_epochs=10",
+TEACHER_EPOCHS = 80
+STRONG = (
+    "optimizer.name=muon", "optimizer.lr=5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
+    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=0.5",
+    f"augmentation.mixup_off_epoch={TEACHER_EPOCHS * 17 // 20}", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
+    "training.batch_size=512", "training.total_batch_size=512", "training.validation_interval=20",
+    "checkpoints.interval_epochs=10",
 )  # fmt: skip
 
 
@@ -88,12 +89,10 @@ class Experiment:
 
     Attributes:
         recipe: Recipe whose data settings are used.
-        patch: Side of the teacher's patches in pixels.
-        epochs: Epochs of the teacher at its patches.
-        coarse_epochs: Epochs before, with patches of twice the side.
+        patch: Side of the patches in pixels.
+        epochs: Epochs of the teacher.
         overrides: Settings of teacher and students.
-        fine: Settings of the teacher alone.
-        coarse: Settings of the teacher with larger patches.
+        teacher: Settings of the teacher alone.
         batch: Images per update of the students.
         shares: Students' lengths, in percent.
         probe_share: Length of the student without labels, in percent.
@@ -103,31 +102,19 @@ class Experiment:
     patch: int
     epochs: int
     overrides: tuple[str, ...]
-    fine: tuple[str, ...]
-    coarse_epochs: int = 0
-    coarse: tuple[str, ...] = ()
+    teacher: tuple[str, ...]
     batch: int = 256
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
 
-    @property
-    def teacher_epochs(self) -> float:
-        """Epochs of the teacher at its patches; coarse ones have a quarter of the tokens and count a quarter."""
-        return self.epochs + self.coarse_epochs / 4
 
-
-FINE = (
-    *MIXED, "augmentation.mixup_prob=0.5", "training.batch_size=512", "training.total_batch_size=512",
-    "optimizer.lr=2e-3", "training.validation_interval=5",
-)  # fmt: skip
-COARSE = (*MIXED, "training.batch_size=1024", "training.total_batch_size=1024", "optimizer.lr=5e-3")
 EXPERIMENTS = {
     "digits": Experiment(
         "digits",
         patch=2,
         epochs=60,
         overrides=("model.arguments={patch_size: 2, embed_dim: 64, num_heads: 2, depth: 3}",),
-        fine=(
+        teacher=(
             "training.batch_size=64", "training.total_batch_size=64", "optimizer.lr=1e-3",
             "training.validation_interval=60", "checkpoints.interval_epochs=60",
         ),
@@ -141,7 +128,7 @@ EXPERIMENTS = {
             "model.img_size=32", "model.arguments={patch_size: 4, embed_dim: 64, num_heads: 2, depth: 4}",
             "training.amp=off",
         ),
-        fine=(
+        teacher=(
             "optimizer.name=muon", "optimizer.lr_base_size=null", "optimizer.lr=5e-3", "schedule.warmup_epochs=1",
             "augmentation.reprob=0", "training.batch_size=256", "training.total_batch_size=256",
             "training.validation_interval=10", "checkpoints.interval_epochs=5",
@@ -149,18 +136,21 @@ EXPERIMENTS = {
         shares=(10, 25),
     ),
     "cifar10": Experiment(
-        "cifar10", patch=2, epochs=20, coarse_epochs=100, overrides=("model.img_size=32",), fine=FINE, coarse=COARSE
+        "cifar10",
+        patch=2,
+        epochs=TEACHER_EPOCHS,
+        overrides=("model.img_size=32", "training.compile=true"),
+        teacher=STRONG,
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
         patch=4,
-        epochs=10,
-        coarse_epochs=80,
+        epochs=TEACHER_EPOCHS,
         overrides=(
-            "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8"
+            "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8",
+            "training.compile=true",
         ),
-        fine=FINE,
-        coarse=COARSE,
+        teacher=STRONG,
     ),
 }  # fmt: skip
 # Students differ from their teacher in these.
@@ -209,20 +199,8 @@ class Place:
         return with_overrides(get_recipe(self.experiment.recipe).config, every)
 
     def teacher_settings(self) -> TrainConfig:
-        """Return the settings of the teacher at its patches."""
-        start = [f"model.initial_checkpoint={self.refined}"] if self.experiment.coarse_epochs else []
-        return self.settings("teacher", *self.experiment.fine, f"training.epochs={self.experiment.epochs}", *start)
-
-    def coarse_settings(self) -> TrainConfig:
-        """Return the settings of the teacher with larger patches."""
-        arguments = f"model.arguments={{patch_size: {2 * self.experiment.patch}}}"
-        epochs = f"training.epochs={self.experiment.coarse_epochs}"
-        return self.settings("coarse", *self.experiment.coarse, epochs, arguments)
-
-    @property
-    def refined(self) -> Path:
-        """Weights of the coarse teacher, resampled to its final patches."""
-        return self.runs / f"refined-seed{self.seed}.safetensors"
+        """Return the settings of the teacher."""
+        return self.settings("teacher", *self.experiment.teacher, f"training.epochs={self.experiment.epochs}")
 
     def student_settings(self, variant: str, share: int, *, backbone: Path | None = None) -> TrainConfig:
         """Return the settings of a student of the teacher, or, without labels, of a backbone without head."""
@@ -233,7 +211,7 @@ class Place:
         match = "logits" if backbone is None else "features"
         name = f"{variant.replace(' ', '_').replace('×', 'x')}-{share}-{match}"
         base = self.settings(name, *batch, *light, "training.clip_grad=1.0")
-        updates = max(1, round(experiment.teacher_epochs * share / 100 * (self.images // experiment.batch)))
+        updates = max(1, round(experiment.epochs * share / 100 * (self.images // experiment.batch)))
         model: Any = replace(
             base.model,
             initial_checkpoint=str(backbone or self.teacher),
@@ -249,40 +227,19 @@ class Place:
         )
 
 
-def refine(coarse: Path, place: Place) -> None:
-    """Resample the weights of a teacher with larger patches to half their side."""
-    file, patch = open_checkpoint(coarse), place.experiment.patch
-    weights = dict(file.weights)
-    weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
-    side = 2 * math.isqrt(weights["pos_embed"].shape[1] - 1)
-    weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side], num_prefix_tokens=1)
-    arguments = {**json.loads(file.metadata["model_arguments"]), "patch_size": patch}
-    write_half(weights, {**file.metadata, "model_arguments": json.dumps(arguments)}, place.refined)
-
-
 def round_teacher(weights: Path, place: Place) -> None:
-    """Write the teacher in half precision."""
+    """Write the teacher in half precision: 11 MB, where some machines hand out 16 at most."""
     file = open_checkpoint(weights)
-    write_half(file.weights, file.metadata, place.teacher)
+    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
+    save_weights({name: value.half() for name, value in file.weights.items()}, place.teacher, metadata=notes)
 
 
-def write_half(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
-    """Write weights in half precision: 11 MB, where some machines hand out 16 at most."""
-    notes = {name: metadata[name] for name in NOTES if name in metadata}
-    save_weights({name: value.half() for name, value in weights.items()}, path, metadata=notes)
-
-
-def teacher_commands(places: Sequence[Place], phase: str) -> dict[Command, Place]:
-    """Return the commands of the teachers that are missing, for one phase: "coarse" or "fine"."""
-    found = {}
-    for place in places:
-        if place.teacher.exists() or (
-            phase == "coarse" and (not place.experiment.coarse_epochs or place.refined.exists())
-        ):
-            continue
-        config = place.coarse_settings() if phase == "coarse" else place.teacher_settings()
-        found[run_command(f"{phase} teacher, seed {place.seed}", config, is_alone=False)] = place
-    return found
+def teacher_commands(places: Sequence[Place]) -> dict[Command, Place]:
+    """Return the commands of the teachers that are missing."""
+    missing = [place for place in places if not place.teacher.exists()]
+    return {
+        run_command(f"teacher, seed {place.seed}", place.teacher_settings(), is_alone=False): place for place in missing
+    }
 
 
 def student_runs(place: Place, round_: int) -> Iterator[tuple[str, TrainConfig]]:
@@ -392,24 +349,19 @@ def write_results(
 ) -> None:
     """Write JSON and Markdown of all seeds so far."""
     environment = describe_environment()
-    epochs = experiment.teacher_epochs
+    epochs = experiment.epochs
     content = {"environment": environment, "dataset": name, "teacher_epochs": epochs, "one_teacher": one_teacher}
     write_json(output / f"linearize_{name}.json", {**content, "seeds": found})
     shares = (0, *experiment.shares)
     header = ["student", *(f"{share} % ({share / 100 * epochs:.3g} epochs)" for share in shares)]
     rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in VARIANTS]
-    how = f"{experiment.epochs} epochs with patches of {experiment.patch} pixels"
-    if experiment.coarse_epochs:
-        coarse = f"{experiment.coarse_epochs} epochs with patches of {2 * experiment.patch} pixels"
-        how = (
-            f"{coarse}, then {how}; a coarse epoch has a quarter of the tokens and counts a quarter: {epochs:g} epochs"
-        )
     sizes = "".join(f" with {text.removeprefix(ARGUMENTS)}" for text in experiment.overrides if ARGUMENTS in text)
     seeds = f"{len(found)} seeds{' of students, one teacher' if one_teacher else ''}"
     text = [
-        f"Softmax teacher: {MODEL}{sizes}, {how}. Top-1 {summary(found, 'teacher')} % of the held-out pictures, "
-        f"{seeds} (± standard deviation). Students start from its weights and learn from its logits, its "
-        f"tokens and the labels, in batches of {experiment.batch}. Class tokens keep softmax, except where a row says "
+        f"Softmax teacher: {MODEL}{sizes}, patches of {experiment.patch} pixels, {epochs} epochs. Top-1 "
+        f"{summary(found, 'teacher')} % of the held-out pictures, {seeds} (± standard deviation). Students start from "
+        f"its weights and learn from its logits, its tokens and the labels, in batches of {experiment.batch}. Class "
+        "tokens keep softmax, except where a row says "
         "“class token too”. Columns: share of the teacher's epochs; last epoch or update, no selection.",
         markdown_table(header, rows),
         f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
@@ -446,7 +398,7 @@ def draw(name: str, experiment: Experiment, found: Mapping[str, Mapping[str, flo
     measured = [variant for variant in VARIANTS if any(values_of(found, key(variant, share)) for share in shares)]
     legend = [LegendEntry(variant, VARIANTS[variant][2]) for variant in measured]
     chart = Chart([Panel("", panel, "Top-1 by share of the teacher's epochs.", 3.6)], [*legend, TEACHER_ENTRY])
-    note = f"{MODEL} on {name}, {experiment.teacher_epochs:g} epochs of the teacher, mean of {len(found)} seeds."
+    note = f"{MODEL} on {name}, {experiment.epochs} epochs of the teacher, mean of {len(found)} seeds."
     chart.save(
         output, f"linearize_{name}", title=f"Linearizing a ViT: {name}", small_print=note, width=8.6, formats=("png",)
     )
@@ -506,7 +458,8 @@ def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[
                 for name, config in student_runs(place, round_)
                 if read_outcome(config) is None
             ]
-            if round_ == 1 and not evaluations_file(place, "probe").exists():
+            is_due = round_ == (1 if place is places[0] else ROUNDS - 1)  # one seed of it decides
+            if is_due and not evaluations_file(place, "probe").exists():
                 commands.append(evaluation("probe", place))
     return commands
 
@@ -557,15 +510,13 @@ def main(
                 print(ended.command.last_lines(), flush=True)
 
     try:
-        for phase in ("coarse", "fine"):
-            commands = teacher_commands(teachers, phase)
-            for command in finish(list(commands)):
-                place = commands[command]
-                config = place.coarse_settings() if phase == "coarse" else place.teacher_settings()
-                weights = find_weights(run_folder(config) / "checkpoints" / "last")
-                (refine if phase == "coarse" else round_teacher)(weights, place)
-                if (outcome := read_outcome(config)) is not None and outcome.top1 is not None:
-                    print(f"{command.name}: top-1 {outcome.top1:.2f} %", flush=True)
+        commands = teacher_commands(teachers)
+        for command in finish(list(commands)):
+            place = commands[command]
+            config = place.teacher_settings()
+            round_teacher(find_weights(run_folder(config) / "checkpoints" / "last"), place)
+            if (outcome := read_outcome(config)) is not None and outcome.top1 is not None:
+                print(f"{command.name}: top-1 {outcome.top1:.2f} %", flush=True)
         trained = [place for place in places if place.teacher.exists()]
         if only == "teachers":
             return
