@@ -8,12 +8,12 @@
 
 A softmax ViT of timm is trained by the engine. The teacher is its weights in half precision:
 RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention is replaced (InLine or
-linear, with and without the local 3×3 term; class tokens keep softmax, and both are tried without that too), and
-students are distilled for 0 to 25 % of the teacher's epochs. Without labels, the student of a backbone without head
-matches tokens alone, and a linear probe is trained on teacher and student. Runs are processes, several at a time; those
-that matter most come first. After the time limit or a kill, the same command resumes; finished runs are not repeated.
-To resume on another machine, take these files of RUNS/DATASET along: teacher-seed*.safetensors, *.json and
-*/outcome.json.
+linear, with and without the local 3×3 term), and students are distilled for 0 to 25 % of the teacher's epochs. Class
+tokens keep softmax and InLine is calibrated; rows of their own are without that. Without labels, the student of a
+backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are processes,
+several at a time; those that matter most come first. After the time limit or a kill, the same command resumes; finished
+runs are not repeated. To resume on another machine, take these files of RUNS/DATASET along: teacher-seed*.safetensors,
+*.json and */outcome.json.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
@@ -62,6 +62,7 @@ MODEL = "vit_tiny_patch16_224"
 # name: (attention, options of the layer, style of its line)
 VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
     "InLine": ("inline", {}, Style("inline")),
+    "InLine, not calibrated": ("inline", {}, Style("inline", 3)),
     "InLine without 3×3": ("inline", {"local_residual": False}, Style("inline", 1)),
     "linear with 3×3": ("linear", {"local_residual": True}, Style("linear")),
     "linear": ("linear", {}, Style("linear", 1)),
@@ -209,6 +210,7 @@ class Place:
         batch = [f"training.batch_size={experiment.batch}", f"training.total_batch_size={experiment.batch}"]
         light = ["augmentation.mixup=0", "augmentation.cutmix=0", "augmentation.reprob=0"]
         match = "logits" if backbone is None else "features"
+        pictures = 0 if variant.endswith("not calibrated") else recipe.distillation.calibration_images
         name = f"{variant.replace(' ', '_').replace('×', 'x')}-{share}-{match}"
         base = self.settings(name, *batch, *light, "training.clip_grad=1.0")
         updates = max(1, round(experiment.epochs * share / 100 * (self.images // experiment.batch)))
@@ -222,7 +224,7 @@ class Place:
             base,
             **{section: getattr(recipe, section) for section in STUDENT_SECTIONS},
             model=model,
-            distillation=replace(recipe.distillation, match=match),
+            distillation=replace(recipe.distillation, match=match, calibration_images=pictures),
             training=replace(base.training, updates=updates, validation_interval=10**6),
         )
 
@@ -248,7 +250,7 @@ def student_runs(place: Place, round_: int) -> Iterator[tuple[str, TrainConfig]]
         for share in place.experiment.shares:
             is_main = variant == next(iter(VARIANTS))
             importance = 0 if share == 10 else 1 if share == 25 and is_main else 2 if share < 10 else 3
-            if options.get("softmax_prefix") is False:  # not among what decides
+            if options.get("softmax_prefix") is False or variant.endswith("not calibrated"):  # not what decides
                 importance = 4 if share == 10 else 5
             if importance == round_:
                 yield key(variant, share), place.student_settings(variant, share)
@@ -361,8 +363,8 @@ def write_results(
         f"Softmax teacher: {MODEL}{sizes}, patches of {experiment.patch} pixels, {epochs} epochs. Top-1 "
         f"{summary(found, 'teacher')} % of the held-out pictures, {seeds} (± standard deviation). Students start from "
         f"its weights and learn from its logits, its tokens and the labels, in batches of {experiment.batch}. Class "
-        "tokens keep softmax, except where a row says "
-        "“class token too”. Columns: share of the teacher's epochs; last epoch or update, no selection.",
+        "tokens keep softmax and InLine starts calibrated on training pictures, except where a row says “class token "
+        "too” or “not calibrated”. Columns: share of the teacher's epochs; last epoch or update, no selection.",
         markdown_table(header, rows),
         f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
         f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",

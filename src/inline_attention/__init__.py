@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from inline_attention import registration
 
 if TYPE_CHECKING:
-    from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention, convert_attention
+    from inline_attention.layers import (
+        InLineAttention,
+        LinearAttention,
+        SoftmaxAttention,
+        calibrate_attention,
+        convert_attention,
+    )
     from inline_attention.models import create_model, list_models, load_checkpoint, streamed
     from inline_attention.ops import (
         AttentionState,
@@ -35,6 +41,7 @@ __all__ = [
     "attend",
     "attention_state",
     "attention_weights",
+    "calibrate_attention",
     "convert_attention",
     "create_model",
     "inline_attention",
@@ -47,7 +54,7 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "layers": ("InLineAttention", "LinearAttention", "SoftmaxAttention", "convert_attention"),
+    "layers": ("InLineAttention", "LinearAttention", "SoftmaxAttention", "calibrate_attention", "convert_attention"),
     "models": ("create_model", "list_models", "load_checkpoint", "streamed"),
     "ops": (
         "AttentionState",

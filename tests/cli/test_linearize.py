@@ -231,7 +231,7 @@ def test_a_folder_of_transformers_is_a_teacher(invoke, pictures, tmp_path):
     assert "other classes" not in " ".join(result.output.split())
     notes = open_checkpoint(find_weights(tmp_path / "out" / "dinov2")).metadata
     assert json.loads(notes["mean"]) == [0.2, 0.3, 0.4]
-    assert json.loads(notes["conversion"])["options"] == {"softmax_prefix": True}
+    assert json.loads(notes["conversion"])["options"] == {"softmax_prefix": True, "prefix_gain": True}
     assert json.loads(notes["model_arguments"])["img_size"] == [42, 42]
 
 

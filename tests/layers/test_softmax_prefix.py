@@ -80,16 +80,20 @@ def test_a_compiled_and_an_exported_layer_agree():
     torch.testing.assert_close(exported(x), expected)
 
 
-def test_analysis_sees_the_weights_of_softmax():
+@pytest.mark.parametrize("gain", [1.0, 3.0])
+def test_analysis_sees_the_weights_of_softmax(gain):
     model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2)
-    convert_attention(model, softmax_prefix=True)
+    convert_attention(model, softmax_prefix=True, prefix_gain=True)
     model = model.double().eval()
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight)
+        torch.nn.init.constant_(block.attn.prefix_gain, gain)
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     first = capture_attention(model, images)[0]
     scores = first.rule.scale * first.q[0, 0, 1] @ first.k[0, :, 1].T
     torch.testing.assert_close(first.rows(0, 1)[0], scores.softmax(-1))
+    tokens = model.blocks[0].norm1(model._pos_embed(model.patch_embed(images)))
+    torch.testing.assert_close(first.q[:, 0], gain * model.blocks[0].attn.project(tokens).q[:, 0])
     with torch.no_grad():
         expected = model(images)
         with observed(model, mixed_values):

@@ -19,6 +19,7 @@ MODELS = {
     "linear": ({}, {"attention": LinearAttention}),
     "one_softmax": ({}, {"keep_softmax": [1]}),
     "softmax_prefix": ({"reg_tokens": 2}, {"softmax_prefix": True}),
+    "prefix_gain": ({}, {"softmax_prefix": True, "prefix_gain": True}),
     "normed_softmax_prefix": ({"qk_norm": True, "scale_attn_norm": True}, {"softmax_prefix": True}),
 }
 
@@ -80,7 +81,7 @@ def test_attention_maps_of_a_class_token_that_keeps_softmax():
     torch.testing.assert_close(found.prefix_weights.double(), expected[..., :3], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["class_token", "softmax_prefix"])
+@pytest.mark.parametrize("name", ["class_token", "softmax_prefix", "prefix_gain"])
 def test_evidence_of_a_class_token(name):
     model, pixels = converted(name), torch.randn(3, 96, 80)
     found = streamed(model).class_evidence(pixels, [1, 3])

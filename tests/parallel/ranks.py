@@ -22,6 +22,7 @@ from inline_attention.parallel import own_rows, parallelize_context, shard_rows
 CLASSES = 5
 FAMILIES = ("deit", "pvt", "swin", "cswin")
 STATIC = {"static_local": True, "local_residual": False}
+CLASS_SOFTMAX = {"softmax_prefix": True, "prefix_gain": True}
 MAGNITUDE = {"normalization": "magnitude", "feature_map": "exp"}
 SMALL = (2, 3, 72, 40)  # pyramids of 18, 9, 5 and 3 rows: four ranks cannot share the last
 LARGE = (2, 3, 136, 40)  # 34, 17, 9 and 5 rows
@@ -57,7 +58,7 @@ CASES = {
     "deit mean pooling": ("deit", {"global_pool": "avg"}, LARGE, PADDED),
     "deit without pooling": ("deit", {"global_pool": ""}, LARGE, None),
     "deit, learned 3×3": ("deit", {"attention_options": STATIC}, SMALL, None),
-    "deit, softmax of the class token": ("deit", {"attention_options": {"softmax_prefix": True}}, LARGE, PADDED),
+    "deit, softmax of the class token": ("deit", {"attention_options": CLASS_SOFTMAX}, LARGE, PADDED),
     "deit, magnitude": ("deit", {"attention_options": MAGNITUDE}, SMALL, None),
 }  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 For each block: the share of softmax's output beyond the mean value that InLine and linear attention explain on the same
 queries, keys and values; and what the final tokens lose if this block alone is converted, and if it is converted
-together with all that lose less. Nothing is trained.
+together with all that lose less. Nothing is trained; InLine is calibrated on the first pictures, as `inline linearize`
+does it.
 
 Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim, `C` channels.
 """
@@ -21,6 +22,7 @@ from inline_attention.analysis.probes import LayerAttention, attention_layers, o
 from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject, describe_subject, open_pictures
 from inline_attention.engine.config import TrainConfig
 from inline_attention.layers.attention import SoftmaxAttention
+from inline_attention.layers.calibration import beyond_mean, fitted_gains
 from inline_attention.layers.conversion import convert_attention
 from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
 from inline_attention.models.described import create_described_model, read_description
@@ -31,7 +33,8 @@ from inline_attention.tasks.classification.distillation import Variance, run_wit
 from inline_attention.tasks.task import find_device
 
 FREE = 10.0  # percent of the final tokens' variance that may be lost
-RULES: dict[str, dict[str, Any]] = {"inline": {}, "linear": {"normalization": "divide", "feature_map": "relu"}}
+RULES = ("inline", "linear")
+LINEAR: dict[str, Any] = {"normalization": "divide", "feature_map": "relu"}
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,22 @@ def measure_blocks(model: nn.Module, batches: Callable[[], Iterator[tuple[Tensor
     correct = images = 0
     labelled = False
 
+    def beyond(layer: LayerAttention, gains: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the outputs of softmax and calibrated InLine, minus the mean value; fit missing gains of layers."""
+        softmax, second = beyond_mean(layer.q, layer.k, layer.v, layer.rule.scale)
+        if layer.index not in gains:
+            grid = slice(layer.num_prefix_tokens, None)
+            by_head = getattr(model.get_submodule(layer.name), "q_norm", None) is None
+            gains[layer.index] = fitted_gains(softmax[:, grid], second[:, grid], by_head=by_head)
+        return softmax, second * gains[layer.index][:, None]
+
+    observed_gains: dict[int, Tensor] = {}
+
     def compare(layer: LayerAttention) -> None:
-        softmax = softmax_output(layer)
-        mean = layer.v.mean(1, keepdim=True)
-        for rule, options in RULES.items():
-            found = inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale, **options)
-            shares[rule][layer.index].add_beyond(found - mean, softmax - mean)
+        softmax, inline = beyond(layer, observed_gains)
+        linear = inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale, **LINEAR)
+        shares["inline"][layer.index].add_beyond(inline, softmax)
+        shares["linear"][layer.index].add_beyond(linear - layer.v.mean(1, keepdim=True), softmax)
 
     with observed(model, compare):
         for pixels, labels in batches():
@@ -157,7 +170,16 @@ def measure_blocks(model: nn.Module, batches: Callable[[], Iterator[tuple[Tensor
 
     def loss(blocks: Collection[int]) -> tuple[float, float | None]:
         lost, right = Variance(), 0
-        with observed(model, converted_output, layers=list(blocks)):
+        gains: dict[int, Tensor] = {}
+
+        def converted(layer: LayerAttention) -> Tensor:
+            """Return what the layer mixes, `[B, N, C]`: InLine, and softmax for class and register tokens."""
+            softmax, inline = beyond(layer, gains)
+            prefix = layer.num_prefix_tokens
+            mixed = torch.cat([softmax[:, :prefix], inline[:, prefix:]], dim=1)
+            return (mixed + layer.v.mean(1, keepdim=True)).flatten(2)
+
+        with observed(model, converted, layers=list(blocks)):
             for (pixels, labels), (_, expected) in zip(batches(), reference, strict=True):
                 output, tokens = run_with_tokens(model, pixels)
                 lost.add(tokens.cpu(), expected)
@@ -175,19 +197,6 @@ def measure_blocks(model: nn.Module, batches: Callable[[], Iterator[tuple[Tensor
         for block, name in enumerate(names)
     )  # fmt: skip
     return LinearizeSurvey(blocks, 100 * correct / images if labelled else None, images)
-
-
-def softmax_output(layer: LayerAttention, queries: int | None = None) -> Tensor:
-    """Return the output `[B, N, H, D]` of softmax attention for a layer's first `queries`, or all."""
-    q, k, v = (part.transpose(1, 2) for part in (layer.q[:, :queries], layer.k, layer.v))
-    return nn.functional.scaled_dot_product_attention(q, k, v, scale=layer.rule.scale).transpose(1, 2)
-
-
-def converted_output(layer: LayerAttention) -> Tensor:
-    """Return what a converted layer mixes, `[B, N, C]`: InLine, and softmax for class and register tokens."""
-    out = inline_attention(layer.q, layer.k, layer.v, scale=layer.rule.scale)
-    prefix = layer.num_prefix_tokens
-    return torch.cat([softmax_output(layer, prefix), out[:, prefix:]], dim=1).flatten(2)
 
 
 def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> list[int]:

@@ -10,7 +10,6 @@ channels, `H` heads, `D` head dim, `Q` chosen queries, `W` windows, `L` tokens o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from inline_attention.layers.adapted_attention import AdaptedAttention
+from inline_attention.layers.adapted_attention import call_arguments
 from inline_attention.layers.attention import SoftmaxAttention, TokenAttention
 from inline_attention.layers.grids import Windows
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention, relative_position_index
@@ -263,14 +262,10 @@ def observed(
 def _add_hooks(
     attention: AnyAttention, name: str, index: int, on_layer: Callable[[LayerAttention], Tensor | None]
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    signature = inspect.signature(attention.forward)
     replacement: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(attention, AdaptedAttention):
-            arguments = attention.translate(*args, **kwargs)
-        else:
-            arguments = signature.bind(*args, **kwargs).arguments
+        arguments = call_arguments(attention, args, kwargs)
         if arguments.get("key_padding_mask") is not None or arguments.get("attn_mask") is not None:
             raise ValueError("images of unequal size cannot be analyzed in one batch; run them one by one")
         if isinstance(attention, TokenAttention):
@@ -305,6 +300,8 @@ def _read_token_attention(
     bias = None if static is None or static.bias is None else static.bias.detach().view(q.shape[2:])
     rule = MixingRule(normalization, attention.feature_map, attention.scale)
     prefix, by_softmax = attention.num_prefix_tokens, attention.softmax_prefix
+    if by_softmax and attention.prefix_gain is not None:
+        q = torch.cat([attention.prefix_queries(q), q[:, prefix:]], dim=1)
     return LayerAttention(name, index, rule, q, k, v, kernels, bias, grid_size, prefix, softmax_prefix=by_softmax)
 
 

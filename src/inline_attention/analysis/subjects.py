@@ -21,8 +21,7 @@ from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_dataset
 from inline_attention.data.images import find_images
 from inline_attention.data.loading import ImageLoader
-from inline_attention.data.randomness import derived_seed
-from inline_attention.data.sampling import EvaluationBatches
+from inline_attention.data.sampling import SampledBatches
 from inline_attention.data.sources import DataError, ImageSource, PictureSource
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
 from inline_attention.layers.attention import KernelAttention
@@ -177,16 +176,6 @@ def open_pictures(dataset: str, data_dir: Path | None, split: str) -> ImageSourc
         what = "holds no picture" if data_dir.exists() else "does not exist"
         raise DataError(f"{data_dir} {what}; give a folder of pictures with --data-dir, or --dataset digits")
     return PictureSource(str(data_dir), files)
-
-
-class SampledBatches(EvaluationBatches):
-    """Batches of `count` samples drawn at random without repetition, in the order of the dataset; None draws all."""
-
-    def __init__(self, length: int, count: int | None, batch_size: int, seed: int):
-        super().__init__(length, batch_size)
-        if count is not None and count < length:
-            generator = torch.Generator().manual_seed(derived_seed("sampled pictures", seed))
-            self._indices = torch.randperm(length, generator=generator)[:count].sort().values
 
 
 @dataclass

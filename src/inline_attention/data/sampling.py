@@ -118,6 +118,16 @@ class EvaluationBatches:
 Batches = TrainingBatches | EvaluationBatches
 
 
+class SampledBatches(EvaluationBatches):
+    """Batches of `count` samples drawn at random without repetition, in the order of the dataset; None draws all."""
+
+    def __init__(self, length: int, count: int | None, batch_size: int, seed: int):
+        super().__init__(length, batch_size)
+        if count is not None and count < length:
+            generator = torch.Generator().manual_seed(derived_seed("sampled pictures", seed))
+            self._indices = torch.randperm(length, generator=generator)[:count].sort().values
+
+
 def _check_process(batch_size: int, rank: int, world_size: int) -> None:
     if batch_size < 1:
         raise ValueError(f"batch size must be at least 1, got {batch_size}")

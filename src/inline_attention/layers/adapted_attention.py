@@ -162,6 +162,14 @@ class AdaptedAttention(TokenAttention):
             else:  # timm's keys have a buffer of zeros, which files do not hold
                 self.register_buffer(name, value, persistent=False)
 
+    def query_weights(self) -> list[Tensor]:
+        """Return what the queries are linear in; timm's BEiT and EVA have their biases beside `qkv`."""
+        if self.qkv is None:
+            assert self.q_proj is not None
+            return list(self.q_proj.parameters(recurse=False))
+        own = [] if self.q_bias is None else [self.q_bias]
+        return [part[: self.dim] for part in (*self.qkv.parameters(recurse=False), *own)]
+
     def translate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a call as those of `TokenAttention.forward`."""
         if self.parts.style == "transformers":
@@ -199,6 +207,13 @@ class AdaptedAttention(TokenAttention):
         if (groups := self.num_heads // self.parts.num_kv_heads) > 1:
             k, v = (heads.repeat_interleave(groups, dim=2) for heads in (k, v))
         return Projected(q, k, v)
+
+
+def call_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what a hook sees of a call of an attention of this library as arguments of `TokenAttention.forward`."""
+    if isinstance(attention, AdaptedAttention):
+        return attention.translate(*args, **kwargs)
+    return inspect.signature(attention.forward).bind(*args, **kwargs).arguments
 
 
 @torch.fx.wrap

@@ -64,6 +64,7 @@ class TokenAttention(ProjectedAttention):
         static_local: bool = False,
         num_prefix_tokens: int = 0,
         softmax_prefix: bool = False,
+        prefix_gain: bool = False,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         backend: str = "auto",
@@ -85,6 +86,8 @@ class TokenAttention(ProjectedAttention):
             static_local: Add a learned depthwise 3×3 convolution of the values (with bias), the same for all samples.
             num_prefix_tokens: Class or register tokens before the grid.
             softmax_prefix: Let the queries of these tokens attend by softmax: they are few, so time stays linear.
+            prefix_gain: Learn a factor per head on these queries. It undoes what `calibrate_attention` does to the
+                projection that they share with the others.
             attn_drop: Dropout rate on the attention. Linear-time attention never forms its weights, so there the
                 attention's output is dropped; `SoftmaxAttention` drops weights.
             proj_drop: Dropout rate on the projected output.
@@ -132,6 +135,15 @@ class TokenAttention(ProjectedAttention):
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = linear(dim, proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.is_calibrated = False  # by `calibrate_attention`, in this process
+        self.prefix_gain: nn.Parameter | None = None
+        if prefix_gain:
+            self.add_prefix_gain()
+
+    def add_prefix_gain(self) -> nn.Parameter:
+        """Add the factor per head on the queries of prefix tokens, all ones."""
+        self.prefix_gain = nn.Parameter(self.proj.weight.new_ones(self.num_heads))
+        return self.prefix_gain
 
     @classmethod
     def from_softmax(
@@ -231,6 +243,17 @@ class TokenAttention(ProjectedAttention):
     def has_local_term(self) -> bool:
         """True if the layer needs a grid: it has 3×3 weights, predicted or learned."""
         return self.residual is not None or self.static_local is not None
+
+    def prefix_queries(self, q: Tensor) -> Tensor:
+        """Return the prefix tokens' queries for softmax `[B, P, H, D]`, of all tokens' `[B, N, H, D]`."""
+        q = q[:, : self.num_prefix_tokens]
+        return q if self.prefix_gain is None else q * self.prefix_gain[:, None].to(q.dtype)
+
+    def query_weights(self) -> list[Tensor]:
+        """Return what the queries are linear in: parameters, or views of their rows for the queries, `[H * D, ...]`."""
+        layer = self.qkv if self.q is None else self.q
+        assert layer is not None
+        return [part[: self.dim] for part in layer.parameters(recurse=False)]
 
     @abstractmethod
     def mix(self, call: AttentionCall) -> Tensor:
@@ -461,7 +484,7 @@ class KernelAttention(TokenAttention):
         """Mix the values of a call by the op."""
         if not self.has_softmax_prefix:
             return self.attn_drop(attend(call, self.backend))
-        first = _softmax(call, self.num_prefix_tokens)  # now: the op may write over the queries
+        first = _softmax(call, self.prefix_queries(call.q))  # now: the op may write over the queries
         out = attend(call, self.backend)
         if torch.is_grad_enabled() or not are_plain_eager_tensors(out):
             out = torch.cat([first, out[:, self.num_prefix_tokens :]], dim=1)
@@ -483,7 +506,7 @@ class KernelAttention(TokenAttention):
         total = token_sum(tokens, mask).to(count.dtype)
         prefix: tuple[Tensor, ...] = ()
         if self.has_softmax_prefix:
-            q = call.q[:, : self.num_prefix_tokens]
+            q = self.prefix_queries(call.q)
             prefix = states.softmax_state(q, k, v, scale=call.scale, key_padding_mask=mask)
         gathered = shards.group.gather(count, *state[1:], total, *prefix)
         merged = states.merge_states(
@@ -562,7 +585,7 @@ class SoftmaxAttention(TokenAttention):
         if mask is not None:
             with unrecorded():
                 validation.check_mask(mask, call.k)
-        out = _softmax(call, dropout=self.attn_drop.p if self.training else 0.0)
+        out = _softmax(call, call.q, dropout=self.attn_drop.p if self.training else 0.0)
         if call.local_weight is None or call.grid_size is None:
             return out
         prefix = call.num_prefix_tokens
@@ -584,11 +607,11 @@ class SoftmaxAttention(TokenAttention):
         return out, (total / count).to(tokens.dtype)
 
 
-def _softmax(call: AttentionCall, queries: int | None = None, dropout: float = 0.0) -> Tensor:
-    """Mix values by softmax for the first `queries`, or all: `[B, queries, H, D]`, without the local term."""
+def _softmax(call: AttentionCall, queries: Tensor, dropout: float = 0.0) -> Tensor:
+    """Mix values by softmax for queries `[B, N, H, D]`, without the local term."""
     mask = call.key_padding_mask
     out = F.scaled_dot_product_attention(
-        call.q[:, :queries].transpose(1, 2),
+        queries.transpose(1, 2),
         call.k.transpose(1, 2),
         call.v.transpose(1, 2),
         attn_mask=None if mask is None else mask[:, None, None, :],

@@ -184,6 +184,7 @@ _LAYER: dict[str, _Rule] = {
     "local_residual": _FLAG,
     "static_local": _FLAG,
     "softmax_prefix": _FLAG,
+    "prefix_gain": _FLAG,
     "scale": _optional(_real(1e-6, 1e6)),
     "backend": _word(*BACKEND_NAMES),
 }

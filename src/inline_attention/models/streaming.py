@@ -322,7 +322,9 @@ class _Summary:
     def prefix_queries(self) -> Tensor | None:
         """Queries `[1, P, H, D]` that attend by softmax, if any."""
         prefix = self._prefix() if self.attention.has_softmax_prefix else None
-        return None if prefix is None else self.attention.project(self.block.norm1(prefix)).q
+        if prefix is None:
+            return None
+        return self.attention.prefix_queries(self.attention.project(self.block.norm1(prefix)).q)
 
     def add(self, x: Tensor) -> None:
         """Add input tokens `[1, n, C]` of the block."""

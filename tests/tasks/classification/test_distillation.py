@@ -1,6 +1,7 @@
 """Distillation: what is matched, and that a student equal to its teacher has nothing to learn."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -11,10 +12,12 @@ from torch.nn import functional as F
 from inline_attention import InLineAttention, convert_attention
 from inline_attention.data.batch import Batch
 from inline_attention.layers.attention import SoftmaxAttention
+from inline_attention.models.checkpoints import save_weights
 from inline_attention.tasks.classification.distillation import (
     AttentionObjective,
     DistillationObjective,
     DistillationSection,
+    DistillationTask,
     FeatureEvaluator,
     Variance,
     converted_attentions,
@@ -24,6 +27,7 @@ from inline_attention.tasks.classification.distillation import (
     unexplained_share,
 )
 from inline_attention.tasks.classification.task import Objective
+from inline_attention.tasks.task import DataSection, ModelSection
 
 SMALL = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
 
@@ -203,3 +207,44 @@ def test_one_image_of_one_vector_gives_a_finite_loss():
 def test_a_model_without_attention_has_no_tokens():
     with pytest.raises(ValueError, match="no tokens"):
         token_layer(timm.create_model("resnet10t"))
+
+
+def test_a_student_starts_calibrated_once(tmp_path):
+    teacher, name = small_vit(num_classes=10), "vit_tiny_patch16_224"
+    arguments = {key: value for key, value in SMALL.items() if key not in ("num_classes", "img_size")}
+    notes = {"model": name, "model_arguments": json.dumps(SMALL | {"num_classes": 10})}
+    save_weights(teacher, tmp_path / "teacher.safetensors", metadata=notes)
+
+    def student(start="teacher.safetensors", **distillation):
+        model = ModelSection(
+            name, arguments=arguments, img_size=8, initial_checkpoint=str(tmp_path / start), attention="inline",
+            conversion_options={"softmax_prefix": True},
+        )  # fmt: skip
+        distillation = DistillationSection(
+            match="logits", teacher=str(tmp_path / "teacher.safetensors"), **distillation
+        )
+        task = DistillationTask(DataSection("digits", in_memory=True), model, None, distillation)
+        torch.manual_seed(0)  # of new weights
+        return task.build_model([str(number) for number in range(10)]), task
+
+    first, task = student()
+    assert "calibration on 16 pictures" in task.notes[0]
+    assert first.attention_conversion["options"] == {"softmax_prefix": True, "prefix_gain": True}
+    weights = {key: value for key, value in teacher.state_dict().items() if "qkv" not in key}
+    for key, value in weights.items():
+        assert torch.equal(first.state_dict()[key], value)
+    for before, after in zip(teacher.blocks, first.blocks, strict=True):
+        factor = after.attn.qkv.weight[:8] / before.attn.qkv.weight[:8]  # of the first head
+        torch.testing.assert_close(factor, (1 / after.attn.prefix_gain[0]).expand_as(factor))
+        assert torch.equal(after.attn.qkv.weight[16:], before.attn.qkv.weight[16:])
+    again, _ = student()
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in first.state_dict().items())
+
+    save_weights(first, tmp_path / "student.safetensors", metadata=notes)
+    trained, task = student("student.safetensors")
+    assert not task.notes
+    assert all(torch.equal(trained.state_dict()[key], value) for key, value in first.state_dict().items())
+
+    plain, task = student(calibration_images=0)
+    assert not task.notes
+    assert torch.equal(plain.blocks[0].attn.qkv.weight, teacher.blocks[0].attn.qkv.weight)

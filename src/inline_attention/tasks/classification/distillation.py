@@ -20,9 +20,14 @@ import torch.nn.functional as F
 from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
-from inline_attention.data.batch import Batch
+from inline_attention.data.batch import Batch, Normalize
+from inline_attention.data.broken import BrokenImages
+from inline_attention.data.loading import ImageLoader
+from inline_attention.data.sampling import SampledBatches
 from inline_attention.data.sources import ImageSource
+from inline_attention.data.transforms import evaluation_options, evaluation_transform
 from inline_attention.layers.attention import KernelAttention
+from inline_attention.layers.calibration import calibratable_layers, calibrate_attention
 from inline_attention.models.checkpoints import number_of_classes
 from inline_attention.models.described import conversion_of, create_described_model, parse_class_names, parse_note
 from inline_attention.models.reading import Checkpoint, open_checkpoint
@@ -47,6 +52,9 @@ class DistillationSection:
     teacher: str | None = setting(None, "Weights of the teacher; null: model.initial_checkpoint.")
     teacher_size: int | tuple[int, int] | None = setting(
         None, "Image side or [height, width] of the teacher; null: the student's.", at_least=1
+    )
+    calibration_images: int = setting(
+        16, "Training pictures on which InLine's scores are fitted to softmax's at the start; 0: none.", at_least=0
     )
     temperature: float = setting(2.0, "Temperature of the logits.", above=0)
     logits_weight: float = setting(1.0, "Weight of the teacher's logits.", at_least=0)
@@ -92,6 +100,7 @@ class DistillationTask(ClassificationTask):
         self._settings, self._source = distillation, source
         self._teacher: nn.Module | None = None
         self._student: nn.Module | None = None
+        self._pictures: ImageSource | None = None  # to train on
         self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
         if not distillation.uses_labels:
             self.metrics = FeatureMetrics.NAMES
@@ -111,6 +120,7 @@ class DistillationTask(ClassificationTask):
     def open(self) -> TaskData:
         """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
         opened = super().open()
+        self._pictures = opened.train
         if self._settings.uses_labels:
             self._check_classes(opened.class_names)
             return opened
@@ -124,6 +134,7 @@ class DistillationTask(ClassificationTask):
             raise ConfigError([Problem("distillation.teacher", message)])
         self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
         student = self._student = self._build_student(class_names)
+        self._calibrate(student)
         if self._settings.match == "attention":
             student.requires_grad_(False)
             for name in converted_attentions(student):
@@ -145,6 +156,30 @@ class DistillationTask(ClassificationTask):
         student.set_input_size(img_size=size)
         self.start, self._preparation = task.start, task._preparation
         return student
+
+    def _calibrate(self, student: nn.Module) -> None:
+        """Fit a student with the teacher's weights to softmax, unless a first phase has trained it already."""
+        start = self._model.initial_checkpoint
+        is_trained = start is not None and conversion_of(open_checkpoint(start)) is not None
+        if not self._settings.calibration_images or is_trained or not calibratable_layers(student):
+            return
+        source = self.open().train if self._pictures is None else self._pictures
+        count = min(self._settings.calibration_images, len(source))
+        described = self._image_settings(student)
+        loader = ImageLoader(
+            source,
+            evaluation_transform(described["input_size"][1:], **evaluation_options(described)),
+            SampledBatches(len(source), count, count, self._seed),
+            normalize=Normalize(described["mean"], described["std"]),
+            broken=BrokenImages(len(source)),
+            replace_broken=True,
+        )
+        (batch,) = loader.epoch()
+        gains = torch.cat([*calibrate_attention(student, batch.images).values()])
+        self.notes = (
+            *self.notes,
+            f"calibration on {count} pictures: InLine's scores times {gains.min():.2f} to {gains.max():.2f} by head",
+        )
 
     def _starts_at_teacher_size(self) -> bool:
         """True if the student's first weights are the teacher's, or say that they are of images of its size."""

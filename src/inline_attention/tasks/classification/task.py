@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -224,6 +224,8 @@ class ClassificationTask(Task):
         converted = None if file is None else conversion_of(file)
         # Weights of softmax attention are loaded before the conversion, those of converted attention after it.
         is_converted_later = file is not None and converted is None
+        if conversion is not None and converted is not None and conversion.attention == converted.attention:
+            conversion = replace(conversion, options={**converted.options, **conversion.options})
         conversion = conversion or converted
         built = None if is_converted_later else conversion
         model = create_described_model(self._model.name, described, built, **own)
