@@ -180,6 +180,8 @@ def evaluate_task(
     if described is not None:
         described.note_preparation(model)
     model, precision = model.to(processes.device), Precision(amp, processes.device)
+    if file is None:
+        task.prepare(model)
     # float16 has too small a range for the sums of blocks.
     if precision.dtype == torch.bfloat16 and isinstance(model, DenseModel):
         model.backbone.to(torch.bfloat16)

@@ -106,6 +106,7 @@ class Trainer:
             # One device has few images in dense tasks: batch norms use those of all.
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(processes.device)
+        task.prepare(self.model)
         distributed = config.distributed
         # Ranks that share the rows of their images read the same images and draw the same random numbers.
         self.images, mesh = processes.divided(distributed.context_parallel, distributed.timeout_minutes)

@@ -303,6 +303,9 @@ class Task(ABC):
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the model on the CPU with its initial weights; random ones come from torch's global generator."""
 
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027
+        """Finish the initial weights of a built model on its device, before anything wraps it."""
+
     @abstractmethod
     def training_loader(self, source: Any, model: nn.Module, reading: Reading, broken: BrokenImages) -> Loader[Any]:
         """Return training batches, in another order each epoch."""

@@ -225,7 +225,9 @@ def test_a_student_starts_calibrated_once(tmp_path):
         )
         task = DistillationTask(DataSection("digits", in_memory=True), model, None, distillation)
         torch.manual_seed(0)  # of new weights
-        return task.build_model([str(number) for number in range(10)]), task
+        built = task.build_model([str(number) for number in range(10)])
+        task.prepare(built)
+        return built, task
 
     first, task = student()
     assert "calibration on 16 pictures" in task.notes[0]

@@ -134,7 +134,6 @@ class DistillationTask(ClassificationTask):
             raise ConfigError([Problem("distillation.teacher", message)])
         self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
         student = self._student = self._build_student(class_names)
-        self._calibrate(student)
         if self._settings.match == "attention":
             student.requires_grad_(False)
             for name in converted_attentions(student):
@@ -157,15 +156,15 @@ class DistillationTask(ClassificationTask):
         self.start, self._preparation = task.start, task._preparation
         return student
 
-    def _calibrate(self, student: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         """Fit a student with the teacher's weights to softmax, unless a first phase has trained it already."""
         start = self._model.initial_checkpoint
         is_trained = start is not None and conversion_of(open_checkpoint(start)) is not None
-        if not self._settings.calibration_images or is_trained or not calibratable_layers(student):
+        if not self._settings.calibration_images or is_trained or not calibratable_layers(model):
             return
         source = self.open().train if self._pictures is None else self._pictures
         count = min(self._settings.calibration_images, len(source))
-        described = self._image_settings(student)
+        described = self._image_settings(model)
         loader = ImageLoader(
             source,
             evaluation_transform(described["input_size"][1:], **evaluation_options(described)),
@@ -173,9 +172,10 @@ class DistillationTask(ClassificationTask):
             normalize=Normalize(described["mean"], described["std"]),
             broken=BrokenImages(len(source)),
             replace_broken=True,
+            device=next(model.parameters()).device,
         )
         (batch,) = loader.epoch()
-        gains = torch.cat([*calibrate_attention(student, batch.images).values()])
+        gains = torch.cat([*calibrate_attention(model, batch.images).values()])
         self.notes = (
             *self.notes,
             f"calibration on {count} pictures: InLine's scores times {gains.min():.2f} to {gains.max():.2f} by head",
