@@ -74,9 +74,7 @@ def softmax_subject(
 ) -> Subject:
     """Load a softmax model with its weights; its attention becomes this library's softmax, with the same outputs.
 
-    Raises:
-        CheckpointError: If there are no weights, or they do not fit.
-        ValueError: If the model has no softmax attention over tokens.
+    Raises `CheckpointError` if there are no weights, or they do not fit; `ValueError` without softmax over tokens.
     """
     file = open_checkpoint(find_weights(path))
     described = read_description(file, model_name)

@@ -64,19 +64,18 @@ def export_page(
     int8: bool = False,
     with_speed: bool = True,
 ) -> list[Comparison]:
-    """Write the page of a classifier, and compare its graph with the model. On an error there is no folder.
+    """Write the page of a classifier, which is on a CPU; an existing folder is replaced. On an error there is none.
+
+    Returns the model, the exported graph and the quantized graph, compared on the same images.
 
     Args:
-        classifier: Model on a CPU.
-        folder: Folder to write; an existing one is replaced.
+        classifier: The model.
+        folder: Folder to write.
         images: Prepared images `[B, 3, height, width]` to compare on.
         targets: Their classes `[B]`, if known.
         examples: Pictures to choose from in the page, with their names.
         int8: Write linear layers in 8-bit integers.
         with_speed: Add graphs for every image size, of the model and of its softmax twin.
-
-    Returns:
-        The model, the exported graph and the quantized graph, on the same images.
 
     Raises:
         ExportError: If the graph's scores differ from the model's.
@@ -135,11 +134,7 @@ def model_title(classifier: ImageClassifier) -> str:
 
 
 def read_runtime() -> dict[str, bytes]:
-    """Return the files of onnxruntime-web that come with the package, checked against `runtime.json`.
-
-    Raises:
-        ValueError: If one has been changed.
-    """
+    """Return the files of onnxruntime-web that come with the package; `ValueError` if one was changed."""
     folder = SOURCES / "runtime"
     contents = {
         "ort.wasm.bundle.min.mjs": (folder / "ort.wasm.bundle.min.mjs").read_bytes(),

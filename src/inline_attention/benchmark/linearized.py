@@ -54,14 +54,9 @@ def measure_speed(
     seconds: float = 1.0,
     on_cell: Callable[[SpeedCell], None] = lambda _: None,
 ) -> list[SpeedCell]:
-    """Measure inference: bfloat16 on a GPU, float32 on a CPU, in batches of a constant number of pixels.
+    """Measure inference of copies of models: bfloat16 on a GPU, float32 on a CPU, a constant number of pixels a batch.
 
-    Args:
-        models: Models by name. They are copied, and the copies resized.
-        device: Where to measure.
-        sizes: Image sides in pixels, rounded to whole patches.
-        seconds: Seconds of measuring per cell.
-        on_cell: Called with each result.
+    Sizes are sides of images, rounded to whole patches. Each cell takes so many seconds; then `on_cell` is called.
     """
     cells: list[SpeedCell] = []
     for name, model in models.items():
