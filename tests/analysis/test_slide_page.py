@@ -63,6 +63,14 @@ def test_a_page_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_that_looks_like_a_place_of_the_page_stays_a_name(written, tmp_path):
+    (tmp_path / "@SLIDE@.tif").symlink_to(written[0].parent / "a<b>.tif")
+    with open_slide(tmp_path / "@SLIDE@.tif") as slide:
+        page = slide_page.write_slide_page(tmp_path / "page", slide, [], "@TITLE@").read_text()
+    assert "<title>@SLIDE@.tif</title>" in page
+    assert "<p>@TITLE@ Red" in page
+
+
 def view_box(page):
     return page.locator("#view").bounding_box()
 

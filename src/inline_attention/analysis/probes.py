@@ -263,10 +263,9 @@ def _add_hooks(
             raise ValueError("images of unequal size cannot be analyzed in one batch; run them one by one")
         if isinstance(attention, TokenAttention):
             mixed = on_layer(_read_token_attention(attention, name, index, arguments))
+            mixed = None if mixed is None else attention.finish(mixed.to(arguments["x"].dtype), arguments["x"])
         else:
             mixed = on_layer(_read_grid_attention(attention, name, index, arguments))
-        if mixed is not None and isinstance(attention, TokenAttention):
-            mixed = attention.finish(mixed.to(arguments["x"].dtype), arguments["x"])
         replacement[:] = [] if mixed is None else [mixed]
 
     def before_projection(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
