@@ -6,6 +6,7 @@ Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim, `K` classes.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,13 @@ class Layer:
     prefix: int  # tokens before the grid
     stride: int  # pixels of the picture along a side of a token
 
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return rows and columns of tokens for pictures of (height, width)."""
+        return Grid(*size).coarser(self.stride).size
+
     def num_tokens(self, size: tuple[int, int]) -> int:
         """Return N for pictures of (height, width)."""
-        rows, columns = Grid(*size).coarser(self.stride).size
-        return self.prefix + rows * columns
+        return self.prefix + math.prod(self.grid(size))
 
 
 class WithFeatures(nn.Module):
@@ -66,8 +70,7 @@ class WithFeatures(nn.Module):
     @property
     def output_names(self) -> list[str]:
         """Names of the outputs in a graph."""
-        pairs = [(f"queries{number}", f"keys{number}") for number in range(len(self.names))]
-        return ["scores", *(name for pair in pairs for name in pair)]
+        return ["scores", *(f"{part}{number}" for number in range(len(self.names)) for part in ("queries", "keys"))]
 
 
 def global_layers(model: nn.Module, size: tuple[int, int]) -> list[Layer]:
@@ -100,9 +103,8 @@ def twin(model: nn.Module) -> tuple[nn.Module, str] | None:
     twin_name = f"{kind}_{rest}"
     other = create_described_model(twin_name, describable(twin_name, arguments))
     own_weights, weights = model.state_dict(), other.state_dict()
-    weights |= {
-        key: value for key, value in own_weights.items() if key in weights and weights[key].shape == value.shape
-    }
+    common = own_weights.keys() & weights.keys()
+    weights |= {key: own_weights[key] for key in common if own_weights[key].shape == weights[key].shape}
     other.load_state_dict(weights)
     return other.eval(), kind
 

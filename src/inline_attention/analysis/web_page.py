@@ -27,7 +27,6 @@ from torch import Tensor
 
 from inline_attention.analysis.web_graphs import Layer, WithFeatures, global_layers, share_weights, twin
 from inline_attention.data.images import LARGEST_ASPECT
-from inline_attention.layers.grids import Grid
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT
 from inline_attention.support.files import replace_folder
 from inline_attention.support.text import printable
@@ -113,7 +112,9 @@ def export_page(
             "size": size,
             "preparation": preparation,
             "most_classes": MOST_CLASSES,
-            "layers": [_layer_settings(layer, size) for layer in inline],
+            "layers": [
+                asdict(layer) | {"rows": layer.grid(size)[0], "columns": layer.grid(size)[1]} for layer in inline
+            ],
             "weights_note": _weights_note(inline),
             "cost": cost,
             "cost_note": cost_note,
@@ -122,7 +123,11 @@ def export_page(
         (new / "data").mkdir()
         for name, parts in data.items():
             (new / "data" / f"{name}.js").write_bytes(_deliveries(parts))
-        _write_licenses(new / "licenses")
+        (new / "licenses").mkdir()
+        notices = lzma.decompress((SOURCES / "runtime" / "ThirdPartyNotices.txt.xz").read_bytes())
+        (new / "licenses" / "onnxruntime-web-ThirdPartyNotices.txt").write_bytes(notices)
+        license_text = (SOURCES / "runtime" / "LICENSE").read_bytes()
+        (new / "licenses" / "onnxruntime-web-LICENSE.txt").write_bytes(license_text)
         (new / "index.html").write_text(_page(model_title(classifier), settings), encoding="utf-8")
     return [compare.of_model(), *results]
 
@@ -165,11 +170,6 @@ def _preparation(classifier: ImageClassifier) -> dict[str, Any]:
     return {key: config[key] for key in names} | {"largest_aspect": LARGEST_ASPECT}
 
 
-def _layer_settings(layer: Layer, size: tuple[int, int]) -> dict[str, Any]:
-    rows, columns = Grid(*size).coarser(layer.stride).size
-    return {"rows": rows, "columns": columns, **asdict(layer)}
-
-
 def _weights_note(inline: Sequence[Layer]) -> str:
     if not inline:
         return "This model has no InLine attention over the whole picture, so there are no weights to show."
@@ -194,10 +194,9 @@ def _cost(
     softmax = layers if own_kind == "softmax" else other_layers
     stops: list[dict[str, Any]] = []
     for side in slider_sizes(size):
-        most = max(
-            (layer.heads * layer.num_tokens(side) ** 2 for layer in softmax if layer.kind == "softmax"), default=0
-        )
-        stops.append({"size": side, "tokens": finest.num_tokens(side), "softmax_bytes": 4 * most})
+        pairs = [layer.heads * layer.num_tokens(side) ** 2 for layer in softmax if layer.kind == "softmax"]
+        most = 4 * max(pairs, default=0)  # bytes
+        stops.append({"size": side, "tokens": finest.num_tokens(side), "softmax_bytes": most})
     graphs: dict[str, Path] = {}
     kinds: list[dict[str, str]] = []
     for kind, model in ((own_kind, classifier.model), (other_kind, other)):
@@ -246,19 +245,8 @@ def _example(name: str, picture: Image.Image) -> dict[str, Any]:
 
 def _deliveries(parts: Mapping[str, bytes]) -> bytes:
     """Return a script that hands data to the page."""
-    lines: list[bytes] = []
-    for name, content in parts.items():
-        packed = base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0))
-        lines.append(b'deliver("%s", "%s");\n' % (name.encode(), packed))
-    return b"".join(lines)
-
-
-def _write_licenses(folder: Path) -> None:
-    folder.mkdir()
-    runtime = SOURCES / "runtime"
-    notices = lzma.decompress((runtime / "ThirdPartyNotices.txt.xz").read_bytes())
-    (folder / "onnxruntime-web-LICENSE.txt").write_bytes((runtime / "LICENSE").read_bytes())
-    (folder / "onnxruntime-web-ThirdPartyNotices.txt").write_bytes(notices)
+    packed = {name: base64.b64encode(gzip.compress(part, compresslevel=6, mtime=0)) for name, part in parts.items()}
+    return b"".join(b'deliver("%s", "%s");\n' % (name.encode(), content) for name, content in packed.items())
 
 
 def _page(title: str, settings: Mapping[str, Any]) -> str:

@@ -60,9 +60,9 @@ def measure_speed(
     """
     cells: list[SpeedCell] = []
     for name, model in models.items():
-        last: SpeedCell | None = None
+        last, side = None, _patch_side(model)
         for size in sorted(sizes):
-            cell = _measure(name, model, _whole_patches(model, size), device, seconds, last)
+            cell = _measure(name, model, max(1, round(size / side)) * side, device, seconds, last)
             last = cell if cell.images_per_second else last
             cells.append(cell)
             on_cell(cell)
@@ -81,8 +81,7 @@ def _measure(
         except Exception as error:  # models refuse sizes in their own ways
             release_memory(device)
             failure = Measurement.failure(name, error)
-            is_full = failure.status == "out of memory" or "can't allocate memory" in str(error)
-            if not is_full:
+            if failure.status != "out of memory" and "can't allocate memory" not in str(error):
                 return SpeedCell(name, size, images, note=f"not possible: {failure.note}")
     return SpeedCell(name, size, 1, note=NO_ROOM)
 
@@ -147,12 +146,6 @@ def _free_memory() -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not on this platform
         return None
-
-
-def _whole_patches(model: nn.Module, size: int) -> int:
-    """Return the nearest side that whole patches cover."""
-    side = _patch_side(model)
-    return max(1, round(size / side)) * side
 
 
 def _patch_side(model: nn.Module) -> int:
