@@ -85,6 +85,7 @@ def softmax_subject(
         classes = number_of_classes(file.weights, create_described_model(described.name, described.arguments)) or 0
     model: Any = create_described_model(described.name, {**described.arguments, "num_classes": classes})
     load_checkpoint(model, file)
+    described.note_preparation(model)
     if size is not None and hasattr(model, "set_input_size"):
         model.set_input_size(img_size=size)
     as_probed_softmax(model)
