@@ -110,14 +110,12 @@ def survey_linearize(
     subject: Subject, sample: PictureSample, *, on_progress: OnProgress = lambda _: None
 ) -> LinearizeSurvey:
     """Measure every block alone, then together in the order of loss. Pictures are read for each of these passes."""
-    names = list(attention_layers(subject.model))
-    passes = 2 * len(names) + 1
+    passes = 2 * len(attention_layers(subject.model)) + 1
     labelled = knows_classes(subject, sample)
 
     def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
-        for batch in sample.batches(subject, normalized=labelled):
+        for batch in sample.batches(subject, normalized=labelled, passes=passes, on_progress=on_progress):
             yield (batch.images, batch.targets) if labelled else (subject.normalize(batch.images), None)
-            on_progress(len(batch) / len(sample) / passes)
 
     return measure_blocks(subject.model, batches)
 
