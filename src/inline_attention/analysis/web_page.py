@@ -371,6 +371,7 @@ def twin(model: nn.Module) -> tuple[nn.Module, str] | None:
 def share_weights(paths: Sequence[Path]) -> tuple[list[bytes], bytes]:
     """Return ONNX files without their large constants, and these constants, each once, as the file "weights"."""
     import onnx
+    from onnx.external_data_helper import set_external_data
 
     places: dict[bytes, int] = {}
     weights = bytearray()
@@ -378,7 +379,8 @@ def share_weights(paths: Sequence[Path]) -> tuple[list[bytes], bytes]:
     for path in paths:
         content = onnx.load(path)
         for tensor in content.graph.initializer:
-            values = onnx.numpy_helper.to_array(tensor).tobytes()
+            array = onnx.numpy_helper.to_array(tensor)
+            values = array.tobytes()
             if len(values) < LEAST_SHARED:
                 continue
             digest = hashlib.sha256(values).digest()
@@ -386,11 +388,8 @@ def share_weights(paths: Sequence[Path]) -> tuple[list[bytes], bytes]:
                 weights += bytes(-len(weights) % ALIGNMENT)
                 places[digest] = len(weights)
                 weights += values
-            outside = onnx.TensorProto(
-                name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=onnx.TensorProto.EXTERNAL
-            )
-            for key, value in (("location", "weights"), ("offset", places[digest]), ("length", len(values))):
-                outside.external_data.add(key=key, value=str(value))
-            tensor.CopyFrom(outside)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+            set_external_data(tensor, "weights", places[digest], len(values))
+            tensor.ClearField("raw_data")
         graphs.append(content.SerializeToString())
     return graphs, bytes(weights)
