@@ -7,6 +7,7 @@ DIR/overlays/NUMBER.png
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 import os
@@ -43,6 +44,8 @@ def write_slide_page(
     An earlier page in the folder is replaced when the new one is complete. Slides above `LARGEST_SIDE` are reduced.
     """
     folder = Path(folder)
+    if folder.is_symlink():
+        raise FileExistsError(errno.EEXIST, "a link, whose target is not replaced", str(folder))
     with replace_folder(folder) as new:
         (new / "overlays").mkdir()
         step = -(-max(slide.size) // LARGEST_SIDE)
