@@ -1,20 +1,23 @@
 """What each block loses without softmax, against conversion itself and against explicit weights."""
 
 import copy
+import json
 
 import pytest
 import timm
 import torch
 
-from inline_attention import calibrate_attention, convert_attention
+from inline_attention import calibrate_attention, convert_attention, create_model
 from inline_attention.analysis.linearize import (
     BlockResult,
     LinearizeSurvey,
     as_probed_softmax,
     draw_linearize,
     measure_blocks,
+    softmax_subject,
 )
 from inline_attention.analysis.probes import MixingRule, capture_attention
+from inline_attention.models.checkpoints import save_weights
 from inline_attention.tasks.classification.distillation import run_with_tokens
 
 
@@ -56,6 +59,15 @@ def converted(keep, images):
     convert_attention(model, keep_softmax=keep, local_residual=False, softmax_prefix=True)
     calibrate_attention(model, images[0])  # the first batch
     return model
+
+
+def test_images_are_prepared_as_the_file_of_weights_says(tmp_path):
+    arguments = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+    notes = {"model_arguments": json.dumps(arguments), "mean": "[0.1, 0.2, 0.3]", "std": "[0.4, 0.5, 0.6]"}
+    model = create_model("softmax_deit_tiny", **arguments)
+    save_weights(model, tmp_path / "a.safetensors", metadata={"model": "softmax_deit_tiny", **notes})
+    config = softmax_subject(tmp_path / "a.safetensors", device="cpu").data_config
+    assert (list(config["mean"]), list(config["std"])) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
 
 
 def test_losses_are_those_of_the_conversion(survey, images):

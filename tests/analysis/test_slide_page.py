@@ -63,6 +63,32 @@ def test_a_page_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_that_looks_like_a_place_of_the_page_stays_a_name(written, tmp_path):
+    (tmp_path / "@SLIDE@.tif").symlink_to(written[0].parent / "a<b>.tif")
+    with open_slide(tmp_path / "@SLIDE@.tif") as slide:
+        page = slide_page.write_slide_page(tmp_path / "page", slide, [], "@TITLE@").read_text()
+    assert "<title>@SLIDE@.tif</title>" in page
+    assert "<p>@TITLE@ Red" in page
+
+
+def test_what_a_link_leads_to_is_not_replaced(written, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "kept.txt").touch()
+    (tmp_path / "page").symlink_to(tmp_path / "target")
+    with open_slide(written[0].parent / "a<b>.tif") as slide, pytest.raises(OSError, match="not replaced"):
+        slide_page.write_slide_page(tmp_path / "page", slide, [], "")
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["kept.txt"]
+
+
+def test_an_earlier_page_is_replaced(written, tmp_path):
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "old.txt").touch()
+    with open_slide(written[0].parent / "a<b>.tif") as slide:
+        slide_page.write_slide_page(tmp_path / "page", slide, [], "")
+    assert sorted(path.name for path in (tmp_path / "page").iterdir()) == ["index.html", "overlays", "tiles"]
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
 def view_box(page):
     return page.locator("#view").bounding_box()
 

@@ -16,7 +16,7 @@ pytest.importorskip("onnxscript")
 
 from inline_attention import attention_weights, create_model
 from inline_attention.analysis import web_page
-from inline_attention.analysis.web_graphs import WithFeatures, global_layers, share_weights, twin
+from inline_attention.analysis.web_page import WithFeatures, global_layers, share_weights, twin
 from inline_attention.support.figures import DARK, LIGHT
 from inline_attention.tasks.classification.export import onnx_runner
 from inline_attention.tasks.classification.prediction import ImageClassifier

@@ -28,11 +28,7 @@ class Axis:
     known: tuple[str, ...] = ()  # all possible values, if they have names
 
     def parse(self, text: str) -> Any:
-        """Parse a value from the command line.
-
-        Raises:
-            ValueError: If it has another type than the default values, or is not a known name.
-        """
+        """Parse a value; `ValueError` if it has another type than the default ones, or is not a known name."""
         if self.known and text not in self.known:
             raise ValueError(f"expected one of {', '.join(self.known)}")
         if isinstance(self.values[0], bool):
@@ -119,11 +115,7 @@ def shown(value: Any) -> str:
 
 
 def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Return an axis and its values from `NAME` or `NAME=VALUE,VALUE`.
-
-    Raises:
-        AxisError: If the axis does not exist, or cannot take a value.
-    """
+    """Return an axis and its values from `NAME` or `NAME=VALUE,VALUE`; raise `AxisError` if that is not possible."""
     name, equals, listed = text.partition("=")
     if name not in AXES:
         raise AxisError(f"--axis must be one of {', '.join(AXES)}, got {name!r}{did_you_mean(name, AXES)}")

@@ -55,13 +55,10 @@ def finish_run(
     on_epoch: Callable[[Mapping[str, Any]], None] = lambda _: None,
     is_alone: bool = True,
 ) -> RunOutcome:
-    """Train to the end or resume; do nothing if the run is finished.
+    """Train to the end or resume; do nothing if the run is finished. `on_epoch` gets each row of summary.csv.
 
-    Args:
-        config: Settings; `run.experiment` names the folder under `run.output`.
-        stop_at: Time of `time.monotonic` after which the run is saved and stopped at the end of an epoch.
-        on_epoch: Called with each row of summary.csv.
-        is_alone: Record the speed, because no other run shares the machine.
+    After the time `stop_at` of `time.monotonic`, the run is saved and stopped at the end of an epoch. The speed is
+    recorded if the run `is_alone`: no other run shares the machine.
 
     Raises:
         UnusableRunError: If the folder holds a run with other settings.
@@ -104,11 +101,7 @@ def finish_run(
 
 
 def read_outcome(config: TrainConfig) -> RunOutcome | None:
-    """Return the outcome of a finished run; None if it is not finished.
-
-    Raises:
-        UnusableRunError: If the folder holds a run with other settings, finished or not.
-    """
+    """Return the outcome of a finished run, else None; `UnusableRunError` if its folder's run has other settings."""
     folder = run_folder(config)
     if (folder / SETTINGS).is_file() and (differences := _differences(read_config(folder / SETTINGS), config)):
         raise UnusableRunError(
@@ -205,18 +198,10 @@ def train_cells(
     stop_at: float = math.inf,
     on_epoch: Callable[[Cell, int, Mapping[str, Any]], None] = lambda *_: None,
 ) -> Iterator[FinishedRun]:
-    """Train all cells that can be trained in folders below `output`; finished runs are not repeated.
+    """Train each cell that can be trained with every seed, in folders below `output`; finished runs are not repeated.
 
-    Args:
-        cells: Combinations to train.
-        seeds: Seeds, one run of each cell per seed.
-        output: Parent of the run folders.
-        stop_at: Time of `time.monotonic` after which no run is started, and the current one is saved and stopped.
-        on_epoch: Called with cell, seed and each row of its summary.csv.
-
-    Raises:
-        UnusableRunError: If a folder holds a run with other settings.
-        InterruptedBySignalError: After SIGTERM, SIGINT or, during a run, `stop_at`. The same call resumes.
+    `on_epoch` gets cell, seed and each row of summary.csv. After the time `stop_at` no run is started, and the current
+    one is stopped. Raises what `finish_run` raises; the same call resumes.
     """
     for cell, seed, config in _runs(cells, seeds, output):
         if time.monotonic() > stop_at and read_outcome(config) is None:
@@ -233,15 +218,10 @@ def train_side_by_side(
     time_limit: float | None = None,
     on_trouble: Callable[[str], None],
 ) -> Iterator[FinishedRun]:
-    """Train like `train_cells`, but several runs at a time, each in its own process with a log in `output`.
+    """Train like `train_cells`, but `at_once` runs at a time, each in its own process with a log in `output`.
 
-    Args:
-        cells: Combinations to train.
-        seeds: Seeds, one run of each cell per seed.
-        output: Parent of the run folders.
-        at_once: Runs at a time; speeds are recorded if it is 1.
-        time_limit: Seconds after which runs are saved and stopped. The same call resumes.
-        on_trouble: Called with a message for each run that did not finish.
+    Speeds are recorded if that is 1. After `time_limit` seconds, runs are saved and stopped; the same call resumes.
+    `on_trouble` is called with a message for each run that did not finish.
     """
     jobs: dict[Command, tuple[Cell, int, TrainConfig]] = {}
     for cell, seed, config in _runs(cells, seeds, output):

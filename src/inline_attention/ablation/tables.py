@@ -10,11 +10,10 @@ from typing import Any
 
 from inline_attention.ablation.grid import Cell, shown
 from inline_attention.benchmark.environment import combined_environment, describe_environment
-from inline_attention.benchmark.model_size import ModelSize, measure_model_size
+from inline_attention.benchmark.model_size import measure_model_size
 from inline_attention.benchmark.results import markdown_table, write_csv, write_json, write_markdown
-from inline_attention.engine.config import ModelSection
 from inline_attention.support.figures import Chart, DotRow, Panel, Style, dot_panel
-from inline_attention.support.text import NOTHING, number, printable
+from inline_attention.support.text import number, printable
 from inline_attention.support.untrusted import UntrustedDataError
 
 
@@ -71,7 +70,10 @@ def summarize(cell: Cell, outcomes: Mapping[int, RunOutcome]) -> AblationResult:
     if cell.problem is not None:
         size, note = None, f"skipped: {cell.problem}"
     else:
-        size = _model_size(cell.config.model)
+        model = cell.config.model
+        side = model.img_size
+        image = None if side is None else (model.in_chans, *((side, side) if isinstance(side, int) else side))
+        size = measure_model_size(model.name, input_size=image, **model.model_arguments())
         note = "; ".join(f"seed {seed}: {run.failure}" for seed, run in outcomes.items() if run.failure)
     return AblationResult(
         top1_mean=statistics.fmean(top1) if top1 else None,
@@ -85,13 +87,6 @@ def summarize(cell: Cell, outcomes: Mapping[int, RunOutcome]) -> AblationResult:
         values=dict(cell.values),
         runs={str(seed): outcome for seed, outcome in outcomes.items()},
     )
-
-
-def _model_size(model: ModelSection) -> ModelSize:
-    side = model.img_size
-    sides = (side, side) if isinstance(side, int) else side
-    image = None if sides is None else (model.in_chans, *sides)
-    return measure_model_size(model.name, input_size=image, **model.model_arguments())
 
 
 def text_rows(results: Sequence[AblationResult]) -> list[list[str]]:
@@ -114,17 +109,13 @@ def text_table(results: Sequence[AblationResult]) -> tuple[list[str], list[list[
     """Return header and rows as text; the column of notes only if there are any."""
     header = [axis.replace("_", " ") for axis in results[0].values]
     header += ["top-1 %, mean ± std", "seeds", "parameters (M)", "MACs (M)", "training images/s", "note"]
-    body = text_rows(results)
-    if any(result.note for result in results):
-        return header, body
-    return header[:-1], [row[:-1] for row in body]
+    shown = None if any(result.note for result in results) else -1
+    return header[:shown], [row[:shown] for row in text_rows(results)]
 
 
 def mean_and_spread(mean: float | None, spread: float | None) -> str:
     """Return a text such as "71.70 ± 0.21"."""
-    if mean is None:
-        return NOTHING
-    return f"{mean:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
+    return number(mean, 2) + ("" if spread is None else f" ± {spread:.2f}")
 
 
 def as_markdown(results: Sequence[AblationResult]) -> str:

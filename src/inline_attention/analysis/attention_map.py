@@ -17,12 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inline_attention.analysis.probes import (
-    LayerAttention,
-    capture_attention,
-    choose_heads,
-    choose_layers,
-)
+from inline_attention.analysis.probes import LayerAttention, capture_attention, choose_heads, choose_layers
 from inline_attention.analysis.subjects import Subject
 from inline_attention.data.slides import Slide
 from inline_attention.layers.attention import KernelAttention
@@ -186,9 +181,9 @@ def measure_slide_evidence(
 def evidence_rows(evidence: Sequence[EvidenceMap]) -> Iterator[dict[str, Any]]:
     """Yield a row per model, class and cell, for result files."""
     for item in evidence:
-        for place, value in enumerate(item.values.flatten().tolist()):
-            row, column = divmod(place, item.values.shape[1])
-            yield {"model": item.label, "class": item.class_name, "row": row, "column": column, "evidence": value}
+        for (row, column), value in np.ndenumerate(item.values.numpy()):
+            place = {"row": row, "column": column}
+            yield {"model": item.label, "class": item.class_name, **place, "evidence": float(value)}
 
 
 def interesting_tokens(pixels: Tensor, grid_size: tuple[int, int], count: int = 3) -> list[Place]:
@@ -219,20 +214,16 @@ def weight_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
         for token_map in item.maps:
             row, column = token_map.token
             query = {"model": item.label, "layer": item.layer, "token_row": row, "token_column": column}
-            for place, weight in enumerate(token_map.weights.flatten().tolist()):
-                key_row, key_column = divmod(place, item.grid_size[1])
-                yield {**query, "key_row": key_row, "key_column": key_column, "weight": weight}
+            for (key_row, key_column), weight in np.ndenumerate(token_map.weights.numpy()):
+                yield {**query, "key_row": key_row, "key_column": key_column, "weight": float(weight)}
 
 
 def kernel_rows(maps: Sequence[AttentionMaps]) -> Iterator[dict[str, Any]]:
     """Yield a row per model, head and place of its 3×3 kernel, for result files."""
     for item in maps:
-        if item.kernels is None:
-            continue
-        for head, kernel in zip(item.heads, item.kernels.flatten(1).tolist(), strict=True):
-            for place, weight in enumerate(kernel):
-                places = {"kernel_row": place // 3, "kernel_column": place % 3}
-                yield {"model": item.label, "layer": item.layer, "head": head, **places, "weight": weight}
+        for (number, row, column), weight in np.ndenumerate(() if item.kernels is None else item.kernels.numpy()):
+            place = {"head": item.heads[number], "kernel_row": row, "kernel_column": column}
+            yield {"model": item.label, "layer": item.layer, **place, "weight": float(weight)}
 
 
 def draw_attention_maps(maps: Sequence[AttentionMaps], picture_name: str, note: str, folder: Path) -> list[Path]:

@@ -308,10 +308,9 @@ def draw_injectivity(
         "exactly when no singular value of the centered keys is zero (docs/math.md, section 4). Lines: medians over "
         "heads and images."
     )
-    size = (max(10.0, 4.9 * len(rates)), 9.2)
-    with new_figure(*size, "Do different queries get different weights?", small_print) as figure:
-        ratios = {"height_ratios": (1.35, 1)}
-        panels = figure.subplots(2, len(rates), squeeze=False, sharey="row", gridspec_kw=ratios)
+    title = "Do different queries get different weights?"
+    with new_figure(max(10.0, 4.9 * len(rates)), 9.2, title, small_print) as figure:
+        panels = figure.subplots(2, len(rates), squeeze=False, sharey="row", height_ratios=(1.35, 1))
         for column, label in enumerate(rates):
             _draw_rates(panels[0, column], rates[label])
             panels[0, column].set_title(label, fontsize=12, fontweight="bold", pad=10)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,7 @@ def softmax_subject(
 ) -> Subject:
     """Load a softmax model with its weights; its attention becomes this library's softmax, with the same outputs.
 
-    Raises:
-        CheckpointError: If there are no weights, or they do not fit.
-        ValueError: If the model has no softmax attention over tokens.
+    Raises `CheckpointError` if there are no weights, or they do not fit; `ValueError` without softmax over tokens.
     """
     file = open_checkpoint(find_weights(path))
     described = read_description(file, model_name)
@@ -89,6 +88,7 @@ def softmax_subject(
         classes = number_of_classes(file.weights, create_described_model(described.name, described.arguments)) or 0
     model: Any = create_described_model(described.name, {**described.arguments, "num_classes": classes})
     load_checkpoint(model, file)
+    described.note_preparation(model)
     if size is not None and hasattr(model, "set_input_size"):
         model.set_input_size(img_size=size)
     as_probed_softmax(model)
@@ -113,14 +113,12 @@ def survey_linearize(
     subject: Subject, sample: PictureSample, *, on_progress: OnProgress = lambda _: None
 ) -> LinearizeSurvey:
     """Measure every block alone, then together in the order of loss. Pictures are read for each of these passes."""
-    names = list(attention_layers(subject.model))
-    passes = 2 * len(names) + 1
+    passes = 2 * len(attention_layers(subject.model)) + 1
     labelled = knows_classes(subject, sample)
 
     def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
-        for batch in sample.batches(subject, normalized=labelled):
+        for batch in sample.batches(subject, normalized=labelled, passes=passes, on_progress=on_progress):
             yield (batch.images, batch.targets) if labelled else (subject.normalize(batch.images), None)
-            on_progress(len(batch) / len(sample) / passes)
 
     return measure_blocks(subject.model, batches)
 
@@ -219,52 +217,42 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     return survey.lose_most(count)
 
 
-def linearize_chart(surveys: Mapping[str, LinearizeSurvey]) -> Chart:
-    """Return three panels by block: the explained share of softmax, and the loss alone and together."""
-    numbers = {label: number for number, label in enumerate(surveys)}
+def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path) -> list[Path]:
+    """Write `linearize.png` and `.svg`: the share of softmax explained by block, and the loss alone and together."""
 
     def explained(axes: Axes) -> None:
-        for label, survey in surveys.items():
+        for number, survey in enumerate(surveys.values()):
             for rule in RULES:
                 points = [(block.block, max(-100.0, getattr(block, f"{rule}_r2"))) for block in survey.blocks]
-                draw_line(axes, Style(rule, numbers[label]), points)
+                draw_line(axes, Style(rule, number), points)
         axes.set(ylabel="R², %", ylim=(-105, 105))
         whole_numbers(axes, "block")
 
-    def alone(axes: Axes) -> None:
-        for label, survey in surveys.items():
-            draw_line(axes, Style("inline", numbers[label]), [(item.block, item.lost_alone) for item in survey.blocks])
+    def lost(axes: Axes, *, together: bool) -> None:
+        for number, survey in enumerate(surveys.values()):
+            alone = [(item.block, item.lost_alone) for item in survey.blocks]
+            in_order = sorted((item.order, item.lost_together) for item in survey.blocks)
+            draw_line(axes, Style("inline", number), [(0, 0.0), *in_order] if together else alone)
+        if together:
+            axes.axhline(FREE, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
         axes.set(ylabel="% of the final tokens", ylim=(0, 1.07 * max(1.0, axes.dataLim.ymax)))
-        whole_numbers(axes, "block")
-
-    def together(axes: Axes) -> None:
-        for label, survey in surveys.items():
-            points = sorted((item.order, item.lost_together) for item in survey.blocks)
-            draw_line(axes, Style("inline", numbers[label]), [(0, 0.0), *points])
-        axes.axhline(FREE, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
-        axes.set(ylabel="% of the final tokens", ylim=(0, 1.07 * max(1.0, axes.dataLim.ymax)))
-        whole_numbers(axes, "converted blocks, least loss first")
+        whole_numbers(axes, "converted blocks, least loss first" if together else "block")
 
     panels = [
-        Panel("Softmax explained, beyond the mean value", explained, "Share of softmax's output explained by block."),
-        Panel("Lost if this block alone is converted", alone, "Loss of the final tokens by converted block."),
-        Panel("Lost as more blocks are converted", together, "Loss of the final tokens by number of blocks."),
+        Panel("Softmax explained, beyond the mean value", explained),
+        Panel("Lost if this block alone is converted", partial(lost, together=False)),
+        Panel("Lost as more blocks are converted", partial(lost, together=True)),
     ]
-    several = len(surveys) > 1
     legend = [
-        LegendEntry(f"{rule_label}, {label}" if several else rule_label, Style(rule, numbers[label]))
-        for label in surveys
-        for rule, rule_label in (("inline", "InLine"), ("linear", "linear"))
+        LegendEntry(f"{name}, {label}" if len(surveys) > 1 else name, Style(rule, number))
+        for number, label in enumerate(surveys)
+        for rule, name in (("inline", "InLine"), ("linear", "linear"))
     ]
-    return Chart(panels, legend)
-
-
-def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path) -> list[Path]:
-    """Write `linearize.png` and `.svg`; the small print starts with the note."""
     images = max(survey.images for survey in surveys.values())
     small_print = (
         f"{note} {images} images, nothing is trained. R²: 100 % is softmax's output, 0 % the mean value; lower values "
         "than -100 % are drawn there. Lost: squared change of the final tokens over their variance; dashed: "
         f"{FREE:g} %."
     )
-    return linearize_chart(surveys).save(folder, "linearize", title="Which blocks go linear", small_print=small_print)
+    chart = Chart(panels, legend)
+    return chart.save(folder, "linearize", title="Which blocks go linear", small_print=small_print)

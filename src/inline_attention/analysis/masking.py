@@ -8,7 +8,7 @@ Shapes: `B` batch, `N` tokens, `C` channels, `H` heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -86,13 +86,8 @@ def survey_masking(
     smallest = min(min(layer.grid_size) for layer in capture_attention(subject.model, blank))
     if not (sides := [side for side in sides if side < smallest]):
         raise ValueError(f"{subject.label} has a grid of only {smallest} tokens a side, which each neighborhood covers")
-    hidings = len(planned_hidings(subject.model, sides))
-
-    def batches() -> Iterator[Batch]:
-        for batch in sample.batches(subject, normalized=True):
-            yield batch
-            on_progress(len(batch) / len(sample) / hidings)
-
+    passes = len(planned_hidings(subject.model, sides))
+    batches = partial(sample.batches, subject, normalized=True, passes=passes, on_progress=on_progress)
     return measure_masking(subject.model, batches, sides=sides, seed=seed)
 
 

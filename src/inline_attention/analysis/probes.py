@@ -147,12 +147,7 @@ class LayerAttention:
     ) -> Tensor:
         """Return the weights `[Q, N]` of one head of one image, or `[b, Q, N]` of a slice, without the local term.
 
-        Args:
-            images: Number in the batch, or a slice.
-            head: Number of the head.
-            queries: `[Q]` tokens; all by default.
-            hidden: `[Q, N]` bool, True where a key is hidden from a query.
-            dtype: Dtype of the computation.
+        `queries` are `[Q]` tokens, all by default; `hidden` `[Q, N]` is True where a key is hidden from a query.
         """
         queries = torch.arange(self.num_tokens, device=self.q.device) if queries is None else queries
         check_matrix_size(len(queries), self.num_tokens, dtype)
@@ -225,12 +220,9 @@ def choose_heads(layer: LayerAttention, wanted: Sequence[int] | None) -> list[in
 
 @torch.no_grad()
 def capture_attention(model: nn.Module, images: Tensor, *, layers: Sequence[int] | None = None) -> list[LayerAttention]:
-    """Run a model and return what its attention layers did.
+    """Return what the attention layers of these numbers, by default all, do with images.
 
-    Args:
-        model: Model in evaluation mode.
-        images: `[B, 3, H, W]`, normalized, all of one size.
-        layers: Numbers of the layers to return; all by default.
+    The model is in evaluation mode; images `[B, 3, H, W]` are normalized and of one size.
     """
     captured: list[LayerAttention] = []
     with observed(model, captured.append, layers=layers):
@@ -242,13 +234,9 @@ def capture_attention(model: nn.Module, images: Tensor, *, layers: Sequence[int]
 def observed(
     model: nn.Module, on_layer: Callable[[LayerAttention], Tensor | None], *, layers: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Call `on_layer` with every attention layer that runs inside the `with` block.
+    """Call `on_layer` with the attention layers of these numbers, by default all, that run inside the `with` block.
 
-    Args:
-        model: The model.
-        on_layer: Function that may return mixed values `[B, N, C]`, as `masking.mixed_values` does, to replace the
-            layer's own.
-        layers: Numbers of the layers to observe; all by default.
+    It may return mixed values `[B, N, C]`, as `masking.mixed_values` does, to replace the layer's own.
     """
     chosen = choose_layers(model, layers)
     with ExitStack() as hooks:
@@ -270,10 +258,9 @@ def _add_hooks(
             raise ValueError("images of unequal size cannot be analyzed in one batch; run them one by one")
         if isinstance(attention, TokenAttention):
             mixed = on_layer(_read_token_attention(attention, name, index, arguments))
+            mixed = None if mixed is None else attention.finish(mixed.to(arguments["x"].dtype), arguments["x"])
         else:
             mixed = on_layer(_read_grid_attention(attention, name, index, arguments))
-        if mixed is not None and isinstance(attention, TokenAttention):
-            mixed = attention.finish(mixed.to(arguments["x"].dtype), arguments["x"])
         replacement[:] = [] if mixed is None else [mixed]
 
     def before_projection(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:

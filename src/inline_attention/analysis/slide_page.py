@@ -7,10 +7,11 @@ DIR/overlays/NUMBER.png
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 import os
-import shutil
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from inline_attention.analysis.attention_map import AttentionMaps, EvidenceMap
 from inline_attention.data.slides import Slide
-from inline_attention.support.files import unfinished
+from inline_attention.support.files import replace_folder
 from inline_attention.support.text import printable
 
 TILE = 512
@@ -43,32 +44,28 @@ def write_slide_page(
     An earlier page in the folder is replaced when the new one is complete. Slides above `LARGEST_SIDE` are reduced.
     """
     folder = Path(folder)
-    temporary = unfinished(folder)
-    try:
-        (temporary / "overlays").mkdir(parents=True)
+    if folder.is_symlink():
+        raise FileExistsError(errno.EEXIST, "a link, whose target is not replaced", str(folder))
+    with replace_folder(folder) as new:
+        (new / "overlays").mkdir()
         step = -(-max(slide.size) // LARGEST_SIDE)
         height, width = (-(-side // step) for side in slide.size)
-        pyramid = _Pyramid(temporary / "tiles", height, width)
+        pyramid = _Pyramid(new / "tiles", height, width)
         band = TILE * step
         for top in range(0, slide.size[0], band):
             pyramid.add(_reduced(slide.read_rows(top, min(top + band, slide.size[0])), step))
         pyramid.finish()
-        overlays = _write_overlays(temporary / "overlays", evidence, maps, 1 / step)
+        overlays = _write_overlays(new / "overlays", evidence, maps, 1 / step)
         content = {"width": width, "height": height, "tile": TILE, "levels": pyramid.sizes, "overlays": overlays}
-        page = (files("inline_attention.analysis") / "slide_page.html").read_text(encoding="utf-8")
         values = {
-            "@TITLE@": html.escape(printable(slide.path.name)),
-            "@NOTE@": html.escape(note),
-            "@SLIDE@": json.dumps(content).replace("<", "\\u003c"),
+            "TITLE": html.escape(printable(slide.path.name)),
+            "NOTE": html.escape(note),
+            "SLIDE": json.dumps(content).replace("<", "\\u003c"),
         }
-        for name, value in values.items():
-            page = page.replace(name, value)
-        (temporary / "index.html").write_text(page, encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        page = (files("inline_attention.analysis") / "slide_page.html").read_text(encoding="utf-8")
+        # In one pass: a value may contain what looks like a place.
+        page = re.sub("@([A-Z]+)@", lambda place: values[place[1]], page)
+        (new / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
 
 
@@ -77,7 +74,7 @@ class _Pyramid:
 
     def __init__(self, folder: Path, height: int, width: int, level: int = 0) -> None:
         self.folder, self.width, self.level = folder, width, level
-        self.rows: Tensor | None = None  # [3, rows, width], not written yet
+        self.rows = torch.empty(3, 0, width, dtype=torch.uint8)  # [3, rows, width], not written yet
         self.written = 0  # rows of tiles
         (folder / str(level)).mkdir(parents=True)
         is_small = max(height, width) <= TILE
@@ -90,14 +87,14 @@ class _Pyramid:
 
     def add(self, rows: Tensor) -> None:
         """Take uint8 rows `[3, rows, width]`."""
-        self.rows = rows if self.rows is None else torch.cat([self.rows, rows], dim=1)
+        self.rows = torch.cat([self.rows, rows], dim=1)
         while self.rows.shape[1] >= TILE:
             self._write(self.rows[:, :TILE])
             self.rows = self.rows[:, TILE:]
 
     def finish(self) -> None:
         """Write what is left."""
-        if self.rows is not None and self.rows.shape[1]:
+        if self.rows.shape[1]:
             self._write(self.rows)
         if self.coarser is not None:
             self.coarser.finish()

@@ -194,11 +194,14 @@ class PictureSample:
         """Number of pictures, unreadable ones included."""
         return len(self.source) if self.images is None else min(self.images, len(self.source))
 
-    def batches(self, subject: Subject, *, normalized: bool = False) -> Iterator[Batch]:
+    def batches(
+        self, subject: Subject, *, normalized: bool = False, passes: int = 1, on_progress: OnProgress = lambda _: None
+    ) -> Iterator[Batch]:
         """Yield uint8 pictures in a model's size and crop; unreadable ones are left out and recorded.
 
-        Normalized, they are inputs on the model's device, with classes numbered as in the model. Raises
-        `BrokenImagesError` if too many are broken, `DataError` if the model does not know their classes.
+        Normalized, they are inputs on the model's device, with classes numbered as in the model. Progress is that of
+        one of so many passes. Raises `BrokenImagesError` if too many are broken, `DataError` if the model does not know
+        their classes.
         """
         broken = BrokenImages(len(self))
         loader = ImageLoader(
@@ -212,7 +215,9 @@ class PictureSample:
             device=subject.device if normalized else "cpu",
         )
         try:
-            yield from loader.epoch()
+            for batch in loader.epoch():
+                yield batch
+                on_progress(len(batch) / len(self) / passes)
         finally:
             loader.close()
             self.skipped |= {image.name: image.reason for image in broken}
@@ -222,13 +227,11 @@ def captured_images(
     subject: Subject, sample: PictureSample, **chosen: Unpack[Chosen]
 ) -> Iterator[tuple[str, Tensor, list[HeadOfImage]]]:
     """Yield the name of each picture, its uint8 pixels, and its place in what the chosen heads did with its batch."""
-    on_progress = chosen.get("on_progress", lambda _: None)
-    for batch in sample.batches(subject):
+    for batch in sample.batches(subject, on_progress=chosen.get("on_progress", lambda _: None)):
         layers = capture_attention(subject.model, subject.normalize(batch.images), layers=chosen.get("layers"))
         for image, index in enumerate(batch.indices.tolist()):
             places = [(layer, image, head) for layer in layers for head in choose_heads(layer, chosen.get("heads"))]
             yield sample.source.name(index), batch.images[image], places
-        on_progress(len(batch) / len(sample))
 
 
 def _with_classes_of(subject: Subject, source: ImageSource) -> ImageSource:

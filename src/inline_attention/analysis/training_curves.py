@@ -55,10 +55,9 @@ class TrainingCurves:
 
 
 def read_training_curves(folders: Sequence[Path]) -> list[TrainingCurves]:
-    """Read runs of `inline train`; the label is the model, or the folder where several runs are of one model.
+    """Read runs of `inline train`, labelled as by `run_labels`.
 
-    Raises:
-        RunFolderError: If a folder is not a run, or has not finished an epoch.
+    Raises `RunFolderError` if a folder is not a run, or has not finished an epoch.
     """
     settings = [_read_settings(folder) for folder in folders]
     labels = run_labels([config.model.name for config in settings], folders)

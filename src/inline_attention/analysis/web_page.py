@@ -3,6 +3,8 @@
 DIR/index.html        the page, opened by a double-click
 DIR/data/NAME.js      the runtime, the weights and the graphs: gzip in base64, since such a page may load scripts only
 DIR/licenses/         of the runtime
+
+Shapes: `B` batch, `N` tokens, `H` heads, `D` head dim, `K` classes.
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ import html
 import io
 import json
 import lzma
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from inline_attention.analysis.web_graphs import Layer, WithFeatures, global_layers, share_weights, twin
+from inline_attention.analysis.probes import AnyAttention, LayerAttention, capture_attention, observed
 from inline_attention.data.images import LARGEST_ASPECT
 from inline_attention.layers.grids import Grid
+from inline_attention.models.described import create_described_model, describable, model_family
+from inline_attention.models.hub import recorded_arguments
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT
 from inline_attention.support.files import replace_folder
 from inline_attention.support.text import printable
@@ -52,6 +58,8 @@ MOST_SOFTMAX_BYTES = 3 << 29  # 1.5 GiB of weights; a page has 4 GiB, and softma
 MOST_CLASSES = 10  # with a bar
 LARGEST_EXAMPLE = 640  # pixels along a side
 SMALL_EXAMPLE = 100  # pixels along a side; shown with sharp pixels and saved without loss
+LEAST_SHARED = 1024  # bytes of a constant that is stored outside of its graph
+ALIGNMENT = 64  # bytes, of constants in the common file
 
 
 def export_page(
@@ -64,19 +72,18 @@ def export_page(
     int8: bool = False,
     with_speed: bool = True,
 ) -> list[Comparison]:
-    """Write the page of a classifier, and compare its graph with the model. On an error there is no folder.
+    """Write the page of a classifier, which is on a CPU; an existing folder is replaced. On an error there is none.
+
+    Returns the model, the exported graph and the quantized graph, compared on the same images.
 
     Args:
-        classifier: Model on a CPU.
-        folder: Folder to write; an existing one is replaced.
+        classifier: The model.
+        folder: Folder to write.
         images: Prepared images `[B, 3, height, width]` to compare on.
         targets: Their classes `[B]`, if known.
         examples: Pictures to choose from in the page, with their names.
         int8: Write linear layers in 8-bit integers.
         with_speed: Add graphs for every image size, of the model and of its softmax twin.
-
-    Returns:
-        The model, the exported graph and the quantized graph, on the same images.
 
     Raises:
         ExportError: If the graph's scores differ from the model's.
@@ -114,7 +121,9 @@ def export_page(
             "size": size,
             "preparation": preparation,
             "most_classes": MOST_CLASSES,
-            "layers": [_layer_settings(layer, size) for layer in inline],
+            "layers": [
+                asdict(layer) | {"rows": layer.grid(size)[0], "columns": layer.grid(size)[1]} for layer in inline
+            ],
             "weights_note": _weights_note(inline),
             "cost": cost,
             "cost_note": cost_note,
@@ -123,7 +132,11 @@ def export_page(
         (new / "data").mkdir()
         for name, parts in data.items():
             (new / "data" / f"{name}.js").write_bytes(_deliveries(parts))
-        _write_licenses(new / "licenses")
+        (new / "licenses").mkdir()
+        notices = lzma.decompress((SOURCES / "runtime" / "ThirdPartyNotices.txt.xz").read_bytes())
+        (new / "licenses" / "onnxruntime-web-ThirdPartyNotices.txt").write_bytes(notices)
+        license_text = (SOURCES / "runtime" / "LICENSE").read_bytes()
+        (new / "licenses" / "onnxruntime-web-LICENSE.txt").write_bytes(license_text)
         (new / "index.html").write_text(_page(model_title(classifier), settings), encoding="utf-8")
     return [compare.of_model(), *results]
 
@@ -135,11 +148,7 @@ def model_title(classifier: ImageClassifier) -> str:
 
 
 def read_runtime() -> dict[str, bytes]:
-    """Return the files of onnxruntime-web that come with the package, checked against `runtime.json`.
-
-    Raises:
-        ValueError: If one has been changed.
-    """
+    """Return the files of onnxruntime-web that come with the package; `ValueError` if one was changed."""
     folder = SOURCES / "runtime"
     contents = {
         "ort.wasm.bundle.min.mjs": (folder / "ort.wasm.bundle.min.mjs").read_bytes(),
@@ -170,11 +179,6 @@ def _preparation(classifier: ImageClassifier) -> dict[str, Any]:
     return {key: config[key] for key in names} | {"largest_aspect": LARGEST_ASPECT}
 
 
-def _layer_settings(layer: Layer, size: tuple[int, int]) -> dict[str, Any]:
-    rows, columns = Grid(*size).coarser(layer.stride).size
-    return {"rows": rows, "columns": columns, **asdict(layer)}
-
-
 def _weights_note(inline: Sequence[Layer]) -> str:
     if not inline:
         return "This model has no InLine attention over the whole picture, so there are no weights to show."
@@ -199,10 +203,9 @@ def _cost(
     softmax = layers if own_kind == "softmax" else other_layers
     stops: list[dict[str, Any]] = []
     for side in slider_sizes(size):
-        most = max(
-            (layer.heads * layer.num_tokens(side) ** 2 for layer in softmax if layer.kind == "softmax"), default=0
-        )
-        stops.append({"size": side, "tokens": finest.num_tokens(side), "softmax_bytes": 4 * most})
+        pairs = [layer.heads * layer.num_tokens(side) ** 2 for layer in softmax if layer.kind == "softmax"]
+        most = 4 * max(pairs, default=0)  # bytes
+        stops.append({"size": side, "tokens": finest.num_tokens(side), "softmax_bytes": most})
     graphs: dict[str, Path] = {}
     kinds: list[dict[str, str]] = []
     for kind, model in ((own_kind, classifier.model), (other_kind, other)):
@@ -251,19 +254,8 @@ def _example(name: str, picture: Image.Image) -> dict[str, Any]:
 
 def _deliveries(parts: Mapping[str, bytes]) -> bytes:
     """Return a script that hands data to the page."""
-    lines: list[bytes] = []
-    for name, content in parts.items():
-        packed = base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0))
-        lines.append(b'deliver("%s", "%s");\n' % (name.encode(), packed))
-    return b"".join(lines)
-
-
-def _write_licenses(folder: Path) -> None:
-    folder.mkdir()
-    runtime = SOURCES / "runtime"
-    notices = lzma.decompress((runtime / "ThirdPartyNotices.txt.xz").read_bytes())
-    (folder / "onnxruntime-web-LICENSE.txt").write_bytes((runtime / "LICENSE").read_bytes())
-    (folder / "onnxruntime-web-ThirdPartyNotices.txt").write_bytes(notices)
+    packed = {name: base64.b64encode(gzip.compress(part, compresslevel=6, mtime=0)) for name, part in parts.items()}
+    return b"".join(b'deliver("%s", "%s");\n' % (name.encode(), content) for name, content in packed.items())
 
 
 def _page(title: str, settings: Mapping[str, Any]) -> str:
@@ -289,3 +281,115 @@ def _page(title: str, settings: Mapping[str, Any]) -> str:
     }
     # In one pass: a value may contain what looks like a place.
     return re.sub("@([A-Z]+)@", lambda place: values[place[1]], source("page.html"))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention over the whole picture."""
+
+    name: str  # path in its model, such as "blocks.3.attn"
+    kind: str  # "inline", "softmax", "linear" or "magnitude"
+    heads: int
+    prefix: int  # tokens before the grid
+    stride: int  # pixels of the picture along a side of a token
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return rows and columns of tokens for pictures of (height, width)."""
+        return Grid(*size).coarser(self.stride).size
+
+    def num_tokens(self, size: tuple[int, int]) -> int:
+        """Return N for pictures of (height, width)."""
+        return self.prefix + math.prod(self.grid(size))
+
+
+class WithFeatures(nn.Module):
+    """A classifier that also returns what the weights of its InLine attention are computed from.
+
+    The outputs are the scores `[B, K]`, then for each of the layers scale · phi(q) and phi(k), `[B, N, H, D]` both.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Wrap a model; `names` are paths of its InLine layers."""
+        super().__init__()
+        self.model, self.in_chans = model, getattr(model, "in_chans", 3)
+        self.names = list(names)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Run the model on images `[B, in_chans, height, width]`."""
+        features: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def keep(layer: LayerAttention) -> None:
+            rule, dtype = layer.rule, layer.q.dtype
+            features[layer.name] = rule.scale * rule.features(layer.q, dtype), rule.features(layer.k, dtype)
+
+        with observed(self.model, keep):
+            scores = self.model(images)
+        return scores, *(tensor for name in self.names for tensor in features[name])
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the outputs in a graph."""
+        return ["scores", *(f"{part}{number}" for number in range(len(self.names)) for part in ("queries", "keys"))]
+
+
+def global_layers(model: nn.Module, size: tuple[int, int]) -> list[Layer]:
+    """Return the layers that attend to the whole picture, in order, found by a run on a picture of (height, width)."""
+    if not any(isinstance(module, AnyAttention) for module in model.modules()):
+        return []
+    found: list[Layer] = []
+    for layer in capture_attention(model, torch.zeros(1, getattr(model, "in_chans", 3), *size)):
+        strides = (stride for stride in range(1, 1 + min(size)) if Grid(*size).coarser(stride).size == layer.grid_size)
+        if layer.groups is None and (stride := next(strides, None)) is not None:
+            found.append(Layer(layer.name, layer.rule.kind, layer.num_heads, layer.num_prefix_tokens, stride))
+    return found
+
+
+def twin(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return a model with another attention and the weights that both have, and the attention's name.
+
+    It is softmax attention, or InLine attention for a softmax model. None for a model that is not of this library.
+    """
+    name: str = getattr(model, "pretrained_cfg", {}).get("architecture") or ""
+    if model_family(name) is None:
+        return None
+    own, _, rest = name.partition("_")
+    kind = "inline" if own == "softmax" else "softmax"
+    arguments = recorded_arguments(model)
+    options: dict[str, Any] = dict(arguments.pop("attention_options", None) or {})
+    kept = {key: value for key, value in options.items() if key not in ("feature_map", "normalization")}
+    if kept:
+        arguments["attention_options"] = kept
+    twin_name = f"{kind}_{rest}"
+    other = create_described_model(twin_name, describable(twin_name, arguments))
+    own_weights, weights = model.state_dict(), other.state_dict()
+    common = own_weights.keys() & weights.keys()
+    weights |= {key: own_weights[key] for key in common if own_weights[key].shape == weights[key].shape}
+    other.load_state_dict(weights)
+    return other.eval(), kind
+
+
+def share_weights(paths: Sequence[Path]) -> tuple[list[bytes], bytes]:
+    """Return ONNX files without their large constants, and these constants, each once, as the file "weights"."""
+    import onnx
+    from onnx.external_data_helper import set_external_data
+
+    places: dict[bytes, int] = {}
+    weights = bytearray()
+    graphs: list[bytes] = []
+    for path in paths:
+        content = onnx.load(path)
+        for tensor in content.graph.initializer:
+            array = onnx.numpy_helper.to_array(tensor)
+            values = array.tobytes()
+            if len(values) < LEAST_SHARED:
+                continue
+            digest = hashlib.sha256(values).digest()
+            if digest not in places:
+                weights += bytes(-len(weights) % ALIGNMENT)
+                places[digest] = len(weights)
+                weights += values
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+            set_external_data(tensor, "weights", places[digest], len(values))
+            tensor.ClearField("raw_data")
+        graphs.append(content.SerializeToString())
+    return graphs, bytes(weights)

@@ -27,7 +27,7 @@ from inline_attention.benchmark.results import Measurement, check_close, check_f
 from inline_attention.benchmark.timing import Work, measure_copy_rate, release_memory
 from inline_attention.ops import dispatch, inline_attention_qkvpacked
 from inline_attention.ops.call import Normalization
-from inline_attention.support.untrusted import build_dataclass
+from inline_attention.support.untrusted import build_dataclass, build_value
 
 Pass = Literal["forward", "forward+backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -185,9 +185,7 @@ class AttentionReport:
         """Return the report that `as_json` has written, without latency and host overhead."""
         results = []
         for case in content["cases"]:
-            passes = {
-                pass_: [build_dataclass(Measurement, item) for item in items] for pass_, items in case["passes"].items()
-            }
+            passes = build_value(dict[str, list[Measurement]], case["passes"])
             results.append(CaseResult(build_dataclass(AttentionCase, case), case["floor_ms"], passes))
         cases = tuple(result.case for result in results)
         settings = AttentionSettings(torch.device(content["device"]), getattr(torch, content["dtype"]), cases)

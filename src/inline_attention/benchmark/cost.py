@@ -64,18 +64,10 @@ def measure_attention_cost(
     *,
     on_progress: Callable[[CostPoint], None] = lambda _: None,
 ) -> list[CostPoint]:
-    """Measure each kind of attention at each size: one image, `HEADS` heads, float32, forward only, on the CPU.
+    """Measure kinds of attention, by default all, on one image, `HEADS` heads, float32, forward only, on the CPU.
 
-    Args:
-        kinds: Keys of `ATTENTIONS`; all by default.
-        sizes: Numbers of tokens.
-        on_progress: Called with each point.
-
-    Returns:
-        One point per size and kind, sizes in the outer loop.
-
-    Raises:
-        ValueError: If a kind is unknown, or a size is below one.
+    Returns one point per size, a number of tokens, and kind; `on_progress` is called with each. Raises `ValueError` if
+    a kind is unknown, or a size is below one.
     """
     kinds = list(ATTENTIONS) if kinds is None else kinds
     unknown = [kind for kind in kinds if kind not in ATTENTIONS]

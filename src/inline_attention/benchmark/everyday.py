@@ -21,7 +21,7 @@ from inline_attention.benchmark.environment import combined_environment, describ
 from inline_attention.benchmark.results import Measurement, dtype_name, ratio
 from inline_attention.benchmark.side_by_side import run_compile_jobs, time_limit
 from inline_attention.benchmark.timing import Call, measure_copy_rate, release_memory
-from inline_attention.support.untrusted import build_dataclass
+from inline_attention.support.untrusted import build_value
 
 Section = Literal["models", "attention", "blocks"]
 Figure = Literal["times_softmax", "over_floor", "over_base"]
@@ -157,7 +157,7 @@ def measure_everyday(
     report.rows = {cell.name: cell.empty_rows(NOT_REACHED) for cell in settings.cells}
     if earlier is not None:
         report.environment = combined_environment([earlier["environment"], report.environment])
-        report.rows |= {name: [build_dataclass(Row, row) for row in rows] for name, rows in earlier["cells"].items()}
+        report.rows |= build_value(dict[str, list[Row]], earlier["cells"])
     release_memory(settings.device)  # the compiling processes need it
     chosen = choose_cells(settings.cells, settings.only)
     to_do = [cell for cell in chosen if all(row.ours is None for row in report.rows[cell.name])]

@@ -54,20 +54,15 @@ def measure_speed(
     seconds: float = 1.0,
     on_cell: Callable[[SpeedCell], None] = lambda _: None,
 ) -> list[SpeedCell]:
-    """Measure inference: bfloat16 on a GPU, float32 on a CPU, in batches of a constant number of pixels.
+    """Measure inference of copies of models: bfloat16 on a GPU, float32 on a CPU, a constant number of pixels a batch.
 
-    Args:
-        models: Models by name. They are copied, and the copies resized.
-        device: Where to measure.
-        sizes: Image sides in pixels, rounded to whole patches.
-        seconds: Seconds of measuring per cell.
-        on_cell: Called with each result.
+    Sizes are sides of images, rounded to whole patches. Each cell takes so many seconds; then `on_cell` is called.
     """
     cells: list[SpeedCell] = []
     for name, model in models.items():
-        last: SpeedCell | None = None
+        last, side = None, _patch_side(model)
         for size in sorted(sizes):
-            cell = _measure(name, model, _whole_patches(model, size), device, seconds, last)
+            cell = _measure(name, model, max(1, round(size / side)) * side, device, seconds, last)
             last = cell if cell.images_per_second else last
             cells.append(cell)
             on_cell(cell)
@@ -86,8 +81,7 @@ def _measure(
         except Exception as error:  # models refuse sizes in their own ways
             release_memory(device)
             failure = Measurement.failure(name, error)
-            is_full = failure.status == "out of memory" or "can't allocate memory" in str(error)
-            if not is_full:
+            if failure.status != "out of memory" and "can't allocate memory" not in str(error):
                 return SpeedCell(name, size, images, note=f"not possible: {failure.note}")
     return SpeedCell(name, size, 1, note=NO_ROOM)
 
@@ -152,12 +146,6 @@ def _free_memory() -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not on this platform
         return None
-
-
-def _whole_patches(model: nn.Module, size: int) -> int:
-    """Return the nearest side that whole patches cover."""
-    side = _patch_side(model)
-    return max(1, round(size / side)) * side
 
 
 def _patch_side(model: nn.Module) -> int:

@@ -58,12 +58,9 @@ def stored_model_sizes() -> dict[str, ModelSize]:
 
 
 def measure_model_size(name: str, *, input_size: tuple[int, int, int] | None = None, **arguments: Any) -> ModelSize:
-    """Build a model on the meta device, run it there and count.
+    """Build a registered model on the meta device, run it there and count; `arguments` are those of `create_model`.
 
-    Args:
-        name: A registered name, such as "inline_deit_tiny".
-        input_size: Channels, height and width of the image; the model's native size by default.
-        **arguments: Arguments of `create_model`, such as `num_classes`.
+    `input_size` has channels, height and width of the image; the model's native size by default.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

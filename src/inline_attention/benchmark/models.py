@@ -31,7 +31,7 @@ from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
 from inline_attention.layers.conversion import convert_attention
 from inline_attention.models import create_model, list_models
-from inline_attention.support.untrusted import build_dataclass
+from inline_attention.support.untrusted import build_dataclass, build_value
 
 Mode = Literal["inference", "training"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -157,7 +157,7 @@ class ModelReport:
         """Return the report that `as_json` has written."""
         found: list[ModelResult] = []
         for case in content["cases"]:
-            measurements = [build_dataclass(Measurement, item) for item in case["contestants"]]
+            measurements = build_value(list[Measurement], case["contestants"])
             found.append(ModelResult(build_dataclass(ModelCase, case), measurements))
         device, dtype = torch.device(content["device"]), getattr(torch, content["dtype"])
         settings = ModelSettings(device, dtype, tuple(result.case for result in found), content["compile_mode"])
@@ -384,13 +384,12 @@ def measure_blocks(case: ModelCase, device: torch.device, dtype: torch.dtype) ->
     repeats, rounds = BLOCK_REPEATS_AND_ROUNDS[device.type]
     works = {name: timing.host_work(call, device, repeats) for name, call in calls.items()}
     timings = timing.interleaved_timings(works, seconds=0, at_least=rounds)
-
+    costs = {
+        key: BlockCost(_count_launches(call, device), 1e3 * timings[key].milliseconds) for key, call in calls.items()
+    }
     result: dict[str, dict[str, BlockCost]] = {}
     for name in case.contestants:
-        forward, both = (
-            BlockCost(_count_launches(calls[key], device), 1e3 * timings[key].milliseconds)
-            for key in (f"{name} forward", f"{name} both")
-        )
+        forward, both = costs[f"{name} forward"], costs[f"{name} both"]
         backward = BlockCost(both.launches - forward.launches, both.microseconds - forward.microseconds)
         result[name] = {"forward": forward, "backward": backward}
     return result

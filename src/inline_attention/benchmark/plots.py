@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from inline_attention.benchmark.attention import AttentionReport, CaseResult
@@ -39,17 +41,17 @@ def draw_attention(report: AttentionReport, path: Path, *, only: tuple[int, int]
     """
     backends = iter(BACKEND_STYLES * len(report.contestants))
     styles = {name: CONTESTANT_STYLES.get(name) or next(backends) for name in report.contestants}
-    widths: dict[tuple[int, int], list[CaseResult]] = {}
+    passes, widths = report.settings.passes, dict[tuple[int, int], list[CaseResult]]()
     for result in sorted(report.results, key=lambda result: result.case.tokens):
-        if only not in (None, (result.case.channels, result.case.head_dim)):
-            continue
-        widths.setdefault((result.case.channels, result.case.head_dim), []).append(result)
+        width = result.case.channels, result.case.head_dim
+        if only in (None, width):
+            widths.setdefault(width, []).append(result)
     panels = [
         Panel(
             f"{pass_}, C = {width}, head dim {head_dim}",
-            lambda axes, pass_=pass_, results=results: _draw_times(axes, pass_, results, styles),
+            partial(_draw_times, pass_=pass_, results=results, styles=styles),
         )
-        for pass_ in report.settings.passes
+        for pass_ in passes
         for (width, head_dim), results in sorted(widths.items())
         if any(pass_ in result.measurements for result in results)
     ]
@@ -58,23 +60,14 @@ def draw_attention(report: AttentionReport, path: Path, *, only: tuple[int, int]
         f"B·N·C = {min(elements):.3g}–{max(elements):.3g} million. InLine with its 3×3 residual, softmax without. "
         f"Floor at the copy rate of {report.copy_rate / 1e12:.3g} TB/s."
     )
-    drawn = {
-        name
-        for results in widths.values()
-        for result in results
-        for pass_ in report.settings.passes
-        for name in styles
-        if result.milliseconds(pass_, name) is not None
-    }
-    legend = [*(LegendEntry(label_of(name), style) for name, style in styles.items() if name in drawn), FLOOR]
-    return _save(
-        report,
-        Chart(panels, legend),
-        path,
-        "Time of one attention call",
-        small_print,
-        MOST_COLUMNS if only else len(widths),
-    )
+    drawn = list(itertools.chain(*widths.values()))
+    legend = [
+        LegendEntry(label_of(name), style)
+        for name, style in styles.items()
+        if any(result.milliseconds(pass_, name) is not None for result in drawn for pass_ in passes)
+    ]
+    columns = MOST_COLUMNS if only else len(widths)
+    return _save(report, Chart(panels, [*legend, FLOOR]), path, "Time of one attention call", small_print, columns)
 
 
 def draw_models(report: ModelReport, path: Path) -> list[Path]:
@@ -86,9 +79,7 @@ def draw_models(report: ModelReport, path: Path) -> list[Path]:
     for result in report.results:
         case = result.case
         groups.setdefault(f"{case.model}\n{case.mode}, {case.execution}", []).append(result)
-    panels = [
-        Panel(title, lambda axes, results=results: _draw_speeds(axes, results)) for title, results in groups.items()
-    ]
+    panels = [Panel(title, partial(_draw_speeds, results=results)) for title, results in groups.items()]
     columns = math.ceil(len(groups) / math.ceil(len(groups) / MOST_COLUMNS))
     measured = {item.contestant for result in report.results for item in result.measurements}
     legend = [LegendEntry(label, style) for name, (style, label) in MODEL_STYLES.items() if name in measured]

@@ -88,11 +88,7 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_close(what: str, actual: torch.Tensor, exact: torch.Tensor, limit: float) -> float:
-    """Return the relative error.
-
-    Raises:
-        WrongResultError: If it exceeds the limit.
-    """
+    """Return the relative error; raise `WrongResultError` if it exceeds the limit."""
     error = relative_error(actual, exact)
     if not error <= limit:
         raise WrongResultError(f"relative error {error:.1e} of the {what} exceeds {limit:.0e}")

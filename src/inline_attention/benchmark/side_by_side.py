@@ -56,13 +56,10 @@ def run_side_by_side(
     time_limit: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Ended]:
-    """Run commands, several at a time, and yield each when it ends. Closing the iterator stops all processes.
+    """Run commands in this order, `at_once` at a time, and yield each when it ends. Closing the iterator stops all.
 
-    Args:
-        commands: Commands, started in this order.
-        at_once: Processes at a time.
-        time_limit: Seconds after which no more are started, and running ones get SIGTERM, then SIGKILL after `GRACE`.
-        environment: Environment variables of the processes; this process's own if None.
+    After `time_limit` seconds no more are started, and running ones get SIGTERM, then SIGKILL after `GRACE`.
+    `environment` has the variables of the processes; this process's own if None.
 
     Raises:
         ValueError: If `at_once` is below one.

@@ -256,11 +256,10 @@ def gather(
 ) -> Evidence:
     """Read runs and results of `inline ablate` (or raise `NoRunError`), and measure what is not kept or given."""
     configs = [read_config(folder / SETTINGS) for folder in folders]
-    names = [config.model.name for config in configs]
-    labels = run_labels(names, folders)
+    labels = run_labels([config.model.name for config in configs], folders)
     runs = [
-        Run(label, config.model.attention_kind, name, config.data.dataset)
-        for label, name, config in zip(labels, names, configs, strict=True)
+        Run(label, config.model.attention_kind, config.model.name, config.data.dataset)
+        for label, config in zip(labels, configs, strict=True)
     ]
     results = [_read_ablation(path) for path in ablations]
     evidence = Evidence(runs, ablations=results, environment=describe_environment())

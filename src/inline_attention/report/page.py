@@ -16,17 +16,17 @@ import numpy as np
 from markupsafe import Markup, escape
 from PIL import Image, ImageColor
 
-from inline_attention.ablation.tables import ablation_panel, mean_and_spread, text_rows
+from inline_attention.ablation.tables import AblationFile, ablation_panel, mean_and_spread, text_rows
 from inline_attention.analysis.collision_cases import COLLISION_TOLERANCE, KEYS, collision_cases, measure_injectivity
-from inline_attention.analysis.confusion import TOLERANCE, confusion_panel
+from inline_attention.analysis.confusion import TOLERANCE, ImageConfusion, confusion_panel
 from inline_attention.analysis.locality import Locality, locality_chart
-from inline_attention.analysis.masking import TERM_LABELS, WHERE_LABELS, masking_chart
+from inline_attention.analysis.masking import TERM_LABELS, WHERE_LABELS, MaskingResult, masking_chart
 from inline_attention.analysis.softmax_series import SMALL_PRINT, measure_series, series_chart
-from inline_attention.analysis.training_curves import curves_chart
+from inline_attention.analysis.training_curves import TrainingCurves, curves_chart
 from inline_attention.benchmark.cost import ATTENTIONS, HEAD_DIM, HEADS, cost_chart
 from inline_attention.ops.call import SMALLEST_MEAN_SCORE
 from inline_attention.report import verdicts
-from inline_attention.report.measurement import Evidence, png_address
+from inline_attention.report.measurement import Evidence, Run, png_address
 from inline_attention.support.figures import DARK, KIND_LABELS, LIGHT, Chart, Style, numbered_styles
 from inline_attention.support.text import number, printable
 
@@ -48,6 +48,11 @@ def render(evidence: Evidence) -> str:
     missing["answers"] = list(dict.fromkeys(missing.get("answers", []) + missing.get("pictures", [])))
     environment.filters["breakable"] = _breakable
     runs = evidence.runs
+    confusion, locality, masking = (
+        {run.label: found for run in runs if (found := getattr(run, name))}
+        for name in ("confusion", "locality", "masking")
+    )
+    curves = [run.curves for run in runs if run.curves is not None]
     judged = {
         "injectivity": [verdicts.judge_injectivity(measure_injectivity())],
         "series": [verdicts.judge_series(_series_curves())],
@@ -63,19 +68,19 @@ def render(evidence: Evidence) -> str:
         light=LIGHT,
         dark=DARK,
         labels=KIND_LABELS,
-        runs=_run_rows(evidence),
+        runs=_run_rows(runs),
         rule=verdicts.RULE,
         verdicts=judged,
         sections={
             "injectivity": _injectivity(),
             "series": _series(),
-            "confusion": _confusion(evidence, styles),
-            "locality": _locality(evidence, styles),
-            "masking": _masking(evidence),
-            "ablation": _ablation(evidence),
+            "confusion": confusion and _confusion(confusion, styles),
+            "locality": locality and _locality(locality, styles),
+            "masking": masking and _masking(masking),
+            "ablation": evidence.ablations and _ablation(evidence.ablations),
             "cost": _cost(evidence),
-            "curves": _curves(evidence, styles),
-            "answers": _answers(evidence, styles),
+            "curves": curves and _curves(curves, styles),
+            "answers": any(run.shown for run in runs) and _answers(runs, styles),
         },
         missing=missing,
         facts=_facts(evidence.environment, ("machine", "gpu", "timm", "inline_attention", "commit", "date")),
@@ -83,14 +88,14 @@ def render(evidence: Evidence) -> str:
     return f"{page.strip()}\n"
 
 
-def _run_rows(evidence: Evidence) -> list[list[str]]:
+def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Return a row per run; the model is left out if it is the label of all."""
     rows = []
-    for run in evidence.runs:
+    for run in runs:
         epochs = [] if run.curves is None else run.curves.epochs
         top1 = number(epochs[-1].best_known_top1 if epochs else None, 2)
         rows.append([run.label, top1, str(len(epochs)), run.dataset, run.model_name])
-    return [row[:-1] for row in rows] if all(run.label == run.model_name for run in evidence.runs) else rows
+    return [row[:-1] for row in rows] if all(run.label == run.model_name for run in runs) else rows
 
 
 def _injectivity() -> dict[str, Any]:
@@ -118,10 +123,7 @@ def _series() -> dict[str, Any]:
     return {"chart": series_chart(curves), "note": SMALL_PRINT, "size": size, "rows": rows}
 
 
-def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
-    images = {run.label: run.confusion for run in evidence.runs if run.confusion}
-    if not images:
-        return None
+def _confusion(images: Mapping[str, Sequence[ImageConfusion]], styles: Mapping[str, Style]) -> dict[str, Any]:
     shares = {label: [item.percent for item in items] for label, items in images.items()}
     rows = [
         [label, str(len(values)), *(f"{summary(values):.2g}" for summary in (min, median, fmean, max))]
@@ -132,10 +134,7 @@ def _confusion(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any
     return {"means": means, "tolerance": f"{TOLERANCE:g}", "chart": chart, "rows": rows}
 
 
-def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
-    measured = {run.label: run.locality for run in evidence.runs if run.locality}
-    if not measured:
-        return None
+def _locality(measured: Mapping[str, Sequence[Locality]], styles: Mapping[str, Style]) -> dict[str, Any]:
     least = min(item.side for items in measured.values() for item in items)
 
     def mean(items: Sequence[Locality], term: str, value: str) -> float:
@@ -157,10 +156,7 @@ def _locality(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any]
     return {"side": f"{least}×{least}", "means": means, "uniform": f"{uniform:.0f}", "chart": chart, "rows": rows}
 
 
-def _masking(evidence: Evidence) -> dict[str, Any] | None:
-    results = {run.label: run.masking for run in evidence.runs if run.masking}
-    if not results:
-        return None
+def _masking(results: Mapping[str, Sequence[MaskingResult]]) -> dict[str, Any]:
     costs = []
     for label, items in results.items():
         drops = {item.hiding.where: item.drop for item in reversed(items)}  # of the first side and local term
@@ -176,18 +172,16 @@ def _masking(evidence: Evidence) -> dict[str, Any] | None:
     return {"costs": _listed(costs), "chart": masking_chart(results), "rows": rows}
 
 
-def _ablation(evidence: Evidence) -> dict[str, Any] | None:
-    if not evidence.ablations:
-        return None
+def _ablation(ablations: Sequence[AblationFile]) -> dict[str, Any]:
     files = []
-    for file in evidence.ablations:
+    for file in ablations:
         has_means = any(result.top1_mean is not None for result in file.results)
         chart = Chart([ablation_panel(file.results)]) if has_means else None
         axes = [axis.replace("_", " ") for axis in file.results[0].values]
         facts = _facts(file.environment, ("machine", "gpu", "commit", "date"))
         rows = text_rows(file.results)
         files.append({"title": file.title, "chart": chart, "axes": axes, "rows": rows, "facts": facts})
-    results = [result for file in evidence.ablations for result in file.results if result.top1_mean is not None]
+    results = [result for file in ablations for result in file.results if result.top1_mean is not None]
     best = max(results, key=lambda result: result.top1_mean or 0, default=None)
     highest = "" if best is None else f"{mean_and_spread(best.top1_mean, best.top1_std)} % ({best.label})"
     return {"highest": highest, "files": files}
@@ -217,10 +211,7 @@ def _cost(evidence: Evidence) -> dict[str, Any] | None:
     return {**words, "chart": cost_chart(points), "rows": rows}
 
 
-def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
-    runs = [run.curves for run in evidence.runs if run.curves is not None]
-    if not runs:
-        return None
+def _curves(runs: Sequence[TrainingCurves], styles: Mapping[str, Style]) -> dict[str, Any]:
     lasts = [(run.label, run.epochs[-1].best_known_top1) for run in runs]
     rows = [
         [run.label, str(epoch.epoch), number(epoch.train_loss, 3), number(epoch.validation_loss, 3),
@@ -232,27 +223,25 @@ def _curves(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] |
     return {"ended": ended, "chart": curves_chart(styles, runs), "rows": rows}
 
 
-def _answers(evidence: Evidence, styles: Mapping[str, Style]) -> dict[str, Any] | None:
-    if not any(run.shown for run in evidence.runs):
-        return None
+def _answers(runs: Sequence[Run], styles: Mapping[str, Style]) -> dict[str, Any]:
     rights = _listed(
         f"{run.label} {sum(answer.is_right for answer in run.answers)} of {len(run.answers)}"
-        for run in evidence.runs
+        for run in runs
         if run.answers
     )
     rows = [
         [run.label, picture.name, answer.truth, answer.guess, f"{100 * answer.probability:.1f}",
          f"{100 * answer.truth_probability:.1f}"]
-        for run in evidence.runs
+        for run in runs
         for picture, answer in run.shown
     ]  # fmt: skip
-    return {"rights": rights, "full": f"{1 + LEAST_FULL:g}", "cards": _cards(evidence, styles), "rows": rows}
+    return {"rights": rights, "full": f"{1 + LEAST_FULL:g}", "cards": _cards(runs, styles), "rows": rows}
 
 
-def _cards(evidence: Evidence, styles: Mapping[str, Style]) -> list[dict[str, Any]]:
+def _cards(runs: Sequence[Run], styles: Mapping[str, Style]) -> list[dict[str, Any]]:
     """Return one card per picture: what it shows, and each model's answer and attention map."""
     cards: dict[tuple[int, str], dict[str, Any]] = {}
-    for run in evidence.runs:
+    for run in runs:
         for picture, answer in run.shown:
             weights = np.array(picture.weights)
             (height, width), (row, column) = weights.shape, picture.token

@@ -8,14 +8,13 @@ tell. Fewer than three observations never tell anything. A claim without the run
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev, variance
-from typing import Literal
+from typing import Any, Literal
 
-from inline_attention.ablation.tables import AblationFile, AblationResult
+from inline_attention.ablation.tables import AblationFile
 from inline_attention.analysis.collision_cases import InjectivityResult
-from inline_attention.analysis.locality import Locality
 from inline_attention.analysis.softmax_series import SeriesCurves
 from inline_attention.benchmark.cost import CostPoint
 from inline_attention.report.measurement import Run
@@ -81,52 +80,42 @@ def judge_injectivity(results: Sequence[InjectivityResult]) -> Verdict:
 
 def judge_series(curves: Sequence[SeriesCurves]) -> Verdict:
     """Judge the largest difference from softmax's output while scores are small, which is exact like the queries."""
-    largest = [
-        {
-            kind: max(
-                abs(ours - softmax)
-                for size, ours, softmax in zip(item.sizes, item.outputs[kind], item.outputs["softmax"], strict=True)
-                if 0 < size <= SMALL_SCORES
-            )
-            for kind in ("inline", "linear")
-        }
-        for item in curves
-    ]
-    inline, linear = (max(item[kind] for item in largest) for kind in ("inline", "linear"))
+
+    def largest(item: SeriesCurves, kind: str) -> float:
+        values = zip(item.sizes, item.outputs[kind], item.outputs["softmax"], strict=True)
+        return max(abs(ours - softmax) for size, ours, softmax in values if 0 < size <= SMALL_SCORES)
+
+    inline, linear = ([largest(item, kind) for item in curves] for kind in ("inline", "linear"))
     return Verdict(
         "While scores are small, InLine's output is closer to softmax's than linear attention's is",
-        "supports" if all(item["inline"] < item["linear"] for item in largest) else "contradicts",
-        f"largest differences {inline:.2g} and {linear:.2g}, for scores of a standard deviation up to {SMALL_SCORES}",
+        "supports" if all(ours < theirs for ours, theirs in zip(inline, linear, strict=True)) else "contradicts",
+        f"largest differences {max(inline):.2g} and {max(linear):.2g}, for scores of a standard deviation up to "
+        f"{SMALL_SCORES}",
     )
 
 
 def judge_confusion(runs: Sequence[Run]) -> list[Verdict]:
     """Judge the share of confused pairs, picture by picture, of linear attention against InLine and against softmax."""
-    verdicts: list[Verdict] = []
-    for kind in ("inline", "softmax"):
-        claim = f"On real pictures, linear attention confuses more query pairs than {KIND_LABELS[kind]}"
-        compared = _runs_of(runs, ("linear", kind), "confusion")
-        if isinstance(compared, str):
-            verdicts.append(Verdict(claim, "not tested", compared))
-            continue
-        theirs, ours = ({item.image: item.percent for item in run.confusion or ()} for run in compared)
-        both = [name for name in theirs if name in ours]
-        found = interval([theirs[name] - ours[name] for name in both])
-        verdicts.append(Verdict(claim, outcome_of(*found), _points(*found, f"{len(both)} pictures", ".2g")))
-    return verdicts
+    claim = "On real pictures, linear attention confuses more query pairs than"
+    return [
+        _paired(
+            f"{claim} {KIND_LABELS[kind]}", runs, ("linear", kind), "confusion", "pictures",
+            lambda run: {item.image: item.percent for item in run.confusion or ()}, form=".2g",
+        )
+        for kind in ("inline", "softmax")
+    ]  # fmt: skip
 
 
 def judge_locality(runs: Sequence[Run]) -> Verdict:
     """Judge the share of attention near a token, layer by layer, of InLine with its 3×3 term against linear."""
+
+    def percents(run: Run) -> dict[int, float]:
+        items, term = run.locality or (), "with" if run.kind == "inline" else "without"
+        side = min(item.side for item in items)
+        return {item.layer: 100 * item.share for item in items if (item.side, item.local_term) == (side, term)}
+
     claim = "InLine with its 3×3 term attends to the neighborhood more than linear attention"
-    compared = _runs_of(runs, ("linear", "inline"), "locality")
-    if isinstance(compared, str):
-        return Verdict(claim, "not tested", compared)
-    linear, inline = compared
-    ours, theirs = _shares(inline.locality or (), "with"), _shares(linear.locality or (), "without")
-    layers = sorted(ours.keys() & theirs.keys())
-    found = interval([100 * (ours[layer] - theirs[layer]) for layer in layers])
-    return Verdict(claim, outcome_of(*found), _points(*found, f"{len(layers)} layers"))
+    return _paired(claim, runs, ("inline", "linear"), "locality", "layers", percents)
 
 
 def judge_masking(runs: Sequence[Run]) -> Verdict:
@@ -144,10 +133,7 @@ def judge_masking(runs: Sequence[Run]) -> Verdict:
     # Both are of the same pictures; as if they were not, the error is larger, which is on the safe side.
     error = math.hypot(near.standard_error, random.standard_error)
     half_width = _quantile(near.images - 1) * error if near.images >= LEAST_OBSERVATIONS else math.inf
-    difference = near.drop - random.drop
-    return Verdict(
-        claim, outcome_of(difference, half_width), _points(difference, half_width, f"{near.images} pictures")
-    )
+    return _judged(claim, (near.drop - random.drop, half_width), f"{near.images} pictures")
 
 
 def judge_ablation(file: AblationFile) -> Verdict:
@@ -157,12 +143,9 @@ def judge_ablation(file: AblationFile) -> Verdict:
         claim = f"{file.title}: one variant is better than another"
         return Verdict(claim, "not tested", "needs two variants with results")
     best, worst = (pick(means, key=lambda result: result.top1_mean or 0.0) for pick in (max, min))
-    found = unpaired_interval(_seeds(best), _seeds(worst))
-    return Verdict(
-        f"{file.title}: {best.label} is better than {worst.label}",
-        outcome_of(*found),
-        _points(*found, f"{best.seeds} and {worst.seeds} seeds"),
-    )
+    claim = f"{file.title}: {best.label} is better than {worst.label}"
+    top1 = ([run.top1 for run in result.runs.values() if run.top1 is not None] for result in (best, worst))
+    return _judged(claim, unpaired_interval(*top1), f"{best.seeds} and {worst.seeds} seeds")
 
 
 def judge_cost(points: Sequence[CostPoint]) -> list[Verdict]:
@@ -207,21 +190,35 @@ def judge_curves(runs: Sequence[Run]) -> Verdict:
     if not all(ends.values()):
         lacking = _runs_of(runs, ("linear", "inline"), "curves")
         return Verdict(claim, "not tested", lacking if isinstance(lacking, str) else "needs accuracies of both runs")
-    found = unpaired_interval(ends["inline"], ends["linear"])
     over = f"{len(ends['inline'])} InLine and {len(ends['linear'])} linear run{'s' * (len(ends['linear']) > 1)}"
-    return Verdict(claim, outcome_of(*found), _points(*found, over))
+    return _judged(claim, unpaired_interval(ends["inline"], ends["linear"]), over)
 
 
 def judge_answers(runs: Sequence[Run]) -> Verdict:
     """Judge the accuracy on the same pictures of one run of InLine and one of linear attention."""
     claim = "This InLine model classifies more pictures correctly than this linear one"
-    compared = _runs_of(runs, ("linear", "inline"), "answers")
+    return _paired(
+        claim, runs, ("inline", "linear"), "answers", "pictures",
+        lambda run: {answer.index: 100.0 * answer.is_right for answer in run.answers or ()},
+    )  # fmt: skip
+
+
+def _paired(
+    claim: str,
+    runs: Sequence[Run],
+    kinds: tuple[str, str],
+    measurement: str,
+    observations: str,
+    percents: Callable[[Run], Mapping[Any, float]],
+    form: str = ".1f",
+) -> Verdict:
+    """Judge the percents of the first kind of attention minus those of the second, by picture or layer."""
+    compared = _runs_of(runs, kinds, measurement)
     if isinstance(compared, str):
         return Verdict(claim, "not tested", compared)
-    theirs, ours = ({answer.index: answer.is_right for answer in run.answers or ()} for run in compared)
-    both = [index for index in theirs if index in ours]
-    found = interval([100.0 * (ours[index] - theirs[index]) for index in both])
-    return Verdict(claim, outcome_of(*found), _points(*found, f"{len(both)} pictures"))
+    first, second = map(percents, compared)
+    differences = [value - second[key] for key, value in first.items() if key in second]
+    return _judged(claim, interval(differences), f"{len(differences)} {observations}", form)
 
 
 def _runs_of(runs: Sequence[Run], kinds: Sequence[str], measurement: str) -> list[Run] | str:
@@ -229,34 +226,26 @@ def _runs_of(runs: Sequence[Run], kinds: Sequence[str], measurement: str) -> lis
     found: list[Run] = []
     for kind in kinds:
         of_kind = [run for run in runs if run.kind == kind]
-        if not of_kind:
-            article = "an" if kind == "inline" else "a"
-            return f"needs {article} {KIND_LABELS[kind]} run of the same model"
         measured = [run for run in of_kind if getattr(run, measurement)]
+        if not of_kind:
+            return f"needs {'an' if kind == 'inline' else 'a'} {KIND_LABELS[kind]} run of the same model"
         if not measured:
             return f"needs this measurement of {of_kind[0].label}"
         found.append(measured[0])
     return found
 
 
-def _shares(items: Sequence[Locality], term: str) -> Mapping[int, float]:
-    """Return the share of attention in the smallest neighborhood by layer."""
-    side = min(item.side for item in items)
-    return {item.layer: item.share for item in items if (item.side, item.local_term) == (side, term)}
-
-
-def _seeds(result: AblationResult) -> list[float]:
-    return [outcome.top1 for outcome in result.runs.values() if outcome.top1 is not None]
-
-
 def _quantile(degrees: int) -> float:
     return STUDENT_T[max(known for known in STUDENT_T if known <= max(degrees, 1))]
 
 
-def _points(difference: float, half_width: float, over: str, form: str = ".1f") -> str:
-    """Return a difference with its interval, and the observations."""
+def _judged(claim: str, found: tuple[float, float], over: str, form: str = ".1f") -> Verdict:
+    """Return the verdict on a difference with its half width, and the observations."""
+    difference, half_width = found
     points = f"{difference:+{form}} points".replace("-", "−")
     if math.isinf(half_width):
         each = "of each " if " and " in over else ""
-        return f"{points} over {over}; at least {LEAST_OBSERVATIONS} {each}are needed"
-    return f"{points} ± {half_width:{form}} over {over}"
+        numbers = f"{points} over {over}; at least {LEAST_OBSERVATIONS} {each}are needed"
+    else:
+        numbers = f"{points} ± {half_width:{form}} over {over}"
+    return Verdict(claim, outcome_of(*found), numbers)
