@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inline_attention.support.files import write_atomically
+from inline_attention.support.files import AnyPath, write_atomically
 from inline_attention.support.text import printable
 
 FIRST_OFFENDERS = 5
@@ -101,7 +100,7 @@ class BrokenImages:
         return new
 
 
-def write_report(folder: str | os.PathLike[str], images: Iterable[BrokenImage]) -> Path:
+def write_report(folder: AnyPath, images: Iterable[BrokenImage]) -> Path:
     """Write broken images to a CSV file with the columns path and reason, in place of the one from before."""
     path = Path(folder) / REPORT_NAME
     content = io.StringIO(newline="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 import zlib
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from inline_attention.data.shards import open_tar
 from inline_attention.data.sources import ArraySource, DataError, is_training_split
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import AnyPath, read_bounded
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FOLDER, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
@@ -28,7 +27,7 @@ MAX_FILE_BYTES = 2**26  # of 10,000 images, which take 31 MB
 MAX_ARCHIVE_BYTES = 2**29  # decompressed; the authors' take 178 MB
 
 
-def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
+def cifar10(root: AnyPath, split: str) -> ArraySource | None:
     """Return the images of a split from the binary version in `root`, or None if it is not there.
 
     Raises:

@@ -30,6 +30,7 @@ from inline_attention.data.sources import (
     is_training_split,
     unlabelled_pictures,
 )
+from inline_attention.support.files import AnyPath
 from inline_attention.support.text import install_command, some_of
 
 TRAINING_SAMPLES = 1437  # the first four fifths; the rest is for validation
@@ -97,9 +98,7 @@ class HubSource(ImageSource):
         return f"{self.location}[{index}]"
 
 
-def open_dataset(
-    dataset: str = "folder", data_dir: str | os.PathLike[str] | None = None, split: str = "train"
-) -> ImageSource:
+def open_dataset(dataset: str = "folder", data_dir: AnyPath | None = None, split: str = "train") -> ImageSource:
     """Open one split of a dataset.
 
     Args:
@@ -146,7 +145,7 @@ def open_dataset(
 
 def open_and_check(
     dataset: str,
-    data_dir: str | os.PathLike[str] | None,
+    data_dir: AnyPath | None,
     *,
     train_split: str = "train",
     validation_split: str = "validation",

@@ -85,11 +85,7 @@ def detection_evaluation_transform(
 
 
 def segmentation_training_transform(
-    crop: int = 512,
-    *,
-    scale: tuple[float, float] = (0.5, 2.0),
-    largest_class_share: float = 0.75,
-    flip: float = 0.5,
+    crop: int = 512, *, scale: tuple[float, float] = (0.5, 2.0), largest_class_share: float = 0.75, flip: float = 0.5
 ) -> SegmentationTransform:
     """Return a transform that scales, crops, flips and recolors at random, as is usual on ADE20K.
 
@@ -133,13 +129,7 @@ def _transform_target(
 
 
 def _transform_labels(
-    image: Image.Image,
-    labels: np.ndarray,
-    *,
-    crop: int,
-    scale: tuple[float, float],
-    largest_share: float,
-    flip: float,
+    image: Image.Image, labels: np.ndarray, *, crop: int, scale: tuple[float, float], largest_share: float, flip: float
 ) -> tuple[Tensor, Tensor]:
     shorter_side = crop * float(torch.empty(()).uniform_(*scale))
     size = fitted_size((image.height, image.width), shorter_side, LONGEST_TO_SHORTEST * shorter_side)

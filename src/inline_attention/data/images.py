@@ -19,7 +19,7 @@ import numpy as np
 from PIL import ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 from PIL.ExifTags import Base
 
-from inline_attention.support.files import NotARegularFileError, open_regular
+from inline_attention.support.files import AnyPath, NotARegularFileError, open_regular
 from inline_attention.support.text import install_command, printable
 
 Item = TypeVar("Item")
@@ -70,7 +70,7 @@ class ImageError(ValueError):
         reason: What is wrong with it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], reason: str):
+    def __init__(self, path: AnyPath, reason: str):
         super().__init__(path, reason)
         self.path = Path(path)
         self.reason = reason
@@ -79,7 +79,7 @@ class ImageError(ValueError):
         return printable(f"{self.path}: {self.reason}")
 
 
-def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+def load_image(path: AnyPath, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Read an image as RGB, turned upright as its EXIF orientation says.
 
     Transparency is composited on white. 16-bit gray values are scaled to 8 bits; 32-bit and floating-point ones, whose
@@ -104,7 +104,7 @@ def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX
 
 @contextmanager
 def open_image(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     content: bytes | None = None,
     *,
     formats: Collection[str] = FORMATS,
@@ -177,7 +177,7 @@ def exif_orientation(image: Image.Image) -> int:
         return 1
 
 
-def find_images(paths: Iterable[str | os.PathLike[str]], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
+def find_images(paths: Iterable[AnyPath], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Return files as they are given, and for each folder the images below it, sorted.
 
     A file is an image by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
@@ -283,7 +283,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(values.round(out=values).astype(np.uint8))
 
 
-def image_size(path: str | os.PathLike[str], *, decode: bool = False) -> tuple[int, int]:
+def image_size(path: AnyPath, *, decode: bool = False) -> tuple[int, int]:
     """Return (height, width) of an image as `load_image` turns it.
 
     Args:

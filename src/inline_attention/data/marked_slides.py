@@ -14,7 +14,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sources import DataError
-from inline_attention.support.files import replace_atomically, write_atomically
+from inline_attention.support.files import AnyPath, replace_atomically, write_atomically
 
 TILE = 256
 REDUCTION = 8  # from one level to the next
@@ -72,9 +71,7 @@ class SlidesPlan:
                              f"got {self.mark_size}")  # fmt: skip
 
 
-def write_slides(
-    folder: str | os.PathLike[str], plan: SlidesPlan, *, on_progress: Callable[[], None] | None = None
-) -> Path:
+def write_slides(folder: AnyPath, plan: SlidesPlan, *, on_progress: Callable[[], None] | None = None) -> Path:
     """Write a dataset; returns its folder. Slides that are there already are kept, so that a killed generation resumes.
 
     Raises:
@@ -125,7 +122,7 @@ def place_marks(plan: SlidesPlan, split: str, index: int, label: str) -> tuple[M
             return Mark(KINDS[first], x, y), Mark(KINDS[second], other_x, other_y)
 
 
-def write_slide(path: str | os.PathLike[str], size: int, marks: tuple[Mark, ...], mark_size: int, seed: int) -> None:
+def write_slide(path: AnyPath, size: int, marks: tuple[Mark, ...], mark_size: int, seed: int) -> None:
     """Draw a slide of size×size pixels and write it as a pyramid of JPEG tiles, BigTIFF if it needs to be.
 
     Memory holds a row of tiles and the reduced copies, a 64th of the pixels.

@@ -21,7 +21,7 @@ from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplit
 from inline_attention.data.images import SUFFIXES, ImageError, image_size, load_image, open_image, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, check_folder, split_names
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import AnyPath, read_bounded
 from inline_attention.support.text import natural_key
 from inline_attention.support.untrusted import parse_json
 
@@ -46,7 +46,7 @@ class ColoredMapError(ImageError):
     """A file that should hold labels holds colors."""
 
 
-def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
+def read_label_map(path: AnyPath) -> np.ndarray:
     """Read a map; of an image with a palette the numbers, not the colors they stand for.
 
     Returns:
@@ -95,7 +95,7 @@ class FoundPairs(NamedTuple):
 
 
 def find_pair_folders(
-    root: str | os.PathLike[str],
+    root: AnyPath,
     split: str,
     image_folder: str | None = None,
     map_folder: str | None = None,
@@ -144,7 +144,7 @@ def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Pat
     )
 
 
-def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLike[str]) -> FoundPairs:
+def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> FoundPairs:
     """Match files by their path below the folders, without the suffix.
 
     Raises:
@@ -179,7 +179,7 @@ def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], l
     return found, ambiguous
 
 
-def find_class_file(root: str | os.PathLike[str]) -> Path:
+def find_class_file(root: AnyPath) -> Path:
     """Return the first of `CLASS_FILES` in a folder.
 
     Raises:
@@ -191,7 +191,7 @@ def find_class_file(root: str | os.PathLike[str]) -> Path:
     raise DataError(f"{root} has no list of classes; expected classes.txt with a name on each line, or classes.json")
 
 
-def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = False) -> tuple[str, ...]:
+def read_class_names(path: AnyPath, *, reduce_zero_label: bool = False) -> tuple[str, ...]:
     """Read the names of classes in the order of their labels.
 
     Args:
@@ -337,11 +337,11 @@ _Read = tuple[tuple[int, int], tuple[int, ...], np.ndarray]  # size of an image,
 
 
 def open_and_check_pairs(
-    data_dir: str | os.PathLike[str],
+    data_dir: AnyPath,
     *,
     train_split: str = "train",
     validation_split: str = "validation",
-    class_file: str | os.PathLike[str] | None = None,
+    class_file: AnyPath | None = None,
     image_folder: str | None = None,
     map_folder: str | None = None,
     reduce_zero_label: bool = False,

@@ -22,7 +22,7 @@ from PIL import Image
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, SUFFIXES, ImageError, load_image_bytes, most_bytes
 from inline_attention.data.sources import DataError, ImageSource
-from inline_attention.support.files import open_regular
+from inline_attention.support.files import AnyPath, open_regular
 
 MOST_SHARDS = 1_000_000
 MOST_CLASSES = 1_000_000  # more than datasets have; a larger number is a date, an identifier or a mistake
@@ -70,7 +70,7 @@ class ShardSource(ImageSource):
         return f"{self._shards[self._positions[index, 0]]}/{os.fsdecode(self._names[index])}"
 
 
-def find_shards(root: str | os.PathLike[str], pattern: str) -> list[Path]:
+def find_shards(root: AnyPath, pattern: str) -> list[Path]:
     """Return the archives that a pattern names, such as `train-{0000..0099}.tar` or `train-*.tar`, in order.
 
     Raises:
@@ -132,7 +132,7 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
 
 
 @contextmanager
-def open_tar(path: str | os.PathLike[str], gzip_limit: int | None = None) -> Iterator[Members]:
+def open_tar(path: AnyPath, gzip_limit: int | None = None) -> Iterator[Members]:
     """Open an archive; yields its regular files in order, each to be read before the next is asked for.
 
     A gzipped archive is decompressed up to `gzip_limit` bytes. Damage is a `tarfile.TarError`, also in place of a

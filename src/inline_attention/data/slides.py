@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError, open_image
-from inline_attention.support.files import NotARegularFileError, open_regular
+from inline_attention.support.files import AnyPath, NotARegularFileError, open_regular
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
 VENDOR_SUFFIXES = (".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".czi")
@@ -115,7 +115,7 @@ class Slide(ABC):
         self.close()
 
 
-def open_slide(path: str | os.PathLike[str], level: int = 0) -> Slide:
+def open_slide(path: AnyPath, level: int = 0) -> Slide:
     """Open a large image at a level, 0 being the finest.
 
     Raises:
@@ -127,7 +127,7 @@ def open_slide(path: str | os.PathLike[str], level: int = 0) -> Slide:
         return (_VendorSlide if path.suffix.lower() in VENDOR_SUFFIXES else _TiffSlide)(path, level)
 
 
-def needs_streaming(path: str | os.PathLike[str], max_pixels: int = DEFAULT_MAX_PIXELS) -> bool:
+def needs_streaming(path: AnyPath, max_pixels: int = DEFAULT_MAX_PIXELS) -> bool:
     """True if a file cannot be decoded whole, so that `open_slide` has to read it in rows, or to say what is wrong."""
     suffix = Path(path).suffix.lower()
     if suffix not in TIFF_SUFFIXES or find_spec("tifffile") is None:

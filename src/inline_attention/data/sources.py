@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from inline_attention.data.images import FORMATS, SUFFIXES, find_images, load_image
+from inline_attention.support.files import AnyPath
 from inline_attention.support.text import natural_key, printable
 
 
@@ -107,7 +108,7 @@ class FolderSource(ImageSource):
     hidden files do not.
     """
 
-    def __init__(self, root: str | os.PathLike[str]):
+    def __init__(self, root: AnyPath):
         """List the images.
 
         Raises:
@@ -158,7 +159,7 @@ class PictureSource(ImageSource):
         return os.fsdecode(self._paths[index])
 
 
-def unlabelled_pictures(root: str | os.PathLike[str], split: str) -> PictureSource:
+def unlabelled_pictures(root: AnyPath, split: str) -> PictureSource:
     """Return the pictures anywhere below the folder of a split; without one, every tenth picture is for validation.
 
     Raises:
@@ -178,7 +179,7 @@ def unlabelled_pictures(root: str | os.PathLike[str], split: str) -> PictureSour
     return PictureSource(f"{root} ({split}: {'one' if held_out else HELD_OUT - 1} of {HELD_OUT} pictures)", chosen)
 
 
-def check_folder(root: str | os.PathLike[str], content: str) -> Path:
+def check_folder(root: AnyPath, content: str) -> Path:
     """Return the folder of a dataset, which should hold `content`; raise `DataError` if there is no such folder."""
     root = Path(root)
     if not root.is_dir():
@@ -201,7 +202,7 @@ def is_training_split(split: str, location: str) -> bool:
     raise DataError(f"{location} has no split {split!r}; it has two, {known}")
 
 
-def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
+def find_split_folder(root: AnyPath, split: str) -> Path:
     """Return the folder of a split: one of its usual names below `root`, or `root` itself if it has no splits."""
     root, names = Path(root), split_names(split)
     for name in (split, *names):

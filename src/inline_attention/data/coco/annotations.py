@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.listed_files import ListedFiles, is_plain
 from inline_attention.data.sources import DataError, check_folder, split_names
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import AnyPath, read_bounded
 
 Entry = TypeVar("Entry")
 MAX_FILE_BYTES = 2**33  # eight gigabytes; COCO's own files have less than half of one
@@ -132,7 +131,7 @@ class CocoAnnotations:
         }
 
 
-def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
+def read_annotations(path: AnyPath) -> CocoAnnotations:
     """Read a file such as `instances_train2017.json`.
 
     Entries that lack what makes them entries are collected in `malformed`.
@@ -164,7 +163,7 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     return CocoAnnotations(str(path), images, categories, objects, tuple(malformed))
 
 
-def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
+def find_annotation_file(root: AnyPath, split: str) -> Path:
     """Return the annotation file of a split, such as `annotations/instances_val2017.json` for "validation".
 
     Raises:
@@ -185,9 +184,7 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
     )
 
 
-def find_image_folder(
-    root: str | os.PathLike[str], annotations: CocoAnnotations, split: str, *, allow_outside: bool = False
-) -> Path:
+def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *, allow_outside: bool = False) -> Path:
     """Return the folder below `root` that the file names of the annotations are relative to: it holds most of them.
 
     Raises:

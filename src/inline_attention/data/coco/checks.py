@@ -29,6 +29,7 @@ from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplit
 from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 from inline_attention.data.sources import DataError, check_folder
+from inline_attention.support.files import AnyPath
 from inline_attention.support.text import counted
 
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
@@ -57,7 +58,7 @@ class OpenedCoco(OpenedSplits[CocoSource]):
 
 
 def open_and_check_coco(
-    data_dir: str | os.PathLike[str],
+    data_dir: AnyPath,
     *,
     train_split: str = "train",
     validation_split: str = "validation",
@@ -127,7 +128,7 @@ class CheckedAnnotations(NamedTuple):
 
 
 def check_split(
-    data_dir: str | os.PathLike[str], split: str, *, allow_outside: bool = False, **options: Any
+    data_dir: AnyPath, split: str, *, allow_outside: bool = False, **options: Any
 ) -> tuple[CheckedAnnotations, ListedFiles]:
     """Read and check the annotations of a split, with options of `check_annotations`; also returns its images."""
     read = read_annotations(find_annotation_file(data_dir, split))
@@ -138,7 +139,7 @@ def check_split(
 
 def check_annotations(
     annotations: CocoAnnotations,
-    image_folder: ListedFiles | str | os.PathLike[str],
+    image_folder: ListedFiles | AnyPath,
     *,
     masks: bool | None = True,
     every_category: bool = True,

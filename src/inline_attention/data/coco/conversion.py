@@ -29,7 +29,7 @@ from inline_attention.data.findings import DataReport
 from inline_attention.data.images import ImageError, find_images, image_size, read_in_threads
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
-from inline_attention.support.files import read_bounded, replace_folder
+from inline_attention.support.files import AnyPath, read_bounded, replace_folder
 from inline_attention.support.text import counted, install_command
 from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
 
@@ -64,8 +64,8 @@ class Conversion:
 
 
 def convert_to_coco(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    source: AnyPath,
+    output: AnyPath,
     *,
     label_format: LabelFormat | None = None,
     validation_share: float = 0.1,

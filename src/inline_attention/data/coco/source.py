@@ -22,6 +22,7 @@ from inline_attention.data.coco.masks import MaskError, decode_mask
 from inline_attention.data.images import ImageError, load_image
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
+from inline_attention.support.files import AnyPath
 
 MOST_MASK_PIXELS = 2**33  # of all masks of an image
 
@@ -39,7 +40,7 @@ class CocoSource:
     def __init__(
         self,
         annotations: CocoAnnotations,
-        image_folder: ListedFiles | str | os.PathLike[str],
+        image_folder: ListedFiles | AnyPath,
         *,
         masks: bool = True,
         skip_empty: bool = False,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import colorsys
 import json
 import multiprocessing
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +32,7 @@ from inline_attention.data.coco.masks import Extent, encode_mask, extent_of
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.scenes.rendering import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number, render_scene
 from inline_attention.data.sources import DataError
-from inline_attention.support.files import UNFINISHED, read_bounded, replace_folder
+from inline_attention.support.files import UNFINISHED, AnyPath, read_bounded, replace_folder
 from inline_attention.support.signals import children_ignore_interrupts
 from inline_attention.support.untrusted import parse_json
 
@@ -70,7 +69,7 @@ class ScenesPlan:
 
 
 def write_scenes(
-    folder: str | os.PathLike[str],
+    folder: AnyPath,
     plan: ScenesPlan,
     *,
     overwrite: bool = False,
@@ -118,7 +117,7 @@ def write_scenes(
     return folder
 
 
-def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+def leftovers(folder: AnyPath) -> list[Path]:
     """Return unfinished folders beside a dataset, of killed or running generations."""
     folder = Path(folder).resolve()
     if not folder.parent.is_dir():
