@@ -93,10 +93,6 @@ class HubSource(ImageSource):
             raise ImageError(self.name(index), f"cannot be opened: the row names {path}, which is not in the cache")
         return load_image(path)
 
-    def name(self, index: int) -> str:
-        """Return the dataset and the image's number in it."""
-        return f"{self.location}[{index}]"
-
 
 def open_dataset(dataset: str = "folder", data_dir: AnyPath | None = None, split: str = "train") -> ImageSource:
     """Open one split of a dataset.

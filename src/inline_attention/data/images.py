@@ -72,8 +72,7 @@ class ImageError(ValueError):
 
     def __init__(self, path: AnyPath, reason: str):
         super().__init__(path, reason)
-        self.path = Path(path)
-        self.reason = reason
+        self.path, self.reason = Path(path), reason
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
@@ -118,40 +117,48 @@ def open_image(
             any other error in the body of the `with` statement.
     """
     path = Path(path)
-    size = 0
-    try:
-        with _LimitedReads(io.BytesIO(content) if content is not None else open_regular(path)) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size > most_bytes(max_pixels):
-                raise ImageError(
-                    path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels{_slide_hint(path)}"
-                )
-            if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
-                raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
-            Image.init()
-            known = [name for name in formats if name in Image.OPEN]
+    with image_errors(path), _LimitedReads(open_regular(path) if content is None else io.BytesIO(content)) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        limit = f"limit of {max_pixels:,} pixels{_slide_hint(path)}"
+        if size > most_bytes(max_pixels):
+            raise ImageError(path, f"has {size:,} bytes, too many for the {limit}")
+        if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
+            raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
+        Image.init()
+        known = [name for name in formats if name in Image.OPEN]
+        try:
             with _no_pillow_limit, Image.open(file, formats=known) as image:
                 if (pixels := image.width * image.height) > max_pixels:
-                    reason = "is a decompression bomb, or merely larger than the limit of"
-                    raise ImageError(
-                        path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels{_slide_hint(path)}"
-                    )
+                    reason = f"it is a decompression bomb, or merely larger than the {limit}"
+                    raise ImageError(path, f"has {pixels:,} pixels: {reason}")
                 yield image
-    except ImageError:
+        except UnidentifiedImageError:
+            reason = f"is damaged or no {what}" if size else "is empty"
+            raise ImageError(path, f"{reason}; expected {', '.join(formats)}") from None
+
+
+@contextmanager
+def image_errors(path: Path, damage: str = "is damaged: {}") -> Iterator[None]:
+    """Turn every error about a file into an `ImageError`: a damaged file can fail anywhere."""
+    try:
+        yield
+    except (ImageError, ModuleNotFoundError):
         raise
     except NotARegularFileError:
         raise ImageError(path, "cannot be opened: it is a folder, FIFO, socket or device, not a file") from None
-    except UnidentifiedImageError:
-        reason = f"is damaged or no {what}" if size else "is empty"
-        raise ImageError(path, f"{reason}; expected {', '.join(formats)}") from None
     except OSError as error:
         reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
         raise ImageError(path, reason) from error
     except MemoryError as error:
         raise ImageError(path, "does not fit into memory") from error
-    except Exception as error:  # a damaged file can fail anywhere
-        raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
+    except Exception as error:
+        raise ImageError(path, damage.format(first_line(error))) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its kind if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _slide_hint(path: Path) -> str:
@@ -213,17 +220,14 @@ def _tiff_strips(file: BinaryIO) -> int:
     order: Literal["little", "big"] = "little" if header[:2] == b"II" else "big"
     version = int.from_bytes(header[2:4], order) if header[:2] in (b"II", b"MM") else 0
     # Bytes of an offset, of the number of entries, and of an entry, as in a TIFF and in a BigTIFF.
-    word, number, entry = {42: (4, 2, 12), 43: (8, 8, 20)}.get(version, (0, 0, 0))
-    most = 0
-    if word:
-        file.seek(int.from_bytes(header[word : 2 * word], order))
-        entries = min(int.from_bytes(file.read(number), order), 2**16)
-        table = file.read(entries * entry)
-        for start in range(0, len(table), entry):
-            if int.from_bytes(table[start : start + 2], order) in STRIP_TAGS:
-                most = max(most, int.from_bytes(table[start + 4 : start + 4 + word], order))
+    word, number, entry = {42: (4, 2, 12), 43: (8, 8, 20)}.get(version, (0, 0, 1))
+    file.seek(int.from_bytes(header[word : 2 * word], order))
+    entries = min(int.from_bytes(file.read(number), order), 2**16)
+    table = file.read(entries * entry) if word else b""
     file.seek(0)
-    return most
+    fields = [table[start : start + 4 + word] for start in range(0, len(table), entry)]
+    strips = (int.from_bytes(field[4:], order) for field in fields if int.from_bytes(field[:2], order) in STRIP_TAGS)
+    return max(strips, default=0)
 
 
 class _PillowLimit:

@@ -10,23 +10,31 @@ from __future__ import annotations
 import io
 import logging
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError, open_image
-from inline_attention.support.files import AnyPath, NotARegularFileError, open_regular
+from inline_attention.data.images import (
+    DEFAULT_MAX_PIXELS,
+    READERS,
+    SUFFIXES,
+    ImageError,
+    first_line,
+    image_errors,
+    open_image,
+)
+from inline_attention.support.files import AnyPath, open_regular
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
 VENDOR_SUFFIXES = (".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".czi")
@@ -39,6 +47,7 @@ SAME_SHAPE = 0.02  # relative difference in aspect ratio between levels
 ROWS_AT_ONCE = 256  # of a vendor's format
 SMALL_TILE = 2**16  # bytes that any compressed tile may have
 UPRIGHT = 1
+DAMAGED = "is damaged or cut off ({}); copy or export it again"
 PREMULTIPLIED, ALPHA = 1, 2  # extra samples that are an alpha channel
 JP2K_OF_YCBCR = 33003
 # TIFF's numbers of compressions. The second group has a size of its own in each tile.
@@ -46,7 +55,7 @@ PLAIN = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits",
 WITH_SIZE = {7: "JPEG", 33003: "JPEG 2000", 33004: "JPEG 2000", 33005: "JPEG 2000", 34712: "JPEG 2000", 50001: "WebP"}
 
 
-class Slide(ABC):
+class Slide(AbstractContextManager["Slide"]):
     """An image that is read in rows, at one of its levels. Close it, or use it in a `with` statement.
 
     Attributes:
@@ -57,10 +66,9 @@ class Slide(ABC):
 
     def __init__(self, path: Path, level_sizes: list[tuple[int, int]], level: int) -> None:
         self.path, self.level_sizes = path, level_sizes
-        shown = ", ".join(f"{width}×{height}" for height, width in level_sizes)
-        if not 0 <= level < len(level_sizes):
-            raise ImageError(path, f"has {len(level_sizes)} levels ({shown}), expected 0 to {len(level_sizes) - 1}, "
-                             f"got level {level}")  # fmt: skip
+        if not 0 <= level < (count := len(level_sizes)):
+            shown = ", ".join(f"{width}×{height}" for height, width in level_sizes)
+            raise ImageError(path, f"has {count} levels ({shown}), expected 0 to {count - 1}, got level {level}")
         self.level = level
         height, width = self.size
         if height * width > MAX_SLIDE_PIXELS:
@@ -85,8 +93,9 @@ class Slide(ABC):
         """
         if not 0 <= start <= stop <= self.size[0]:
             raise ValueError(f"expected rows between 0 and {self.size[0]}, got {start} to {stop}")
-        with _image_errors(self.path):
-            return torch.from_numpy(self._read(start, stop)).permute(2, 0, 1)
+        with image_errors(self.path, DAMAGED):
+            empty = np.empty((0, self.size[1], 3), dtype=np.uint8)
+            return torch.from_numpy(np.concatenate([empty, *self._parts(start, stop)])).permute(2, 0, 1)
 
     def thumbnail(self, most: int = 512) -> Image.Image:
         """Return the level reduced to at most `most` pixels along a side, by averaging."""
@@ -106,10 +115,8 @@ class Slide(ABC):
         """Close the file."""
 
     @abstractmethod
-    def _read(self, start: int, stop: int) -> np.ndarray: ...
-
-    def __enter__(self) -> Self:
-        return self
+    def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield `[rows, width, 3]` uint8, from the top to the bottom."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -123,7 +130,7 @@ def open_slide(path: AnyPath, level: int = 0) -> Slide:
         ModuleNotFoundError: If the reader of its format is not installed.
     """
     path = Path(path)
-    with _image_errors(path):
+    with image_errors(path, DAMAGED):
         return (_VendorSlide if path.suffix.lower() in VENDOR_SUFFIXES else _TiffSlide)(path, level)
 
 
@@ -137,25 +144,6 @@ def needs_streaming(path: AnyPath, max_pixels: int = DEFAULT_MAX_PIXELS) -> bool
             return False
     except ImageError:
         return True
-
-
-@contextmanager
-def _image_errors(path: Path) -> Iterator[None]:
-    """Turn every error about a file into an `ImageError`: a damaged file can fail anywhere."""
-    try:
-        yield
-    except (ImageError, ModuleNotFoundError):
-        raise
-    except NotARegularFileError:
-        raise ImageError(path, "cannot be opened: it is a folder, FIFO, socket or device, not a file") from None
-    except OSError as error:
-        reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
-        raise ImageError(path, reason) from error
-    except MemoryError as error:
-        raise ImageError(path, "does not fit into memory") from error
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ImageError(path, f"is damaged or cut off ({reason}); copy or export it again") from error
 
 
 class _TiffSlide(Slide):
@@ -173,7 +161,8 @@ class _TiffSlide(Slide):
             pages = _level_pages(tifffile.TiffFile(self._file, name=path.name))
             super().__init__(path, [(int(page.imagelength), int(page.imagewidth)) for page in pages], level)
             self._page = pages[level]
-            self._check()
+            if problem := self._problem():
+                raise ImageError(path, problem)
             # What tifffile reads lazily is read now: threads that decode must not move in the file.
             tables: Any = {"jpegtables": self._page.jpegtables, "jpegheader": self._page.jpegheader}
             self._decode = partial(self._page.decode, **tables)
@@ -187,44 +176,40 @@ class _TiffSlide(Slide):
         """Close the file."""
         self._file.close()
 
-    def _check(self) -> None:
-        page, path = self._page, self.path
+    def _problem(self) -> str | None:
+        """Return why the level cannot be decoded, None if it can."""
+        page, known = self._page, PLAIN | WITH_SIZE
         (height, width), (tile_height, tile_width) = self.size, self._tile_size()
         self._down, self._across = -(-height // tile_height), -(-width // tile_width)
         self._planes = page.samplesperpixel if int(page.planarconfig) == 2 else 1
-        if page.dtype not in (np.uint8, np.uint16) or page.bitspersample not in (8, 16) or (
-            page.photometric.name not in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
-        ):  # fmt: skip
+        colors = page.photometric.name in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
+        if page.dtype not in (np.uint8, np.uint16) or page.bitspersample not in (8, 16) or not colors:
             kind = f"{page.bitspersample} bits ({page.dtype}) as {page.photometric.name}"
-            raise ImageError(path, f"has pixels of {kind}; expected RGB or gray of 8 or 16 bits; convert it first")
-        if int(page.compression) not in PLAIN | WITH_SIZE:
-            known = ", ".join(dict.fromkeys((PLAIN | WITH_SIZE).values()))
-            raise ImageError(path, f"has the compression {int(page.compression)}; expected {known}; convert it first")
+            return f"has pixels of {kind}; expected RGB or gray of 8 or 16 bits; convert it first"
+        if int(page.compression) not in known:
+            expected = ", ".join(dict.fromkeys(known.values()))
+            return f"has the compression {int(page.compression)}; expected {expected}; convert it first"
         if page.tags.valueof("Orientation", UPRIGHT) != UPRIGHT:
-            raise ImageError(path, "is not stored upright; turn it first")
-        row_bytes = tile_height * self._across * tile_width * page.samplesperpixel * page.dtype.itemsize
-        if row_bytes > LARGEST_TILE_ROW:
-            raise ImageError(
-                path, f"has rows of tiles or strips of {row_bytes / 2**30:.1f} GiB, more than "
-                f"{LARGEST_TILE_ROW / 2**30:.0f}; save it as a tiled TIFF"
-            )  # fmt: skip
+            return "is not stored upright; turn it first"
+        tile_bytes = tile_height * tile_width * page.samplesperpixel * page.dtype.itemsize
+        if (row_bytes := self._across * tile_bytes) > LARGEST_TILE_ROW:
+            sizes = f"{row_bytes / 2**30:.1f} GiB, more than {LARGEST_TILE_ROW / 2**30:.0f}"
+            return f"has rows of tiles or strips of {sizes}; save it as a tiled TIFF"
         count = self._down * self._across * self._planes
         if count > MAX_TILES:
-            raise ImageError(path, f"has {count:,} tiles, more than {MAX_TILES:,}")
+            return f"has {count:,} tiles, more than {MAX_TILES:,}"
+        of_count = f"of {count:,} tiles at level {self.level}"
         offsets, sizes = (np.asarray(table, dtype=np.uint64) for table in (page.dataoffsets, page.databytecounts))
-        if len(offsets) < count or len(sizes) < count:
-            raise ImageError(path, f"lists {min(len(offsets), len(sizes)):,} of {count:,} tiles at level {self.level}")
+        if (listed := min(len(offsets), len(sizes))) < count:
+            return f"lists {listed:,} {of_count}"
         offsets, sizes = offsets[:count], sizes[:count]
-        tile_bytes = tile_height * tile_width * page.samplesperpixel * page.dtype.itemsize
         if sizes.max(initial=0) > 2 * tile_bytes + SMALL_TILE:
-            raise ImageError(path, f"is damaged: a tile of {tile_bytes:,} bytes is said to take {sizes.max():,}")
-        missing = (offsets == 0) | (sizes == 0)
-        if missing.any():
-            raise ImageError(path, f"has no data for {missing.sum():,} of {count:,} tiles at level {self.level}; "
-                             "write it again with all tiles")  # fmt: skip
+            return f"is damaged: a tile of {tile_bytes:,} bytes is said to take {sizes.max():,}"
+        if (missing := (offsets == 0) | (sizes == 0)).any():
+            return f"has no data for {missing.sum():,} {of_count}; write it again with all tiles"
         if (beyond := offsets + sizes > self._bytes).any():
-            raise ImageError(path, f"is truncated: {beyond.sum():,} of {count:,} tiles at level {self.level} lie "
-                             "behind its end; copy it again")  # fmt: skip
+            return f"is truncated: {beyond.sum():,} {of_count} lie behind its end; copy it again"
+        return None
 
     def _tile_size(self) -> tuple[int, int]:
         page = self._page
@@ -232,17 +217,15 @@ class _TiffSlide(Slide):
             return page.tilelength, page.tilewidth
         return min(page.rowsperstrip, page.imagelength), page.imagewidth
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
+    def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
         tile_height, _ = self._tile_size()
-        parts: list[np.ndarray] = [np.empty((0, self.size[1], 3), dtype=np.uint8)]
         with self._lock:
             for row in range(start // tile_height, -(-stop // tile_height)):
                 top = row * tile_height
                 if self._cached is None or self._cached[0] != row:
                     self._cached = None  # freed before the next one is made
                     self._cached = row, self._tile_row(row)
-                parts.append(self._cached[1][max(start - top, 0) : stop - top])
-        return np.concatenate(parts)
+                yield self._cached[1][max(start - top, 0) : stop - top]
 
     def _bytes_at(self, offset: int, size: int) -> bytes:
         if hasattr(os, "pread"):  # no position, which forked processes share
@@ -261,15 +244,8 @@ class _TiffSlide(Slide):
         planes = samples if self._planes > 1 else 1
         pixels: np.ndarray = np.empty((rows, width, samples), dtype=page.dtype)
 
-        def numbers() -> Iterator[tuple[int, int, int, bytes]]:
-            for plane in range(planes):
-                for column in range(self._across):
-                    number = (plane * self._down + row) * self._across + column
-                    content = self._bytes_at(page.dataoffsets[number], page.databytecounts[number])
-                    yield plane, column, number, content
-
-        def decode(tile: tuple[int, int, int, bytes]) -> None:
-            plane, column, number, content = tile
+        def decode(number: int, content: bytes) -> None:
+            plane, column = number // (self._down * self._across), number % self._across
             try:
                 if int(page.compression) in WITH_SIZE:
                     with Image.open(io.BytesIO(content), formats=["JPEG", "JPEG2000", "WEBP"]) as image:
@@ -278,7 +254,7 @@ class _TiffSlide(Slide):
                 decoded = self._decode(content, number)[0]
             except Exception as error:
                 raise ImageError(
-                    self.path, f"is damaged: tile {column} of row {row} cannot be decoded ({_line(error)})"
+                    self.path, f"is damaged: tile {column} of row {row} cannot be decoded ({first_line(error)})"
                 ) from error
             left = column * tile_width
             wanted = rows, min(tile_width, width - left)
@@ -291,8 +267,11 @@ class _TiffSlide(Slide):
             else:
                 target[...] = inner[..., :samples]
 
+        firsts = [(plane * self._down + row) * self._across for plane in range(planes)]
+        numbers = [first + column for first in firsts for column in range(self._across)]
+        contents = (self._bytes_at(page.dataoffsets[number], page.databytecounts[number]) for number in numbers)
         with ThreadPoolExecutor(READERS) as threads:  # for this row: those of a process do not survive its fork
-            list(threads.map(decode, numbers()))
+            list(threads.map(decode, numbers, contents))
         if pixels.dtype == np.uint16:
             pixels = np.right_shift(pixels, 8).astype(np.uint8)
         pixels, opaque = pixels[..., :colors], pixels[..., colors:]
@@ -320,16 +299,13 @@ class _VendorSlide(Slide):
         """Close the file."""
         self._slide.close()
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        _, width = self.size
+    def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
         scale = self._slide.level_downsamples[self.level]
-        parts: list[np.ndarray] = [np.empty((0, width, 3), dtype=np.uint8)]
         for top in range(start, stop, ROWS_AT_ONCE):
-            rows = min(ROWS_AT_ONCE, stop - top)
-            region = self._slide.read_region((0, round(top * scale)), self.level, (width, rows))
+            size = self.size[1], min(ROWS_AT_ONCE, stop - top)
+            region = self._slide.read_region((0, round(top * scale)), self.level, size)
             # Places that were not scanned are transparent.
-            parts.append(np.asarray(Image.alpha_composite(Image.new("RGBA", region.size, "white"), region))[..., :3])
-        return np.concatenate(parts)
+            yield np.asarray(Image.alpha_composite(Image.new("RGBA", size, "white"), region))[..., :3]
 
 
 def _level_pages(tiff: Any) -> list[Any]:
@@ -337,11 +313,9 @@ def _level_pages(tiff: Any) -> list[Any]:
     first = tiff.pages[0]
     found = [first]
     others = [*(first.pages or ())][:MAX_LEVELS]
-    for number in range(1, MAX_LEVELS):
-        try:
+    with suppress(IndexError):
+        for number in range(1, MAX_LEVELS):
             others.append(tiff.pages[number])
-        except IndexError:
-            break
     for page in others:
         if page.imagelength < 1 or page.imagewidth < 1:
             found.append(page)  # named in an error if it is chosen
@@ -352,7 +326,3 @@ def _level_pages(tiff: Any) -> list[Any]:
         if is_copy and abs(aspect - 1) < SAME_SHAPE and page.is_tiled == first.is_tiled:
             found.append(page)
     return sorted(found, key=lambda page: page.imagelength, reverse=True)
-
-
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -54,9 +54,9 @@ class ImageSource(ABC):
             ImageError: If it cannot be read.
         """
 
-    @abstractmethod
     def name(self, index: int) -> str:
-        """Return the image's path or another name to find it by."""
+        """Return the image's path, or else the location and the image's number."""
+        return f"{self.location}[{index}]"
 
     def with_classes(self, class_names: Sequence[str]) -> Self:
         """Return the same images with classes numbered as in `class_names`, those of a model or of training data.
@@ -89,10 +89,6 @@ class ArraySource(ImageSource):
         """Return the image."""
         return Image.fromarray(self.images[index])
 
-    def name(self, index: int) -> str:
-        """Return the location and the image's number."""
-        return f"{self.location}[{index}]"
-
 
 HELD_OUT = 10  # of so many pictures without splits, one is for validation
 SPLIT_FOLDERS = {
@@ -101,7 +97,33 @@ SPLIT_FOLDERS = {
 }
 
 
-class FolderSource(ImageSource):
+class PictureSource(ImageSource):
+    """Image files; without classes, unless they are given."""
+
+    def __init__(
+        self,
+        location: str,
+        files: Sequence[AnyPath],
+        class_names: Sequence[str] = ("",),
+        targets: np.ndarray | None = None,
+        empty_classes: Sequence[str] = (),
+    ):
+        """Take files in the order given."""
+        super().__init__(location, class_names, np.zeros(len(files)) if targets is None else targets, empty_classes)
+        # One array instead of a million strings: processes that are forked share it, and keep sharing it.
+        self._paths = np.array([os.fsencode(path) for path in files])
+        self._folder = ""
+
+    def load(self, index: int) -> Image.Image:
+        """Read the file."""
+        return load_image(self.name(index))
+
+    def name(self, index: int) -> str:
+        """Return the file's path."""
+        return os.path.join(self._folder, os.fsdecode(self._paths[index]))
+
+
+class FolderSource(PictureSource):
     """The images below a folder; the innermost folder of each names its class.
 
     Classes and images are numbered as timm numbers them (digits in names by value), but all of our formats count, and
@@ -129,34 +151,9 @@ class FolderSource(ImageSource):
         class_names = sorted(set(by_path.values()), key=natural_key)
         numbers = {name: number for number, name in enumerate(class_names)}
         targets = np.array([numbers[by_path[path]] for path in paths])
-        super().__init__(str(self.root), class_names, targets, sorted(empty - set(class_names), key=natural_key))
-        # One array instead of a million strings: processes that are forked share it, and keep sharing it.
-        self._paths = np.array([os.fsencode(path) for path in paths])
-
-    def load(self, index: int) -> Image.Image:
-        """Read the file."""
-        return load_image(self.name(index))
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.path.join(self.root, os.fsdecode(self._paths[index]))
-
-
-class PictureSource(ImageSource):
-    """Picture files without classes."""
-
-    def __init__(self, location: str, files: Sequence[Path]):
-        """Take files in the order given."""
-        super().__init__(location, [""], np.zeros(len(files)))
-        self._paths = np.array([os.fsencode(path) for path in files])
-
-    def load(self, index: int) -> Image.Image:
-        """Read the file."""
-        return load_image(self.name(index))
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.fsdecode(self._paths[index])
+        unused = sorted(empty - set(class_names), key=natural_key)
+        super().__init__(str(self.root), paths, class_names, targets, unused)
+        self._folder = self.root
 
 
 def unlabelled_pictures(root: AnyPath, split: str) -> PictureSource:
