@@ -18,7 +18,15 @@ from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
 from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
-from inline_attention.data.images import SUFFIXES, ImageError, image_size, load_image, open_image, read_in_threads
+from inline_attention.data.images import (
+    SUFFIXES,
+    ImageError,
+    find_images,
+    image_size,
+    load_image,
+    open_image,
+    read_in_threads,
+)
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, check_folder, split_names
 from inline_attention.support.files import AnyPath, read_bounded
@@ -47,10 +55,7 @@ class ColoredMapError(ImageError):
 
 
 def read_label_map(path: AnyPath) -> np.ndarray:
-    """Read a map; of an image with a palette the numbers, not the colors they stand for.
-
-    Returns:
-        `[H, W]` int32.
+    """Read a map, `[H, W]` int32; of an image with a palette the numbers, not the colors they stand for.
 
     Raises:
         ColoredMapError: If its pixels are colors.
@@ -70,10 +75,8 @@ def read_label_map(path: AnyPath) -> np.ndarray:
             # Pillow scales all values with the largest that a PGM announces, the last argument where it can be any.
             maximum = int(arguments[-1]) if isinstance(arguments, tuple) else 255
             if maximum not in (255, 65535):
-                scaled = (
-                    f"is a PGM that announces values up to {maximum} (its maxval), from which labels would be scaled"
-                )
-                raise ImageError(path, f"{scaled}; write it with 255 or 65535 in that place, or as a PNG")
+                scaled = f"announces values up to {maximum} (its maxval), from which labels would be scaled"
+                raise ImageError(path, f"is a PGM that {scaled}; write it with 255 or 65535 in that place, or as a PNG")
         elif isinstance(image, (PngImagePlugin.PngImageFile, TiffImagePlugin.TiffImageFile)):
             mode_in_file = arguments[0] if isinstance(arguments, tuple) else arguments
             scale = GRAY_SCALES.get(str(mode_in_file), 1)
@@ -85,13 +88,6 @@ class Pair(NamedTuple):
 
     image: Path
     label_map: Path
-
-
-class FoundPairs(NamedTuple):
-    """Sorted pairs of files of two folders, and the other files by what is wrong with them."""
-
-    pairs: list[Pair]
-    faults: dict[str, list[Path]]
 
 
 def find_pair_folders(
@@ -110,10 +106,7 @@ def find_pair_folders(
         image_folder: Folder of images below `root`, "{split}" in it standing for the split; if None, one of the usual
             names, as `images/training` or `training/images`.
         map_folder: Folder of label maps, with the same rules.
-        allow_outside: Accept folders that are not below `root`.
-
-    Raises:
-        DataError: If there are none, or one is outside of `root`.
+        allow_outside: Accept folders that are not below `root`; otherwise, or if there are none, `DataError` is raised.
     """
     root = check_folder(root, IMAGES_AND_MAPS)
     settings = (("image_folder", image_folder), ("map_folder", map_folder))
@@ -126,7 +119,7 @@ def find_pair_folders(
 
 def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Path:
     kinds, what = (IMAGE_FOLDERS, "images") if setting == "image_folder" else (MAP_FOLDERS, "label maps")
-    splits = tuple(dict.fromkeys((split, *split_names(split))))
+    splits = dict.fromkeys((split, *split_names(split)))
     usual = [folder for kind in kinds for name in splits for folder in (f"{kind}/{name}", f"{name}/{kind}")]
     names = usual if given is None else [given.replace("{split}", name) for name in splits]
     if found := next((root / name for name in names if (root / name).is_dir()), None):
@@ -144,11 +137,10 @@ def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Pat
     )
 
 
-def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> FoundPairs:
-    """Match files by their path below the folders, without the suffix.
+def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> tuple[list[Pair], dict[str, list[Path]]]:
+    """Match files by their path below the folders, without the suffix; `DataError` if there is no pair at all.
 
-    Raises:
-        DataError: If there is no pair at all.
+    Returns sorted pairs, and the other files by what is wrong with them.
     """
     images, same_images = _by_stem(Path(image_folder), SUFFIXES)
     maps, same_maps = _by_stem(Path(map_folder), MAP_SUFFIXES)
@@ -163,31 +155,22 @@ def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> FoundPairs:
         "label maps without an image": [maps[stem] for stem in sorted(maps.keys() - images.keys())],
         "files that differ from another in their suffix alone": same_images + same_maps,
     }
-    return FoundPairs([Pair(images[stem], maps[stem]) for stem in both], faults)
+    return [Pair(images[stem], maps[stem]) for stem in both], faults
 
 
 def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:
     found: dict[str, Path] = {}
     ambiguous: list[Path] = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if hidden or path.suffix.lower() not in suffixes or not path.is_file():
-            continue
-        if found.setdefault(str(relative.with_suffix("")), path) is not path:
+    for path in find_images([folder], suffixes):
+        if path.is_file() and found.setdefault(str(path.relative_to(folder).with_suffix("")), path) is not path:
             ambiguous.append(path)
     return found, ambiguous
 
 
 def find_class_file(root: AnyPath) -> Path:
-    """Return the first of `CLASS_FILES` in a folder.
-
-    Raises:
-        DataError: If there is none.
-    """
-    for name in CLASS_FILES:
-        if (file := Path(root) / name).is_file():
-            return file
+    """Return the first of `CLASS_FILES` in a folder; raise `DataError` if there is none."""
+    if found := next((file for name in CLASS_FILES if (file := Path(root) / name).is_file()), None):
+        return found
     raise DataError(f"{root} has no list of classes; expected classes.txt with a name on each line, or classes.json")
 
 
@@ -202,20 +185,20 @@ def read_class_names(path: AnyPath, *, reduce_zero_label: bool = False) -> tuple
     Raises:
         DataError: If it cannot be read, is empty, or names a class twice.
     """
-    path = Path(path)
+    path, this = Path(path), f"the list of classes {path}"
     try:
         text = read_bounded(path, MAX_CLASS_FILE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise DataError(f"the list of classes {path} cannot be read: {error}") from error
+        raise DataError(f"{this} cannot be read: {error}") from error
     try:
         names = _from_json(text, reduce_zero_label) if path.suffix.lower() == ".json" else _from_text(text)
     except ValueError as error:
-        raise DataError(f"the list of classes {path} is of no use: {error}") from error
+        raise DataError(f"{this} is of no use: {error}") from error
     if not names:
-        raise DataError(f"the list of classes {path} is empty; write a name on each line")
+        raise DataError(f"{this} is empty; write a name on each line")
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
-        raise DataError(f"the list of classes {path} has {name!r} more than once; give each class a name of its own")
+        raise DataError(f"{this} has {name!r} more than once; give each class a name of its own")
     return tuple(names)
 
 
@@ -301,19 +284,11 @@ class SegmentationSource:
         return os.fsdecode(self._images[index])
 
     def load(self, index: int) -> Image.Image:
-        """Return the image, upright and in RGB.
-
-        Raises:
-            ImageError: If it cannot be read.
-        """
+        """Return the image, upright and in RGB; raise `ImageError` if it cannot be read."""
         return load_image(self.name(index))
 
     def target(self, index: int, size: tuple[int, int]) -> np.ndarray:
-        """Return `[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
-
-        Args:
-            index: Number of the pair.
-            size: (height, width) of the image.
+        """Return `[H, W]` uint8: the label of each pixel, `IGNORED` where there is none. The size is the image's.
 
         Raises:
             ImageError: If the map cannot be read, or does not follow the rules.
@@ -323,7 +298,7 @@ class SegmentationSource:
         if values.shape != size:
             if not self.rules.repair:
                 raise ImageError(path, f"is {values.shape[1]}×{values.shape[0]} pixels, its image {size[1]}×{size[0]}")
-            values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
+            values = np.asarray(Image.fromarray(values).resize(size[::-1], Image.Resampling.NEAREST))
         labels = self.rules.labels(values)
         outside = labels < 0
         if outside.any() and not self.rules.repair:
@@ -429,15 +404,15 @@ def check_pairs(
     Returns:
         The pairs, None if there are faults that were not repaired; and the faults.
     """
-    found = find_pairs(*folders)
-    report = DataReport(location, f"{len(found.pairs):,} pairs", repaired=repair)
-    for fault, paths in found.faults.items():
+    pairs, faults = find_pairs(*folders)
+    report = DataReport(location, f"{len(pairs):,} pairs", repaired=repair)
+    for fault, paths in faults.items():
         for path in paths:
             report.add(fault, str(path), LEFT_OUT)
     kept: list[Pair] = []
     seen = np.zeros(len(class_names), dtype=bool)
-    reads = read_in_threads(lambda pair: _read(pair, decode=decode), found.pairs, on_progress)
-    for pair, read in zip(found.pairs, reads, strict=True):
+    reads = read_in_threads(lambda pair: _read(pair, decode=decode), pairs, on_progress)
+    for pair, read in zip(pairs, reads, strict=True):
         labels = _check_pair(pair, read, rules, report)
         if labels is not None:
             kept.append(pair)
@@ -464,24 +439,22 @@ def _read(pair: Pair, *, decode: bool) -> _Read:
 def _check_pair(pair: Pair, read: _Read | ImageError, rules: LabelRules, report: DataReport) -> np.ndarray | None:
     """Return the labels of a map, without those ignored; None if the pair cannot be used."""
     if isinstance(read, ImageError):
-        colors = isinstance(read, ColoredMapError)
-        fault = "maps of colors instead of labels" if colors else "files that cannot be read"
-        report.add(fault, str(read), LEFT_OUT)
-        return None
+        has_colors = isinstance(read, ColoredMapError)
+        fault = "maps of colors instead of labels" if has_colors else "files that cannot be read"
+        return report.add(fault, str(read), LEFT_OUT)
     (height, width), (map_height, map_width), numbers = read
     if (map_height, map_width) != (height, width):
         detail = f"{pair.label_map}: {map_width}×{map_height} for an image of {width}×{height}"
         if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
-            report.add("maps of another shape than their image", detail, LEFT_OUT)
-            return None
+            return report.add("maps of another shape than their image", detail, LEFT_OUT)
         report.add("maps of another size than their image", detail, "brought to the image's size")
     labels = rules.labels(numbers)
     outside = numbers[labels < 0].tolist()
     if outside:
         repair = "those pixels ignored"
         if outside == [rules.num_classes] and not rules.reduce_zero_label:
-            repair += "; or set reduce_zero_label (--reduce-zero-label), if files count classes from 1, as scenes and "
-            repair += "ADE20K do"
+            files = "if files count classes from 1, as scenes and ADE20K do"
+            repair += f"; or set reduce_zero_label (--reduce-zero-label), {files}"
         first = ", ".join(map(str, outside[:3])) + (", …" if len(outside) > 3 else "")
         report.add("maps with labels outside of the list of classes", f"{pair.label_map}: {first}", repair)
     return labels[(labels >= 0) & (labels < rules.num_classes)]
