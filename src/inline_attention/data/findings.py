@@ -11,6 +11,8 @@ from inline_attention.support.text import counted, printable
 Source = TypeVar("Source")
 FIRST_OFFENDERS = 5
 LONGEST_NAME = 400  # characters
+LEFT_OUT = "left out"  # a repair
+KEPT_AS_LABELS = "kept, so that labels stay the same; nothing will be learned of them"  # a repair of classes
 NOT_POSSIBLE = "not possible; "  # begins a repair that is none; what to do instead follows
 
 

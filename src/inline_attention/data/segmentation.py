@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
-from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
+from inline_attention.data.findings import KEPT_AS_LABELS, LEFT_OUT, NOT_POSSIBLE, DataReport, OpenedSplits, each_once
 from inline_attention.data.images import (
     SUFFIXES,
     ImageError,
@@ -46,7 +46,6 @@ ADE20K_SPLITS = ("training", "validation")
 CLASS_FILES = ("classes.txt", "classes.json", "objectInfo150.txt")
 MAX_CLASS_FILE_BYTES = 2**20
 SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image
-LEFT_OUT = "left out"
 IMAGES_AND_MAPS = "images and label maps"
 
 
@@ -160,11 +159,9 @@ def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> tuple[list[Pair], 
 
 def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:
     found: dict[str, Path] = {}
-    ambiguous: list[Path] = []
-    for path in find_images([folder], suffixes):
-        if path.is_file() and found.setdefault(str(path.relative_to(folder).with_suffix("")), path) is not path:
-            ambiguous.append(path)
-    return found, ambiguous
+    files = [path for path in find_images([folder], suffixes) if path.is_file()]
+    stems = [str(path.relative_to(folder).with_suffix("")) for path in files]
+    return found, [path for path, stem in zip(files, stems, strict=True) if found.setdefault(stem, path) is not path]
 
 
 def find_class_file(root: AnyPath) -> Path:
@@ -298,7 +295,7 @@ class SegmentationSource:
         if values.shape != size:
             if not self.rules.repair:
                 raise ImageError(path, f"is {values.shape[1]}×{values.shape[0]} pixels, its image {size[1]}×{size[0]}")
-            values = np.asarray(Image.fromarray(values).resize(size[::-1], Image.Resampling.NEAREST))
+            values = np.asarray(Image.fromarray(values).resize((size[1], size[0]), Image.Resampling.NEAREST))
         labels = self.rules.labels(values)
         outside = labels < 0
         if outside.any() and not self.rules.repair:
@@ -321,10 +318,8 @@ def open_and_check_pairs(
     map_folder: str | None = None,
     reduce_zero_label: bool = False,
     num_classes: int | None = None,
-    repair: bool = False,
     allow_outside: bool = False,
-    decode: bool = False,
-    on_progress: Callable[[], None] | None = None,
+    **options: Any,
 ) -> OpenedPairs:
     """Open `data_dir/images/{training,validation}` and `data_dir/annotations/{training,validation}`, and check them.
 
@@ -337,10 +332,8 @@ def open_and_check_pairs(
         map_folder: Folder of label maps below `data_dir`.
         reduce_zero_label: Treat 0 as "other" (see `LabelRules`), as in ADE20K and in scenes.
         num_classes: Classes that the model knows; None if it follows the data.
-        repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Accept folders that are not below `data_dir`.
-        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
-        on_progress: Called after each pair.
+        **options: `repair`, `decode` and `on_progress` of `check_pairs`.
 
     Raises:
         DataError: If there is no such folder. All other problems are in the result.
@@ -367,10 +360,7 @@ def open_and_check_pairs(
                     "measures nothing; name the split in image_folder and map_folder, such as images/{split}"
                 )
             location = f"{Path(data_dir)} ({split})"
-            sources[training], report = check_pairs(
-                folders, location, names, rules, every_class=training, repair=repair, decode=decode,
-                on_progress=on_progress,
-            )  # fmt: skip
+            sources[training], report = check_pairs(folders, location, names, rules, every_class=training, **options)
             reports.append(report)
             problems += report.problems
         except DataError as error:
@@ -397,7 +387,7 @@ def check_pairs(
         class_names: Name of each class.
         rules: Rules that turn numbers in files into labels; what they forbid is a fault.
         every_class: Require a pixel of each class, as it takes one to be learned; not in validation data.
-        repair: Return what can be used after repairing; nothing, if no pixel is labeled.
+        repair: Return what can be used after repairing; nothing, if no pixel is labeled. The files stay as they are.
         decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each pair.
 
@@ -413,14 +403,12 @@ def check_pairs(
     seen = np.zeros(len(class_names), dtype=bool)
     reads = read_in_threads(lambda pair: _read(pair, decode=decode), pairs, on_progress)
     for pair, read in zip(pairs, reads, strict=True):
-        labels = _check_pair(pair, read, rules, report)
-        if labels is not None:
+        if (labels := _check_pair(pair, read, rules, report)) is not None:
             kept.append(pair)
             seen[labels] = True
     if every_class:
         for label in np.flatnonzero(~seen).tolist():
-            kept_classes = "kept, so that labels stay the same; nothing will be learned of them"
-            report.add("classes without a pixel", f"{class_names[label]} ({label})", kept_classes)
+            report.add("classes without a pixel", f"{class_names[label]} ({label})", KEPT_AS_LABELS)
     if kept and not seen.any():
         report.repaired = False
         for pair in kept:

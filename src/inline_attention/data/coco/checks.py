@@ -25,7 +25,7 @@ from inline_attention.data.coco.annotations import (
 )
 from inline_attention.data.coco.masks import Extent, MaskError, MaskSizeError, decode_mask, mask_extent, valid_polygons
 from inline_attention.data.coco.source import CocoSource
-from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
+from inline_attention.data.findings import KEPT_AS_LABELS, LEFT_OUT, NOT_POSSIBLE, DataReport, OpenedSplits, each_once
 from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 from inline_attention.data.sources import DataError, check_folder
@@ -39,7 +39,6 @@ MASK_TOLERANCE_SHARE = 0.05  # of the box's longer side
 # without area makes losses infinite.
 VANISHING_SHARE = 2.0**-20
 # Repairs.
-LEFT_OUT = "left out"
 WITH_OBJECTS = "left out with their objects"
 FROM_MASK = "box taken from the mask"
 BOXES_ONLY = "boxes only: fit for faster_rcnn and retinanet"
@@ -64,10 +63,8 @@ def open_and_check_coco(
     validation_split: str = "validation",
     masks: bool | None = True,
     num_classes: int | None = None,
-    repair: bool = False,
     allow_outside: bool = False,
-    decode: bool = False,
-    on_progress: Callable[[], None] | None = None,
+    **options: Any,
 ) -> OpenedCoco:
     """Open `data_dir/annotations/instances_*.json` and the images they are about, and check both.
 
@@ -77,10 +74,8 @@ def open_and_check_coco(
         validation_split: Name such as "validation", "val" or "val2017".
         masks: Use masks, which all objects must have; None: if any object of the split has one.
         num_classes: Categories that the model knows; None if it follows the data.
-        repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Read images that the annotations name outside of `data_dir`.
-        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
-        on_progress: Called after each image.
+        **options: `repair`, `decode` and `on_progress` of `check_annotations`.
 
     Raises:
         DataError: If there is no such folder. All other problems are in the result.
@@ -92,16 +87,9 @@ def open_and_check_coco(
     def open_split(split: str, *, training: bool) -> tuple[CocoAnnotations | None, CocoSource | None]:
         checked = None
         try:
-            (checked, report), files = check_split(
-                data_dir,
-                split,
-                allow_outside=allow_outside,
-                masks=None if reports and reports[0].count(NO_MASKS) else masks,  # report it once
-                every_category=training,
-                repair=repair,
-                decode=decode,
-                on_progress=on_progress,
-            )
+            wanted = None if reports and reports[0].count(NO_MASKS) else masks  # report it once
+            kind = {"masks": wanted, "every_category": training, "allow_outside": allow_outside}
+            (checked, report), files = check_split(data_dir, split, **kind, **options)
             reports.append(report)
             problems.extend(report.problems)
             if not report.problems:
@@ -155,7 +143,8 @@ def check_annotations(
         masks: Check masks. Without them objects need none, and what is wrong with those they have is no fault. None:
             check them if any object has one.
         every_category: Require an object of each category, as it takes one to be learned; not in validation data.
-        repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
+        repair: Return repaired annotations; otherwise they come back as they are, if there is a fault. The files stay
+            as they are.
         decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each image.
     """
@@ -166,8 +155,7 @@ def check_annotations(
     report = DataReport(annotations.location, checked, repaired=repair)
     if boxes_only and masks:  # one fault, not one per object
         report.repaired = False
-        instead = "train with --set detection.head=faster_rcnn, or add masks"
-        report.add(NO_MASKS, BOXES_ONLY, NOT_POSSIBLE + instead)
+        report.add(NO_MASKS, BOXES_ONLY, f"{NOT_POSSIBLE}train with --set detection.head=faster_rcnn, or add masks")
     masks = masks is not False and not boxes_only
     files = ListedFiles.of(image_folder)
     for entry in annotations.malformed:
@@ -178,21 +166,17 @@ def check_annotations(
     images = _check_images(annotations.images, sizes, report)
     categories = _check_categories(annotations.categories, report)
     # Objects are left out with their image, which is one fault, not many.
-    known_images = {image.id for image in annotations.images}
-    known_images |= {
-        entry.id for entry in annotations.malformed if entry.list_name == "images" and entry.id is not None
-    }
+    malformed = [entry for entry in annotations.malformed if entry.list_name == "images"]
+    known_images = {image.id for image in (*annotations.images, *malformed)}
     objects = _ObjectChecks(images, known_images, categories, report, masks).checked(annotations.objects)
     if every_category:
         used = {item.category_id for item in objects if not item.is_crowd}
         for category in categories.values():
             if category.id not in used:
-                kept = "kept, so that labels stay the same; nothing will be learned of them"
-                report.add("categories without an object", f"{category.name} ({category.id})", kept)
+                report.add("categories without an object", f"{category.name} ({category.id})", KEPT_AS_LABELS)
     if repair or not report:
-        annotations = CocoAnnotations(
-            annotations.location, tuple(images.values()), tuple(categories.values()), tuple(objects)
-        )
+        usable = tuple(images.values()), tuple(categories.values()), tuple(objects)
+        annotations = CocoAnnotations(annotations.location, *usable)
     return CheckedAnnotations(annotations, report)
 
 
@@ -205,12 +189,10 @@ def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -
     """Report categories whose id or name differs between two files: their labels would not mean the same."""
     ours, theirs = train.category_names, validation.category_names
     different = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
-    if not different:
-        return []
-    first = different[0]
     return [
         f"{len(different)} categories differ between {train.location} and {validation.location}, such as id {first}: "
         f"{ours.get(first, 'none')!r} and {theirs.get(first, 'none')!r}; give both files the same categories"
+        for first in different[:1]
     ]
 
 
@@ -225,12 +207,11 @@ def _check_images(
     for image, size in zip(images, sizes, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:
-            report.add(
-                "different images with the same id", name, f"{WITH_OBJECTS}, because their objects cannot be told apart"
-            )
+            repair = f"{WITH_OBJECTS}, because their objects cannot be told apart"
+            report.add("different images with the same id", name, repair)
         elif isinstance(size, OutsideError):
-            fault = "images whose file is outside of the data folder"
-            report.add(fault, name, f"{WITH_OBJECTS}; {ALLOW_OUTSIDE} reads them")
+            repair = f"{WITH_OBJECTS}; {ALLOW_OUTSIDE} reads them"
+            report.add("images whose file is outside of the data folder", name, repair)
         elif isinstance(size, ImageError):
             if os.path.exists(size.path):  # not `Path.exists`, which raises for names that no file can have
                 report.add("images whose file cannot be read", f"{name}: {size.reason}", WITH_OBJECTS)
@@ -272,7 +253,7 @@ class _ObjectChecks:
     """Checks objects one by one, each against its image."""
 
     images: dict[int, CocoImage]
-    known_images: set[int]
+    known_images: set[int | None]
     categories: dict[int, CocoCategory]
     report: DataReport
     masks: bool
@@ -315,9 +296,8 @@ class _ObjectChecks:
         except MaskSizeError as error:
             return self._add("masks of another size than their image", item, str(error)), None
         except MaskError as error:
-            if item.segmentation:
-                return self._add("malformed masks", item, str(error)), None
-            return self._add("objects without a mask", item), None
+            fault, detail = ("malformed masks", str(error)) if item.segmentation else ("objects without a mask", "")
+            return self._add(fault, item, detail), None
         if extent is None or _vanishes(extent, image):
             return self._add("masks that cover nothing of their image", item), None
         if isinstance(item.segmentation, list):
@@ -343,9 +323,9 @@ class _ObjectChecks:
         return item
 
     def _with_usable_area(self, item: CocoObject, image: CocoImage) -> CocoObject:
-        if item.area is not None and 0 < item.area < math.inf:
-            return item
         if item.area is not None:
+            if 0 < item.area < math.inf:
+                return item
             detail = "no number" if math.isnan(item.area) else f"{item.area:g}"
             repair = "area taken from the mask, or else from the box"
             self._add("objects without a positive finite area", item, detail, repair=repair)

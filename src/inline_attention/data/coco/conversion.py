@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
-from inline_attention.data.coco.checks import LEFT_OUT, WITH_OBJECTS, check_annotations
-from inline_attention.data.findings import DataReport
+from inline_attention.data.coco.checks import WITH_OBJECTS, check_annotations
+from inline_attention.data.findings import LEFT_OUT, DataReport
 from inline_attention.data.images import ImageError, find_images, image_size, read_in_threads
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
