@@ -64,8 +64,7 @@ class CocoObject:
     @property
     def box_area(self) -> float:
         """Area of the box in pixels."""
-        _, _, width, height = self.box
-        return width * height
+        return self.box[2] * self.box[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +131,9 @@ class CocoAnnotations:
 
 
 def read_annotations(path: AnyPath) -> CocoAnnotations:
-    """Read a file such as `instances_train2017.json`.
+    """Read a file such as `instances_train2017.json`; raise `DataError` if it is no JSON or lacks one of its lists.
 
     Entries that lack what makes them entries are collected in `malformed`.
-
-    Raises:
-        DataError: If it cannot be read, is no JSON, or lacks one of its lists.
     """
     path = Path(path)
     try:
@@ -157,17 +153,16 @@ def read_annotations(path: AnyPath) -> CocoAnnotations:
         if not isinstance(content.get(name), list):
             raise DataError(f"{path} has no list {name!r}; is it an annotation file of COCO's format?")
     malformed: list[MalformedEntry] = []
-    images = _entries(content["images"], "images", _image, malformed)
-    categories = _entries(content["categories"], "categories", _category, malformed)
-    objects = _entries(content["annotations"], "annotations", _object, malformed)
+    images = _entries(content, "images", _image, malformed)
+    categories = _entries(content, "categories", _category, malformed)
+    objects = _entries(content, "annotations", _object, malformed)
     return CocoAnnotations(str(path), images, categories, objects, tuple(malformed))
 
 
 def find_annotation_file(root: AnyPath, split: str) -> Path:
     """Return the annotation file of a split, such as `annotations/instances_val2017.json` for "validation".
 
-    Raises:
-        DataError: If there is none, or more than one.
+    Raises `DataError` if there is none, or more than one.
     """
     root, names = check_folder(root, ANNOTATIONS_AND_IMAGES), split_names(split)
     for folder in (root / "annotations", root):
@@ -187,8 +182,7 @@ def find_annotation_file(root: AnyPath, split: str) -> Path:
 def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *, allow_outside: bool = False) -> Path:
     """Return the folder below `root` that the file names of the annotations are relative to: it holds most of them.
 
-    Raises:
-        DataError: If there is none that holds any.
+    Raises `DataError` if there is none that holds any.
     """
     root = Path(root)
     if not annotations.images:
@@ -215,18 +209,17 @@ def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *
 
 
 def _entries(
-    items: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[MalformedEntry]
+    content: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[MalformedEntry]
 ) -> tuple[Entry, ...]:
     """Return the entries of a list; malformed ones are added to `malformed` instead."""
     entries: list[Entry] = []
-    for number, item in enumerate(items):
+    for number, item in enumerate(content[list_name]):
         try:
             if not isinstance(item, dict):
                 raise ValueError(f"{reprlib.repr(item)} instead of names with values")
             entries.append(build(item))
         except (ValueError, KeyError) as error:
-            fault = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            entry_id = None
+            fault, entry_id = f"has no {error}" if isinstance(error, KeyError) else str(error), None
             with suppress(ValueError, KeyError, TypeError):  # the last from what is no dictionary
                 entry_id = _whole_number(item, "id")
             malformed.append(MalformedEntry(list_name, number, fault, entry_id))
@@ -268,10 +261,9 @@ def _text(key: str, value: Any) -> str:
 def _whole_number(item: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return the number under a key, which may be written as 1.0 or "1"; the default if it is missing or null."""
     value = item[key] if default is None else item.get(key) or default
-    try:
+    number = None
+    with suppress(TypeError, ValueError, OverflowError):
         number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
     if number is None or (isinstance(value, float) and number != value):
         raise ValueError(f"{key} is {reprlib.repr(value)}, no whole number")
     if not -ID_LIMIT <= number < ID_LIMIT:
