@@ -16,11 +16,7 @@ REPORT_NAME = "broken_images.csv"
 
 
 class BrokenImagesError(RuntimeError):
-    """More images are broken than the limit allows.
-
-    Attributes:
-        broken: Those found until then.
-    """
+    """More images are broken than the limit allows. `broken` are those found until then."""
 
     def __init__(self, message: str, broken: tuple[BrokenImage, ...] = ()):
         super().__init__(message)
@@ -83,8 +79,7 @@ class BrokenImages:
     def add(self, broken: Iterable[BrokenImage]) -> list[BrokenImage]:
         """Note some; returns those not met before, for the log.
 
-        Raises:
-            BrokenImagesError: If they are more than allowed; they are noted all the same.
+        Raises `BrokenImagesError` if they are more than allowed; they are noted all the same.
         """
         new = [image for image in broken if image.name not in self._found]
         self._found.update((image.name, image) for image in new)
@@ -92,11 +87,9 @@ class BrokenImages:
             listed = [str(image) for image in list(self)[:FIRST_OFFENDERS]]
             if len(self) > FIRST_OFFENDERS:
                 listed.append(f"and {len(self) - FIRST_OFFENDERS:,} more")
-            raise BrokenImagesError(
-                f"at least {len(self):,} of {self.total:,} images cannot be read, at most {self.allowed:,} may be "
-                f"broken; {self._advice}:" + "".join(f"\n  {line}" for line in listed),
-                tuple(self),
-            )
+            found = f"at least {len(self):,} of {self.total:,} images cannot be read"
+            advice = f"at most {self.allowed:,} may be broken; {self._advice}"
+            raise BrokenImagesError("\n  ".join([f"{found}, {advice}:", *listed]), tuple(self))
         return new
 
 
@@ -104,8 +97,7 @@ def write_report(folder: AnyPath, images: Iterable[BrokenImage]) -> Path:
     """Write broken images to a CSV file with the columns path and reason, in place of the one from before."""
     path = Path(folder) / REPORT_NAME
     content = io.StringIO(newline="")
-    writer = csv.writer(content)
-    writer.writerow(["path", "reason"])
-    writer.writerows([printable(image.name), printable(image.reason)] for image in images)
+    rows = ((printable(image.name), printable(image.reason)) for image in images)
+    csv.writer(content).writerows([("path", "reason"), *rows])
     write_atomically(path, content.getvalue())
     return path

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 from PIL.ExifTags import Base
 
 from inline_attention.support.files import AnyPath, NotARegularFileError, open_regular
@@ -52,7 +52,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-STRIP_TAGS = (ExifTags.Base.StripOffsets, ExifTags.Base.StripByteCounts, ExifTags.Base.TileOffsets)
+STRIP_TAGS = (Base.StripOffsets, Base.StripByteCounts, Base.TileOffsets)
 INTEGERS_OF_16_BITS = ("PNG", "PPM")  # formats in which integers that Pillow widens to 32 bits have 16
 TURNED_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations
 READERS = 8  # threads; what takes time is the disk
@@ -85,11 +85,8 @@ def load_image(path: AnyPath, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
     white point is unknown, from their own range. The first frame of an animation is used.
 
     Args:
-        path: A file in one of `FORMATS`.
-        max_pixels: Larger images are refused before they are decoded.
-
-    Raises:
-        ImageError: If the file cannot be opened, is damaged or no image, or is too large.
+        path: A file in one of `FORMATS`; `ImageError` if it cannot be opened, is damaged or no image.
+        max_pixels: Larger images are refused before they are decoded, also by `ImageError`.
     """
     with open_image(path, max_pixels=max_pixels) as image:
         return _upright_rgb(image)
@@ -112,9 +109,8 @@ def open_image(
 ) -> Iterator[Image.Image]:
     """Open a file, or its content, with Pillow, which reads its header, and close it in the end.
 
-    Raises:
-        ImageError: If the file cannot be opened, is damaged or not of the formats, or is too large; also in place of
-            any other error in the body of the `with` statement.
+    `ImageError` if the file cannot be opened, is damaged or not of the formats, or is too large; also in place of any
+    other error in the body of the `with` statement.
     """
     path = Path(path)
     with image_errors(path), _LimitedReads(open_regular(path) if content is None else io.BytesIO(content)) as file:
@@ -179,7 +175,7 @@ def exif_orientation(image: Image.Image) -> int:
     """Return the orientation in the metadata of an opened image that were read so far; 1 if there is none."""
     try:
         # Not `image.getexif`, which for a PNG decodes all pixels to see what is behind them.
-        return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+        return Image.Image.getexif(image).get(Base.Orientation, 1)
     except Exception:  # no reason to refuse the image
         return 1
 
@@ -258,18 +254,12 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     # Not by `ImageOps.exif_transpose`, which writes the metadata anew and fails where only that cannot be done.
     turn = TURNS.get(exif_orientation(image))
-    rgb = _to_rgb(image)
-    return rgb if turn is None else rgb.transpose(turn)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):
         image = _to_8_bits(image)
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        background = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(background, image)
-    return image.convert("RGB")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    rgb = image.convert("RGB")
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -290,9 +280,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 def image_size(path: AnyPath, *, decode: bool = False) -> tuple[int, int]:
     """Return (height, width) of an image as `load_image` turns it.
 
-    Args:
-        path: Image file.
-        decode: Read the whole file, which finds truncated ones, not only its start.
+    `decode` reads the whole file, which finds truncated ones, not only its start.
     """
     with open_image(path) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation

@@ -37,11 +37,7 @@ class ListedFiles:
         return folder if isinstance(folder, cls) else cls(folder)  # pyright: ignore[reportArgumentType]
 
     def path(self, name: str) -> Path:
-        """Return the path of a listed file, which need not exist.
-
-        Raises:
-            OutsideError: If it is outside of the folders.
-        """
+        """Return the path of a listed file, which need not exist; raise `OutsideError` if it is outside."""
         path = self.folder / name
         reason = None if self._allow_outside else _foreign_form(name) or self._outside(path)
         if reason is not None:

@@ -34,6 +34,7 @@ LARGEST_MAGNITUDE = 10.0
 TIMM_OPTIONS = {"img_mean": (0, 0, 0)}
 SMALLEST_ERASED, LARGEST_ERASED = 0.02, 1 / 3  # shares of the image, all rectangles together
 LARGEST_ASPECT = 1 / 0.3  # of erased rectangles
+EraseMode = Literal["pixel", "rand", "const"]
 NOISE_VALUES = 1 << 20  # of the table that fills erased pixels
 
 
@@ -68,12 +69,9 @@ def decode_to_memory(
     Args:
         source: The images.
         size: (height, width) to which those of another size are resized, without regard to their shape.
-        broken: Collects broken images.
+        broken: Collects broken images; `BrokenImagesError` if they are more than allowed.
         workers: Processes to decode with.
         interpolation: "bicubic", "bilinear" or "nearest".
-
-    Raises:
-        BrokenImagesError: If more are broken than allowed.
     """
     transform = evaluation_transform(size, crop_pct=1.0, crop_mode="squash", interpolation=interpolation)
     batches = EvaluationBatches(len(source), DECODING_BATCH)
@@ -110,16 +108,15 @@ class MemoryLoader(Loader[Batch]):
             seed: Random seed of the augmentation.
         """
         self._device = torch.device(device)
-        self._images, self._targets, self._indices = (
-            tensor.to(self._device) for tensor in (data.images, data.targets, data.indices)
-        )
+        tensors = data.images, data.targets, data.indices
+        self._images, self._targets, self._indices = (tensor.to(self._device) for tensor in tensors)
         self._augmentation = augmentation.to(self._device)
         self._batches, self._seed = batches, seed
 
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch, from `start_batch` on."""
-        plans = self._augmentation.draw(len(self._targets), self._seed, epoch)
-        plans = [plan.to(self._device) for plan in plans]
+        drawn = self._augmentation.draw(len(self._targets), self._seed, epoch)
+        plans = [plan.to(self._device) for plan in drawn]
         for key in self._batches.keys(epoch, start_batch):
             chosen = key.indices.to(self._device, non_blocking=True)
             images = self._augmentation(self._images[chosen], [plan[chosen] for plan in plans])
@@ -150,20 +147,14 @@ class BatchAugmentation(nn.Module):
 
     def draw(self, count: int, seed: int, epoch: int) -> list[Tensor]:
         """Draw the plan of every step for `count` samples in an epoch: `[N, P]` each, on the CPU."""
-        steps = [step for step in self._steps if isinstance(step, Step)]
-        seeds = [derived_seed(step.purpose, seed, epoch) for step in steps]
-        return [step.draw(count, torch.Generator().manual_seed(own)) for step, own in zip(steps, seeds, strict=True)]
+        return [
+            step.draw(count, torch.Generator().manual_seed(derived_seed(step.purpose, seed, epoch)))
+            for step in self._steps
+            if isinstance(step, Step)
+        ]
 
     def forward(self, images: Tensor, plans: Sequence[Tensor]) -> Tensor:
-        """Augment and normalize.
-
-        Args:
-            images: `[B, C, H, W]` uint8.
-            plans: `[B, P]` of each step: the rows of these images.
-
-        Returns:
-            `[B, C, H, W]` normalized.
-        """
+        """Augment and normalize images `[B, C, H, W]` uint8, by their rows `[B, P]` of the plan of each step."""
         rows = iter(plans)
         for step in self._steps:
             images = step(images, next(rows)) if isinstance(step, Step) else step(images)
@@ -181,7 +172,7 @@ def training_augmentation(
     auto_augment: str | None = None,
     color_jitter: float = 0.0,
     re_prob: float = 0.0,
-    re_mode: Literal["pixel", "rand", "const"] = "pixel",
+    re_mode: EraseMode = "pixel",
     re_count: int = 1,
 ) -> BatchAugmentation:
     """Padded crop, flips, colors and erasing, in the words of `training_transform`.
@@ -349,14 +340,9 @@ class RandAugment(Step):
     fill: Tensor
 
     def __init__(self, description: str, *, mean: Sequence[float]):
-        """Read timm's description; the mean fills what a warp leaves empty.
-
-        Raises:
-            ValueError: If the policy is not one that batches can take.
-        """
+        """Read timm's description; ValueError if batches cannot take it. The mean fills what a warp leaves empty."""
         super().__init__()
-        reason = unsupported_policy(description)
-        if reason is not None:
+        if (reason := unsupported_policy(description)) is not None:
             raise ValueError(f"{description!r} {reason}")
         policy = _read_policy(description)
         first = policy.ops[0]
@@ -424,9 +410,7 @@ def unsupported_policy(description: str) -> str | None:
         return f"is no description that timm can read ({error or type(error).__name__}); try rand-m9-mstd0.5-inc1"
     if policy.num_layers < 1:
         return "does nothing; use null for that"
-    if policy.choice_weights is not None or any(
-        operation.name not in {*BLENDS, *RECOLORING, *WARPS} for operation in policy.ops
-    ):
+    if policy.choice_weights is not None or not {step.name for step in policy.ops} <= {*BLENDS, *RECOLORING, *WARPS}:
         return "chooses from a set of its own, which whole batches cannot; leave its part that starts with t out"
     return None
 
@@ -440,9 +424,7 @@ class RandomErasing(Step):
     purpose = "erasing"
     noise: Tensor
 
-    def __init__(
-        self, probability: float, *, size: tuple[int, int], mode: Literal["pixel", "rand", "const"], largest_count: int
-    ):
+    def __init__(self, probability: float, *, size: tuple[int, int], mode: EraseMode, largest_count: int):
         super().__init__()
         self._probability, self._size, self._mode, self._largest_count = probability, size, mode, largest_count
         generator = torch.Generator().manual_seed(derived_seed("noise"))

@@ -39,10 +39,7 @@ class TrainingBatches:
             batch_size: Samples in a batch of one process.
             seed: Random seed; the order depends on it and the epoch alone.
             rank: This process.
-            world_size: Number of processes.
-
-        Raises:
-            TooFewSamplesError: If there are not enough samples for one step.
+            world_size: Number of processes; `TooFewSamplesError` if samples do not fill one step of all of them.
         """
         _check_process(batch_size, rank, world_size)
         if length < batch_size * world_size:

@@ -48,11 +48,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def load(self, index: int) -> Image.Image:
-        """Return the image, upright and in RGB.
-
-        Raises:
-            ImageError: If it cannot be read.
-        """
+        """Return the image, upright and in RGB; raise `ImageError` if it cannot be read."""
 
     def name(self, index: int) -> str:
         """Return the image's path, or else the location and the image's number."""
@@ -61,8 +57,7 @@ class ImageSource(ABC):
     def with_classes(self, class_names: Sequence[str]) -> Self:
         """Return the same images with classes numbered as in `class_names`, those of a model or of training data.
 
-        Raises:
-            DataError: If a class is not among them.
+        Raises `DataError` if a class is not among them.
         """
         numbers = {name: number for number, name in enumerate(class_names)}
         unknown = [name for name in self.class_names if name not in numbers]
@@ -131,22 +126,15 @@ class FolderSource(PictureSource):
     """
 
     def __init__(self, root: AnyPath):
-        """List the images.
-
-        Raises:
-            DataError: If there is no such folder, or no image in it.
-        """
+        """List the images; raise `DataError` if there is no such folder, or no image in it."""
         self.root = check_folder(root, "a folder of images per class")
         by_path, empty = _walk(self.root)
         if not by_path:
             suffixes = ", ".join(FORMATS)
             raise DataError(f"{self.root} holds no image; expected ROOT/CLASS/NAME with a suffix of {suffixes} files")
-        stray = [path for path, name in by_path.items() if not name]
-        if stray:
-            raise DataError(
-                f"{self.root} holds {len(stray)} images outside of class folders, such as {stray[0]}; "
-                "move them into the folder of their class"
-            )
+        if stray := [path for path, name in by_path.items() if not name]:
+            found = f"{self.root} holds {len(stray)} images outside of class folders, such as {stray[0]}"
+            raise DataError(f"{found}; move them into the folder of their class")
         paths = sorted(by_path, key=natural_key)
         class_names = sorted(set(by_path.values()), key=natural_key)
         numbers = {name: number for number, name in enumerate(class_names)}
@@ -159,8 +147,7 @@ class FolderSource(PictureSource):
 def unlabelled_pictures(root: AnyPath, split: str) -> PictureSource:
     """Return the pictures anywhere below the folder of a split; without one, every tenth picture is for validation.
 
-    Raises:
-        DataError: If there is no such folder, or no picture in it.
+    Raises `DataError` if there is no such folder, or no picture in it.
     """
     root = check_folder(root, "pictures")
     folder = find_split_folder(root, split)
