@@ -58,9 +58,8 @@ class HubSource(ImageSource):
         try:
             import datasets.config  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise DataError(
-                f"{name} is read by the Hugging Face package, which is missing; {install_command('hub')}"
-            ) from error
+            missing = f"{name} is read by the Hugging Face package, which is missing"
+            raise DataError(f"{missing}; {install_command('hub')}") from error
         from timm.data.dataset_factory import create_dataset
 
         try:
@@ -80,18 +79,18 @@ class HubSource(ImageSource):
 
     def load(self, index: int) -> Image.Image:
         """Decode the image's bytes or the file of the cache; timm's reader opens whatever path a row names."""
+        name = self.name(index)
         try:
             image = self._reader.dataset[index][self._reader.image_key] or {}
             content, path = image.get("bytes"), image.get("path")
         except Exception as error:  # a lost or damaged file of the cache can fail anywhere
-            raise ImageError(self.name(index), f"cannot be opened: {str(error) or type(error).__name__}") from error
+            raise ImageError(name, f"cannot be opened: {str(error) or type(error).__name__}") from error
         if content:
-            return load_image_bytes(content, self.name(index))
-        if not path:
-            raise ImageError(self.name(index), "cannot be opened: the row is empty")
-        if not is_inside(path, self._cache):
-            raise ImageError(self.name(index), f"cannot be opened: the row names {path}, which is not in the cache")
-        return load_image(path)
+            return load_image_bytes(content, name)
+        if path and is_inside(path, self._cache):
+            return load_image(path)
+        reason = f"the row names {path}, which is not in the cache" if path else "the row is empty"
+        raise ImageError(name, f"cannot be opened: {reason}")
 
 
 def open_dataset(dataset: str = "folder", data_dir: AnyPath | None = None, split: str = "train") -> ImageSource:
@@ -108,8 +107,7 @@ def open_dataset(dataset: str = "folder", data_dir: AnyPath | None = None, split
         data_dir: A folder; None for "digits".
         split: "train", "validation", or whatever the dataset calls it. With `wds/…` it may be the pattern itself.
 
-    Raises:
-        DataError: If there is no such dataset, or it cannot be opened.
+    Raises `DataError` if there is no such dataset, or it cannot be opened.
     """
     kind, _, rest = dataset.partition("/")
     if dataset == "digits":
@@ -118,7 +116,7 @@ def open_dataset(dataset: str = "folder", data_dir: AnyPath | None = None, split
             raise DataError(f"{given}; leave --data-dir out, or add --dataset folder to use those images")
         return digits(split)
     if kind == "hfds" and rest:
-        return HubSource(dataset, os.fspath(data_dir) if data_dir is not None else None, split)
+        return HubSource(dataset, None if data_dir is None else os.fspath(data_dir), split)
     if kind == "wds":
         pattern = split if ".tar" in split else rest.replace("{split}", split)
         return ShardSource(find_shards(data_dir or "", pattern), os.path.join(data_dir or "", pattern))
@@ -187,16 +185,14 @@ def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
     if source.empty_classes:
         empty = _listed(source.empty_classes, "empty class")
         problems.append(f"{source.location}: {empty}; add images or remove the folder")
-    counted = len(source.class_names)
-    wrong = np.flatnonzero((source.targets < 0) | (source.targets >= counted))
-    if len(wrong):
-        first = int(wrong[0])
-        problems.append(
-            f"{source.location}: {len(wrong)} samples have a class out of 0 to {counted - 1}, such as "
-            f"{source.name(first)} with {source.targets[first]}; correct or remove them"
-        )
-    if num_classes is not None and num_classes != counted:
-        problems.append(f"{source.location} has {counted} classes, the model {num_classes}; leave --num-classes out")
+    count = len(source.class_names)
+    wrong = np.flatnonzero((source.targets < 0) | (source.targets >= count)).tolist()
+    if wrong:
+        example = f"{source.name(wrong[0])} with {source.targets[wrong[0]]}; correct or remove them"
+        samples = f"{len(wrong)} samples have a class out of 0 to {count - 1}"
+        problems.append(f"{source.location}: {samples}, such as {example}")
+    if num_classes not in (None, count):
+        problems.append(f"{source.location} has {count} classes, the model {num_classes}; leave --num-classes out")
     return problems
 
 

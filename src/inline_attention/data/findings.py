@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from inline_attention.support.text import counted, printable
+from inline_attention.support.text import counted, printable, shortened
 
 Source = TypeVar("Source")
 FIRST_OFFENDERS = 5
@@ -59,7 +59,7 @@ class DataReport:
         finding = self.findings.setdefault(fault, Finding(fault, repair))
         finding.count += 1
         if len(finding.first) < FIRST_OFFENDERS:
-            finding.first.append(offender if len(offender) <= LONGEST_NAME else f"{offender[:LONGEST_NAME]}…")
+            finding.first.append(shortened(offender, LONGEST_NAME + 1))
 
     def __len__(self) -> int:
         """Faults of all kinds."""
@@ -83,8 +83,7 @@ class DataReport:
         """Return a few lines for people."""
         lines = [f"{self.location} ({self.checked}): {counted(len(self), 'faults') if len(self) else 'nothing wrong'}"]
         repaired = "  {0}: {0.repair}" if self.repaired else "  {0} ({0.advice})"
-        lines += (repaired.format(finding) for finding in self)
-        return "\n".join(map(printable, lines))
+        return "\n".join(map(printable, [*lines, *map(repaired.format, self)]))
 
 
 @dataclass(frozen=True)
