@@ -22,16 +22,10 @@ def counted(count: int, plural: str) -> str:
     """Return a count with what is counted, in the singular for one: "1 box without area", "2 boxes without area"."""
     if count != 1:
         return f"{count:,} {plural}"
-    singular = re.sub(r"\b(\w+?)(ies|(?<=x)es|(?<=ss)es|s)\b", _singular, plural, count=1)
-    return "1 " + re.sub(
-        r"(?<= that )(leave|disagree|cover|become)\b",
-        r"\1s",
-        singular.replace(" that are ", " that is ").replace(" their ", " its "),
-    )
-
-
-def _singular(match: re.Match[str]) -> str:
-    return match[1] + ("y" if match[2] == "ies" else "")
+    ending = re.compile(r"\b(\w+?)(ies|(?<=x)es|(?<=ss)es|s)\b")
+    singular = ending.sub(lambda word: word[1] + ("y" if word[2] == "ies" else ""), plural, count=1)
+    singular = singular.replace(" that are ", " that is ").replace(" their ", " its ")
+    return "1 " + re.sub(r"(?<= that )(leave|disagree|cover|become)\b", r"\1s", singular)
 
 
 def some_of(names: Iterable[object], limit: int = 12) -> str:
@@ -55,8 +49,8 @@ def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, s
     shorter = min(len(first), len(second))
     start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
     before, end = ("…, " if start else ""), f"nothing after {start}"
-    shown = [before + some_of(names[start:], 5) if names[start:] else end for names in (first, second)]
-    return shown[0], shown[1]
+    one, other = (before + some_of(names[start:], 5) if names[start:] else end for names in (first, second))
+    return one, other
 
 
 def install_command(extra: str) -> str:
@@ -92,7 +86,4 @@ def printable(text: object) -> str:
 
     Use it for everything that comes from a file: file names, class names, metadata.
     """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in str(text)
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
