@@ -36,22 +36,15 @@ class BrokenImage:
 
 @dataclass(frozen=True)
 class BrokenImageLimit:
-    """Limits of broken images in a dataset. Both hold, and at least one image must be readable.
+    """Limits of broken images in a dataset. Both hold, and at least one image must be readable."""
 
-    Attributes:
-        count: Maximum number of broken images.
-        share: Maximum share of the dataset, from 0 to 1.
-    """
-
-    count: int = 1000
-    share: float = 0.5
+    count: int = 1000  # maximum number of broken images
+    share: float = 0.5  # maximum share of the dataset, from 0 to 1
 
     def __post_init__(self):
         if self.count < 0 or not 0 <= self.share <= 1:
-            raise ValueError(
-                "the limit of broken images must be a count of at least 0 and a share from 0 to 1, "
-                f"got count={self.count}, share={self.share}"
-            )
+            expected = "the limit of broken images must be a count of at least 0 and a share from 0 to 1"
+            raise ValueError(f"{expected}, got count={self.count}, share={self.share}")
 
     def allowed(self, total: int) -> int:
         """Return how many of `total` images may be broken."""

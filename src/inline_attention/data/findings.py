@@ -42,16 +42,11 @@ class Finding:
 
 @dataclass
 class DataReport:
-    """All that is wrong with a dataset, by the name of the fault.
-
-    Attributes:
-        checked: What was looked at, such as "118,287 images, 860,001 objects".
-        repaired: True if the faults have been repaired in what is used; files are never changed.
-    """
+    """All that is wrong with a dataset, by the name of the fault."""
 
     location: str
-    checked: str
-    repaired: bool
+    checked: str  # what was looked at, such as "118,287 images, 860,001 objects"
+    repaired: bool  # True if the faults have been repaired in what is used; files are never changed
     findings: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, fault: str, offender: str, repair: str) -> None:

@@ -49,20 +49,12 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class SlidesPlan:
-    """Settings that determine a dataset of slides.
+    """Settings that determine a dataset of slides."""
 
-    Attributes:
-        images: Slides to train on.
-        validation_images: Slides to validate on.
-        size: Pixels of a side.
-        mark_size: Pixels of a mark's side.
-        seed: Random seed.
-    """
-
-    images: int = 32
+    images: int = 32  # slides to train on
     validation_images: int = 8
-    size: int = 4096
-    mark_size: int = 96
+    size: int = 4096  # pixels of a side
+    mark_size: int = 96  # pixels of a mark's side
     seed: int = 0
 
     def __post_init__(self):

@@ -40,17 +40,11 @@ NOISE_VALUES = 1 << 20  # of the table that fills erased pixels
 
 @dataclass(frozen=True)
 class MemoryImages:
-    """Decoded images.
+    """Decoded images."""
 
-    Attributes:
-        images: `[N, C, H, W]` uint8.
-        targets: `[N]` class numbers.
-        indices: `[N]` numbers in the dataset they are from.
-    """
-
-    images: Tensor
-    targets: Tensor
-    indices: Tensor
+    images: Tensor  # [N, C, H, W] uint8
+    targets: Tensor  # [N] class numbers
+    indices: Tensor  # [N] numbers in the dataset they are from
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -98,14 +92,9 @@ class MemoryLoader(Loader[Batch]):
         device: torch.device | str = "cpu",
         seed: int = 0,
     ):
-        """Move the images to the device.
+        """Move the images to the device, which keeps them and makes batches of their numbers in `data`.
 
-        Args:
-            data: The images.
-            batches: Samples of each batch, by their number in `data`.
-            augmentation: Augmentation of each batch; without any steps it only normalizes.
-            device: Device that keeps the images and makes batches.
-            seed: Random seed of the augmentation.
+        The seed is that of the augmentation, which only normalizes if it has no steps.
         """
         self._device = torch.device(device)
         tensors = data.images, data.targets, data.indices
@@ -179,14 +168,11 @@ def training_augmentation(
 
     Args:
         size: (height, width) of the images.
-        mean: Per channel, of values from 0 to 1.
-        std: Per channel, of values from 0 to 1.
+        mean, std: Per channel, of values from 0 to 1.
         crop_padding: Black pixels added on each side, from which the original size is cropped.
-        hflip: Probability of a left-right flip.
-        vflip: Probability of an upside-down flip.
+        hflip, vflip: Probabilities of a left-right and of an upside-down flip.
         auto_augment: timm's description of RandAugment.
-        color_jitter: Strength of changes of brightness, contrast and saturation; as in timm, none beside
-            `auto_augment`.
+        color_jitter: Strength of changes of brightness, contrast and saturation; as in timm, none with `auto_augment`.
         re_prob: Probability of erasing rectangles.
         re_mode: Fill of the rectangles: noise per pixel, one random color, or the mean.
         re_count: Largest number of them.
@@ -466,13 +452,12 @@ class RandomErasing(Step):
 
     def _fills(self, places: Tensor, shape: torch.Size) -> Tensor:
         """Return the fill of rectangles, `[B, R, C, H or 1, W or 1]`."""
-        _, channels, height, width = shape
+        count, channels = self._largest_count, shape[1]
         if self._mode == "pixel":
-            noise = self.noise_from(places, (1, channels, height, width))
-            return noise.expand(-1, self._largest_count, -1, -1, -1)
+            return self.noise_from(places, (1, *shape[1:])).expand(-1, count, -1, -1, -1)
         if self._mode == "rand":
-            return self.noise_from(places, (self._largest_count, channels, 1, 1))
-        return self.noise.new_zeros(len(places), self._largest_count, channels, 1, 1)
+            return self.noise_from(places, (count, channels, 1, 1))
+        return self.noise.new_zeros(len(places), count, channels, 1, 1)
 
     def noise_from(self, places: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Read noise `[B, *shape]` of zero mean and unit variance from a table, each row from a place `[B]` on."""

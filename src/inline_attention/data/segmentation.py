@@ -232,15 +232,13 @@ def _from_json(text: str, reduce_zero_label: bool) -> list[str]:
 class LabelRules:
     """Rules that turn numbers in files into labels of a model.
 
-    Attributes:
-        num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well.
-        reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
-        repair: Ignore numbers out of range, and resize a map to the size of its image; both are errors otherwise.
+    Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well. With `reduce_zero_label` 0 in files
+    means "other" and is ignored, 1 is the first class, as in ADE20K.
     """
 
     num_classes: int
     reduce_zero_label: bool = False
-    repair: bool = False
+    repair: bool = False  # ignore numbers out of range, resize a map to the size of its image; both errors otherwise
 
     def __post_init__(self):
         if not 1 <= self.num_classes <= IGNORED:
@@ -259,10 +257,7 @@ class LabelRules:
 class SegmentationSource:
     """Pairs of images and label maps. Cheap to copy into worker processes.
 
-    Attributes:
-        location: Their place, for messages.
-        class_names: Name of each class; its place is its label.
-        rules: Rules that turn numbers in files into labels.
+    `location` names their place in messages. The place of a class in `class_names` is its label.
     """
 
     def __init__(self, location: str, class_names: Sequence[str], pairs: Sequence[Pair], rules: LabelRules):
@@ -325,11 +320,9 @@ def open_and_check_pairs(
 
     Args:
         data_dir: Folder of the dataset.
-        train_split: Name such as "train" or "training".
-        validation_split: Name such as "validation" or "val".
+        train_split, validation_split: Names such as "train" or "training", and "validation" or "val".
         class_file: Names of classes; one of the usual files in `data_dir`, if None.
-        image_folder: Folder of images below `data_dir` (see `find_pair_folders`).
-        map_folder: Folder of label maps below `data_dir`.
+        image_folder, map_folder: Folders of images and label maps below `data_dir` (see `find_pair_folders`).
         reduce_zero_label: Treat 0 as "other" (see `LabelRules`), as in ADE20K and in scenes.
         num_classes: Classes that the model knows; None if it follows the data.
         allow_outside: Accept folders that are not below `data_dir`.

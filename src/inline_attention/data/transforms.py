@@ -31,8 +31,7 @@ def training_transform(
 
     Args:
         size: (height, width) of the result.
-        mean: Per channel, of values from 0 to 1; what crops and rotations leave empty is filled with it.
-        std: Per channel, of values from 0 to 1.
+        mean, std: Per channel, of values from 0 to 1; what crops and rotations leave empty is filled with the mean.
         timm_options: Options of timm's `create_transform`: scale, ratio, hflip, color_jitter, auto_augment, re_prob,
             re_mode, re_count, interpolation, …
     """

@@ -44,22 +44,15 @@ class CocoCategory:
 
 @dataclass(frozen=True, slots=True)
 class CocoObject:
-    """An annotated object, or a crowd of them.
-
-    Attributes:
-        box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
-        area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
-        segmentation: Polygons or run lengths, as `masks` takes them.
-        is_crowd: True if it stands for many objects that are not annotated one by one.
-    """
+    """An annotated object, or a crowd of them. NaN stands for what is no number."""
 
     id: int
     image_id: int
     category_id: int
-    box: tuple[float, ...]
-    area: float | None
-    segmentation: Any
-    is_crowd: bool
+    box: tuple[float, ...]  # left, top, width, height in pixels; empty if the file has no list of four
+    area: float | None  # pixels that it covers; None if the file does not say, for `checks` to derive
+    segmentation: Any  # polygons or run lengths, as `masks` takes them
+    is_crowd: bool  # True if it stands for many objects that are not annotated one by one
 
     @property
     def box_area(self) -> float:

@@ -47,13 +47,9 @@ NO_MASKS = "annotation files without a single mask"
 
 @dataclass(frozen=True)
 class OpenedCoco(OpenedSplits[CocoSource]):
-    """Both splits: images to train on have an object and no crowds; all images are validated on.
+    """Both splits: images to train on have an object and no crowds; all images are validated on."""
 
-    Attributes:
-        validation_annotations: Ground truth of the validation images, crowds included.
-    """
-
-    validation_annotations: CocoAnnotations | None = None
+    validation_annotations: CocoAnnotations | None = None  # ground truth of validation images, crowds included
 
 
 def open_and_check_coco(
@@ -70,8 +66,7 @@ def open_and_check_coco(
 
     Args:
         data_dir: Folder of the dataset.
-        train_split: Name such as "train" or "train2017".
-        validation_split: Name such as "validation", "val" or "val2017".
+        train_split, validation_split: Names such as "train" or "train2017", and "validation", "val" or "val2017".
         masks: Use masks, which all objects must have; None: if any object of the split has one.
         num_classes: Categories that the model knows; None if it follows the data.
         allow_outside: Read images that the annotations name outside of `data_dir`.

@@ -30,11 +30,8 @@ MOST_MASK_PIXELS = 2**33  # of all masks of an image
 class CocoSource:
     """Annotated images by number. Cheap to copy into worker processes.
 
-    Attributes:
-        location: The annotation file.
-        class_names: Names of categories; that of label 1 first.
-        image_ids: `[N]` int64, COCO's ids of the images.
-        sizes: `[N, 2]` int64, height and width.
+    `location` is the annotation file. The first of `class_names` is that of label 1. `image_ids` `[N]` are COCO's, and
+    `sizes` `[N, 2]` are heights and widths, int64 both.
     """
 
     def __init__(

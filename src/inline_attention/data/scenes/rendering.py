@@ -226,19 +226,12 @@ def category_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class Scene:
-    """A drawn scene.
+    """A drawn scene."""
 
-    Attributes:
-        image: `[H, W, 3]` uint8.
-        instances: `[H, W]` uint8, number of the object that is seen at each pixel, from 1; 0 for none.
-        kinds: Kind of each object, that of number 1 first.
-        background: `[H, W]` uint8, number of the material behind all objects; `OTHER` where a wire runs.
-    """
-
-    image: np.ndarray
-    instances: np.ndarray
-    kinds: tuple[str, ...]
-    background: np.ndarray
+    image: np.ndarray  # [H, W, 3] uint8
+    instances: np.ndarray  # [H, W] uint8, number of the object that is seen at each pixel, from 1; 0 for none
+    kinds: tuple[str, ...]  # of the objects, that of number 1 first
+    background: np.ndarray  # [H, W] uint8, number of the material behind all objects; `OTHER` where a wire runs
 
     def visible_mask(self, number: int) -> np.ndarray:
         """Return `[H, W]` bool: true where the object of this number, from 1, is seen."""

@@ -48,18 +48,11 @@ _Drawn = tuple[CocoImage, list[CocoObject]]
 
 @dataclass(frozen=True)
 class ScenesPlan:
-    """Settings that determine a dataset of scenes.
+    """Settings that determine a dataset of scenes."""
 
-    Attributes:
-        images: Images to train on.
-        validation_images: Images to validate on.
-        size: Pixels of the longer side.
-        seed: Random seed.
-    """
-
-    images: int = 2000
+    images: int = 2000  # to train on
     validation_images: int = 200
-    size: int = 320
+    size: int = 320  # pixels of the longer side
     seed: int = 0
 
     def __post_init__(self):
