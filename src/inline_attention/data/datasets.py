@@ -147,12 +147,8 @@ def open_and_check(
 ) -> OpenedSplits[ImageSource]:
     """Open both splits of a dataset and check them.
 
-    Args:
-        dataset: Dataset name (see `open_dataset`).
-        data_dir: Folder of the dataset.
-        train_split: Split to train on.
-        validation_split: Split to validate on; its classes are numbered as those of the training data.
-        num_classes: Classes of the model; None if it follows the data.
+    Dataset, folder and splits are those of `open_dataset`. Classes of the validation split are numbered as those of the
+    training data. `num_classes` are the model's; None if it follows the data.
     """
     problems: list[str] = []
 
@@ -166,13 +162,12 @@ def open_and_check(
     if train is not None:
         problems += check_labels(train, num_classes) + check_readable(train)
     if train is not None and validation is not None:
-        differences = check_same_classes(train, validation)
-        wrong_labels = check_labels(validation, None)
-        problems += differences + wrong_labels
+        wrong = check_same_classes(train, validation) + check_labels(validation, None)
+        problems += wrong
         if train.location == validation.location and dataset != "digits":
             same = f"training and validation data are the same, {train.location}"
             problems.append(f"{same}; put images that are not trained on into a folder val beside train")
-        elif not (differences or wrong_labels):
+        elif not wrong:
             validation = validation.with_classes(train.class_names)
     if validation is not None:
         problems += check_readable(validation)

@@ -20,7 +20,7 @@ from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 from PIL.ExifTags import Base
 
 from inline_attention.support.files import AnyPath, NotARegularFileError, open_regular
-from inline_attention.support.text import install_command, printable
+from inline_attention.support.text import first_line, install_command, printable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -63,12 +63,7 @@ LARGEST_ASPECT = 8  # of the longer to the shorter side
 
 
 class ImageError(ValueError):
-    """A file cannot be used as an image.
-
-    Attributes:
-        path: The file.
-        reason: What is wrong with it.
-    """
+    """A file at a path cannot be used as an image, for a reason."""
 
     def __init__(self, path: AnyPath, reason: str):
         super().__init__(path, reason)
@@ -84,9 +79,8 @@ def load_image(path: AnyPath, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
     Transparency is composited on white. 16-bit gray values are scaled to 8 bits; 32-bit and floating-point ones, whose
     white point is unknown, from their own range. The first frame of an animation is used.
 
-    Args:
-        path: A file in one of `FORMATS`; `ImageError` if it cannot be opened, is damaged or no image.
-        max_pixels: Larger images are refused before they are decoded, also by `ImageError`.
+    Raises `ImageError` if it cannot be opened, is damaged or in none of `FORMATS`, or has more than `max_pixels`, which
+    is noticed before it is decoded.
     """
     with open_image(path, max_pixels=max_pixels) as image:
         return _upright_rgb(image)
@@ -150,11 +144,6 @@ def image_errors(path: Path, damage: str = "is damaged: {}") -> Iterator[None]:
         raise ImageError(path, "does not fit into memory") from error
     except Exception as error:
         raise ImageError(path, damage.format(first_line(error))) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its kind if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _slide_hint(path: Path) -> str:
@@ -230,8 +219,7 @@ class _PillowLimit:
     """Lifts Pillow's own limit of pixels, one for the process, while any thread opens a file. No thread waits."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._opening = 0
+        self._lock, self._opening = threading.Lock(), 0
         self._others: int | None = None
 
     def __enter__(self) -> None:
@@ -283,10 +271,9 @@ def image_size(path: AnyPath, *, decode: bool = False) -> tuple[int, int]:
     `decode` reads the whole file, which finds truncated ones, not only its start.
     """
     with open_image(path) as image:
+        width, height = image.size
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
-        else:
-            width, height = image.size
         if isinstance(image, PngImagePlugin.PngImageFile) and image.fp and _metadata_behind_pixels(image.fp):
             image.load()
         orientation = exif_orientation(image)

@@ -24,17 +24,18 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from inline_attention.data.images import (
     DEFAULT_MAX_PIXELS,
     READERS,
     SUFFIXES,
     ImageError,
-    first_line,
     image_errors,
     open_image,
 )
 from inline_attention.support.files import AnyPath, open_regular
+from inline_attention.support.text import first_line
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".svs", ".qptiff")
 VENDOR_SUFFIXES = (".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".czi")
@@ -58,10 +59,7 @@ WITH_SIZE = {7: "JPEG", 33003: "JPEG 2000", 33004: "JPEG 2000", 33005: "JPEG 200
 class Slide(AbstractContextManager["Slide"]):
     """An image that is read in rows, at one of its levels. Close it, or use it in a `with` statement.
 
-    Attributes:
-        path: The file.
-        level: Number of the level that is read; 0 is the finest.
-        level_sizes: Height and width of every level in pixels.
+    `level` is the number of the level that is read; 0 is the finest. `level_sizes` are (height, width) in pixels.
     """
 
     def __init__(self, path: Path, level_sizes: list[tuple[int, int]], level: int) -> None:
@@ -101,13 +99,8 @@ class Slide(AbstractContextManager["Slide"]):
         """Return the level reduced to at most `most` pixels along a side, by averaging."""
         height, width = self.size
         step = -(-max(height, width) // most)
-        rows = [
-            torch.nn.functional.avg_pool2d(
-                self.read_rows(start, min(start + step, height))[None].float(), step, ceil_mode=True
-            )
-            for start in range(0, height, step)
-        ]
-        pixels = torch.cat(rows, dim=2)[0].round().byte()
+        rows = (self.read_rows(start, min(start + step, height))[None].float() for start in range(0, height, step))
+        pixels = torch.cat([avg_pool2d(part, step, ceil_mode=True) for part in rows], dim=2)[0].round().byte()
         return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
     @abstractmethod
@@ -160,7 +153,9 @@ class _TiffSlide(Slide):
             # Not its `series`: those of some formats name other files.
             pages = _level_pages(tifffile.TiffFile(self._file, name=path.name))
             super().__init__(path, [(int(page.imagelength), int(page.imagewidth)) for page in pages], level)
-            self._page = pages[level]
+            self._page = page = pages[level]
+            strip = min(page.rowsperstrip, page.imagelength), page.imagewidth
+            self._tile_size = (page.tilelength, page.tilewidth) if page.is_tiled else strip
             if problem := self._problem():
                 raise ImageError(path, problem)
             # What tifffile reads lazily is read now: threads that decode must not move in the file.
@@ -179,7 +174,7 @@ class _TiffSlide(Slide):
     def _problem(self) -> str | None:
         """Return why the level cannot be decoded, None if it can."""
         page, known = self._page, PLAIN | WITH_SIZE
-        (height, width), (tile_height, tile_width) = self.size, self._tile_size()
+        (height, width), (tile_height, tile_width) = self.size, self._tile_size
         self._down, self._across = -(-height // tile_height), -(-width // tile_width)
         self._planes = page.samplesperpixel if int(page.planarconfig) == 2 else 1
         colors = page.photometric.name in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
@@ -211,14 +206,8 @@ class _TiffSlide(Slide):
             return f"is truncated: {beyond.sum():,} {of_count} lie behind its end; copy it again"
         return None
 
-    def _tile_size(self) -> tuple[int, int]:
-        page = self._page
-        if page.is_tiled:
-            return page.tilelength, page.tilewidth
-        return min(page.rowsperstrip, page.imagelength), page.imagewidth
-
     def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        tile_height, _ = self._tile_size()
+        tile_height, _ = self._tile_size
         with self._lock:
             for row in range(start // tile_height, -(-stop // tile_height)):
                 top = row * tile_height
@@ -236,7 +225,7 @@ class _TiffSlide(Slide):
     def _tile_row(self, row: int) -> np.ndarray:
         """Return the decoded pixels of one row of tiles, `[rows, width, 3]` uint8."""
         page, (height, width) = self._page, self.size
-        tile_height, tile_width = self._tile_size()
+        tile_height, tile_width = self._tile_size
         rows = min(tile_height, height - row * tile_height)
         colors = 3 if page.samplesperpixel >= 3 else 1
         alpha = page.extrasamples[0] if page.samplesperpixel > colors and page.extrasamples else None

@@ -28,11 +28,8 @@ class DataError(ValueError):
 class ImageSource(ABC):
     """Labeled images by number. Cheap to copy into worker processes.
 
-    Attributes:
-        location: Their place, for messages.
-        class_names: Name of each class; its place is the class's number.
-        targets: `[N]` class number of each image, int64.
-        empty_classes: Names of classes that were announced, and have no image.
+    `location` names their place in messages. The place of a class in `class_names` is its number, of which `targets`
+    `[N]` int64 are those of the images. `empty_classes` were announced, and have no image.
     """
 
     def __init__(
@@ -60,12 +57,9 @@ class ImageSource(ABC):
         Raises `DataError` if a class is not among them.
         """
         numbers = {name: number for number, name in enumerate(class_names)}
-        unknown = [name for name in self.class_names if name not in numbers]
-        if unknown:
-            raise DataError(
-                f"{self.location} has {len(unknown)} classes that are not among the {len(numbers)} known ones, "
-                f"such as {unknown[0]!r}; rename or remove them"
-            )
+        if unknown := [name for name in self.class_names if name not in numbers]:
+            them = f"{len(unknown)} classes that are not among the {len(numbers)} known ones, such as {unknown[0]!r}"
+            raise DataError(f"{self.location} has {them}; rename or remove them")
         renumbered = copy.copy(self)
         renumbered.class_names = tuple(class_names)
         renumbered.targets = np.array([numbers[name] for name in self.class_names], dtype=np.int64)[self.targets]
@@ -192,11 +186,9 @@ def find_split_folder(root: AnyPath, split: str) -> Path:
     for name in (split, *names):
         if (root / name).is_dir():
             return root / name
-    others = [name for names in SPLIT_FOLDERS.values() for name in names if (root / name).is_dir()]
-    if others:
-        raise DataError(
-            f"{root} has a folder {others[0]!r}, but none for the split {split!r}; expected one of {', '.join(names)}"
-        )
+    if others := [name for known in SPLIT_FOLDERS.values() for name in known if (root / name).is_dir()]:
+        expected = f"none for the split {split!r}; expected one of {', '.join(names)}"
+        raise DataError(f"{root} has a folder {others[0]!r}, but {expected}")
     return root
 
 

@@ -81,6 +81,11 @@ def natural_key(text: str) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text.lower())]
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def printable(text: object) -> str:
     """Return text that is safe on a terminal and in UTF-8: control characters and lone surrogates are escaped.
 
