@@ -115,9 +115,8 @@ def _transform_target(
         format=tv_tensors.BoundingBoxFormat.XYXY,  # pyright: ignore[reportCallIssue]
         canvas_size=(image.height, image.width),
     )
-    moved: dict[str, Any] = {"image": transforms.pil_to_tensor(image), "boxes": boxes}
-    if "masks" in target:
-        moved["masks"] = tv_tensors.Mask(target["masks"])
+    masks = {"masks": tv_tensors.Mask(target["masks"])} if "masks" in target else {}
+    moved: dict[str, Any] = {"image": transforms.pil_to_tensor(image), "boxes": boxes, **masks}
     # torchvision's `RandomShortestSize` fails on an image so thin that a side vanishes.
     shorter_side = shorter_sides[int(torch.randint(len(shorter_sides), ()))]
     size = list(fitted_size((image.height, image.width), shorter_side, longest_side))

@@ -95,8 +95,7 @@ class SampleLoader(Loader[BatchType]):
         """Set up; worker processes start with the first epoch and stay until `close`.
 
         Args:
-            samples: Samples to read.
-            batches: Samples of each batch.
+            samples, batches: Samples to read, and which of them make up each batch.
             normalize: Applied on the device to batches of uint8; None leaves them as they are.
             broken: Collects broken images.
             replace_broken: Put the next readable image in place of a broken one, which keeps the size of batches;

@@ -67,9 +67,7 @@ class SlidesPlan:
 def write_slides(folder: AnyPath, plan: SlidesPlan, *, on_progress: Callable[[], None] | None = None) -> Path:
     """Write a dataset; returns its folder. Slides that are there already are kept, so that a killed generation resumes.
 
-    Raises:
-        DataError: If something else is in the folder.
-        OSError: If nothing can be written there, or the disk is full.
+    Raises `DataError` if something else is in the folder, and OSError if nothing can be written there.
     """
     folder = Path(folder)
     manifest = {"kind": "inline slides", **asdict(plan)}

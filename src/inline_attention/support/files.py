@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,9 +112,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk; a file's own fsync covers only its content."""
-    if sys.platform == "win32":
-        return  # folders cannot be opened there
-    with suppress(OSError):  # a few file systems cannot sync folders
+    with suppress(OSError):  # Windows cannot open folders, and a few file systems cannot sync them
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

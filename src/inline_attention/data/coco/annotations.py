@@ -166,10 +166,8 @@ def find_annotation_file(root: AnyPath, split: str) -> Path:
                 raise DataError(f"{folder} has {len(found)} files for the split {split!r}: {listed}; keep one")
             if found:
                 return found[0]
-    raise DataError(
-        f"{root} has no annotations of the split {split!r}; "
-        f"expected annotations/instances_{names[0]}.json, or with a year, such as instances_{names[0]}2017.json"
-    )
+    expected = f"annotations/instances_{names[0]}.json, or with a year, such as instances_{names[0]}2017.json"
+    raise DataError(f"{root} has no annotations of the split {split!r}; expected {expected}")
 
 
 def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *, allow_outside: bool = False) -> Path:
@@ -195,10 +193,9 @@ def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *
             return existing[held.index(max(held))]
     if existing and not plain and all(map(folders[0].is_outside, names)):
         return existing[0]  # there is something wrong that a check says better
-    raise DataError(
-        f"none of the images in {annotations.location}, such as {names[0]!r}, is in any of "
-        f"{', '.join(str(folder) for folder in named[:4])} or {root}; put them there"
-    )
+    places = ", ".join(map(str, named[:4]))
+    images = f"none of the images in {annotations.location}, such as {names[0]!r}"
+    raise DataError(f"{images}, is in any of {places} or {root}; put them there")
 
 
 def _entries(
