@@ -49,8 +49,8 @@ class DataReport:
     repaired: bool  # True if the faults have been repaired in what is used; files are never changed
     findings: dict[str, Finding] = field(default_factory=dict)
 
-    def add(self, fault: str, offender: str, repair: str) -> None:
-        """Count a fault; arguments as the attributes of `Finding`."""
+    def add(self, fault: str, offender: str, repair: str = LEFT_OUT) -> None:
+        """Count a fault; the offender is left out unless another repair is given. See `Finding`."""
         finding = self.findings.setdefault(fault, Finding(fault, repair))
         finding.count += 1
         if len(finding.first) < FIRST_OFFENDERS:

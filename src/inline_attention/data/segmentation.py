@@ -17,16 +17,8 @@ import numpy as np
 from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
-from inline_attention.data.findings import KEPT_AS_LABELS, LEFT_OUT, NOT_POSSIBLE, DataReport, OpenedSplits, each_once
-from inline_attention.data.images import (
-    SUFFIXES,
-    ImageError,
-    find_images,
-    image_size,
-    load_image,
-    open_image,
-    read_in_threads,
-)
+from inline_attention.data.findings import KEPT_AS_LABELS, NOT_POSSIBLE, DataReport, OpenedSplits, each_once
+from inline_attention.data.images import ImageError, find_images, image_size, load_image, open_image, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, check_folder, split_names
 from inline_attention.support.files import AnyPath, read_bounded
@@ -141,8 +133,8 @@ def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> tuple[list[Pair], 
 
     Returns sorted pairs, and the other files by what is wrong with them.
     """
-    images, same_images = _by_stem(Path(image_folder), SUFFIXES)
-    maps, same_maps = _by_stem(Path(map_folder), MAP_SUFFIXES)
+    images, same_images = _by_stem(Path(image_folder), find_images([image_folder]))
+    maps, same_maps = _by_stem(Path(map_folder), find_images([map_folder], MAP_SUFFIXES))
     both = sorted(images.keys() & maps.keys(), key=natural_key)
     if not both:
         raise DataError(
@@ -157,9 +149,9 @@ def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> tuple[list[Pair], 
     return [Pair(images[stem], maps[stem]) for stem in both], faults
 
 
-def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:
+def _by_stem(folder: Path, files: Sequence[Path]) -> tuple[dict[str, Path], list[Path]]:
     found: dict[str, Path] = {}
-    files = [path for path in find_images([folder], suffixes) if path.is_file()]
+    files = [path for path in files if path.is_file()]
     stems = [str(path.relative_to(folder).with_suffix("")) for path in files]
     return found, [path for path, stem in zip(files, stems, strict=True) if found.setdefault(stem, path) is not path]
 
@@ -391,7 +383,7 @@ def check_pairs(
     report = DataReport(location, f"{len(pairs):,} pairs", repaired=repair)
     for fault, paths in faults.items():
         for path in paths:
-            report.add(fault, str(path), LEFT_OUT)
+            report.add(fault, str(path))
     kept: list[Pair] = []
     seen = np.zeros(len(class_names), dtype=bool)
     reads = read_in_threads(lambda pair: _read(pair, decode=decode), pairs, on_progress)
@@ -422,12 +414,12 @@ def _check_pair(pair: Pair, read: _Read | ImageError, rules: LabelRules, report:
     if isinstance(read, ImageError):
         has_colors = isinstance(read, ColoredMapError)
         fault = "maps of colors instead of labels" if has_colors else "files that cannot be read"
-        return report.add(fault, str(read), LEFT_OUT)
+        return report.add(fault, str(read))
     (height, width), (map_height, map_width), numbers = read
     if (map_height, map_width) != (height, width):
         detail = f"{pair.label_map}: {map_width}×{map_height} for an image of {width}×{height}"
         if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
-            return report.add("maps of another shape than their image", detail, LEFT_OUT)
+            return report.add("maps of another shape than their image", detail)
         report.add("maps of another size than their image", detail, "brought to the image's size")
     labels = rules.labels(numbers)
     outside = numbers[labels < 0].tolist()

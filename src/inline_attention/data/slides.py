@@ -26,14 +26,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from inline_attention.data.images import (
-    DEFAULT_MAX_PIXELS,
-    READERS,
-    SUFFIXES,
-    ImageError,
-    image_errors,
-    open_image,
-)
+from inline_attention.data.images import DEFAULT_MAX_PIXELS, READERS, SUFFIXES, ImageError, image_errors, open_image
 from inline_attention.support.files import AnyPath, open_regular
 from inline_attention.support.text import first_line
 

@@ -25,7 +25,7 @@ import yaml
 
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
 from inline_attention.data.coco.checks import WITH_OBJECTS, check_annotations
-from inline_attention.data.findings import LEFT_OUT, DataReport
+from inline_attention.data.findings import DataReport
 from inline_attention.data.images import ImageError, find_images, image_size, read_in_threads
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
@@ -141,7 +141,7 @@ def _read(
     if kind == "voc":
         for image in images:
             if image not in paired:
-                report.add("images without an annotation file", str(image), LEFT_OUT)
+                report.add("images without an annotation file", str(image))
         parse_xml = _xml_parser()
         for image, label_file in sorted(paired.items()):
             if (found := _voc_objects(root / label_file, parse_xml, str(label_file), report)) is not None:
@@ -177,11 +177,11 @@ def _pair(images: Sequence[Path], labels: Sequence[Path], kind: LabelFormat, rep
         similarity = {image: len({*image.parts[:-1]} & {*label.parts[:-1]}) for image in by_stem[label.stem]}
         best = [image for image, value in similarity.items() if value == max(similarity.values())]
         if not best and (kind == "voc" or "labels" in label.parts):  # other texts are not about images
-            report.add("annotation files whose image is missing", str(label), LEFT_OUT)
+            report.add("annotation files whose image is missing", str(label))
         elif len(best) > 1:
-            report.add("annotation files that several images fit", str(label), LEFT_OUT)
+            report.add("annotation files that several images fit", str(label))
         elif best and paired.setdefault(best[0], label) != label:
-            report.add("annotation files of an image that has one", str(label), LEFT_OUT)
+            report.add("annotation files of an image that has one", str(label))
     return paired
 
 
@@ -210,12 +210,12 @@ def _voc_objects(
         try:
             left, top, right, bottom = (float(node.findtext(f"bndbox/{s}")) for s in ("xmin", "ymin", "xmax", "ymax"))
         except (TypeError, ValueError):  # the former from what is missing
-            report.add("objects without a box of four numbers", where, LEFT_OUT)
+            report.add("objects without a box of four numbers", where)
             continue
         if class_name is None:
-            report.add("objects without a class", where, LEFT_OUT)
+            report.add("objects without a class", where)
         elif left == right or top == bottom:
-            report.add("boxes without area", where, LEFT_OUT)
+            report.add("boxes without area", where)
         else:
             if left > right or top > bottom:
                 report.add("boxes with swapped corners", where, "swapped back")
@@ -247,10 +247,10 @@ def _yolo_objects(
                 raise ValueError
             class_number = int(first)
         except ValueError:
-            report.add("lines that are no box", where, LEFT_OUT)
+            report.add("lines that are no box", where)
             continue
         if names and not 0 <= class_number < len(names):
-            report.add("objects of an unknown category", f"{where}: category {class_number}", LEFT_OUT)
+            report.add("objects of an unknown category", f"{where}: category {class_number}")
             continue
         class_name = names[class_number] if names else str(class_number)
         if is_polygon:
@@ -338,7 +338,7 @@ def _split(
     used = {item.path for item in (*train, *validation)}
     for item in labeled:
         if item.path not in used:
-            report.add("images of other splits", str(item.path), LEFT_OUT)
+            report.add("images of other splits", str(item.path))
     return {"train": train, "validation": validation}
 
 
@@ -357,7 +357,7 @@ def _annotations(
             if item.polygon is not None and not masks:
                 report.add("polygons that become boxes", where, "mask dropped, since other objects have none")
             if item.class_name not in numbers:
-                report.add("objects of an unknown category", where, LEFT_OUT)
+                report.add("objects of an unknown category", where)
                 continue
             number, category = len(objects) + 1, numbers[item.class_name]
             polygons = item.polygon and [item.polygon]
