@@ -54,11 +54,9 @@ def read_label_map(path: AnyPath) -> np.ndarray:
     """
     with open_image(path, formats=MAP_FORMATS, what="label map") as image:
         if image.mode not in NUMBER_MODES:
-            raise ColoredMapError(
-                path,
-                f"holds colors ({image.mode}), and a label map needs one number for each pixel; convert it to a gray "
-                "image or one with a palette, in which the number of a class is the pixel's value",
-            )
+            fault = f"holds colors ({image.mode}), and a label map needs one number for each pixel"
+            gray = "a gray image or one with a palette, in which the number of a class is the pixel's value"
+            raise ColoredMapError(path, f"{fault}; convert it to {gray}")
         scale = 1
         # Arguments of the decoder, which are gone after decoding.
         arguments = image.tile[0][3] if isinstance(image, ImageFile) and image.tile else None

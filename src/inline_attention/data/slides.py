@@ -293,18 +293,17 @@ class _VendorSlide(Slide):
 def _level_pages(tiff: Any) -> list[Any]:
     """Return the first image of a TIFF and its reduced copies, the finest first."""
     first = tiff.pages[0]
-    found = [first]
     others = [*(first.pages or ())][:MAX_LEVELS]
     with suppress(IndexError):
         for number in range(1, MAX_LEVELS):
             others.append(tiff.pages[number])
-    for page in others:
+
+    def is_copy(page: Any) -> bool:
         if page.imagelength < 1 or page.imagewidth < 1:
-            found.append(page)  # named in an error if it is chosen
-            continue
+            return True  # named in an error if it is chosen
         aspect = page.imagelength * first.imagewidth / (page.imagewidth * first.imagelength)
-        is_copy = page.samplesperpixel == first.samplesperpixel and page.dtype == first.dtype
-        is_copy &= page.imagelength < first.imagelength  # else another plane of a stack
-        if is_copy and abs(aspect - 1) < SAME_SHAPE and page.is_tiled == first.is_tiled:
-            found.append(page)
-    return sorted(found, key=lambda page: page.imagelength, reverse=True)
+        is_smaller = page.imagelength < first.imagelength  # else another plane of a stack
+        is_alike = all(getattr(page, name) == getattr(first, name) for name in ("samplesperpixel", "dtype", "is_tiled"))
+        return is_smaller and is_alike and abs(aspect - 1) < SAME_SHAPE
+
+    return sorted([first, *filter(is_copy, others)], key=lambda page: page.imagelength, reverse=True)

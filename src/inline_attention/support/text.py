@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NOTHING = "–"  # in tables, in place of a value that is missing
@@ -68,12 +69,11 @@ def page_of_docs(name: str) -> str:
     clone = Path(__file__).resolve().parents[3]
     if (page := clone / "docs" / name).is_file():
         return f"docs/{name}" if clone.samefile(".") else str(page)
-    try:
-        installed = importlib.metadata.files("inline-attention") or []
-    except importlib.metadata.PackageNotFoundError:
-        installed = []
-    found = [Path(file.locate()) for file in installed if file.as_posix().endswith(f"doc/inline-attention/{name}")]
-    return str(found[0].resolve()) if found else f"docs/{name}"
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("inline-attention") or []:
+            if file.as_posix().endswith(f"doc/inline-attention/{name}"):
+                return str(Path(file.locate()).resolve())
+    return f"docs/{name}"
 
 
 def natural_key(text: str) -> list[int | str]:

@@ -236,10 +236,9 @@ def _check_categories(categories: Sequence[CocoCategory], report: DataReport) ->
     ids: dict[str, int] = {}
     for category in kept.values():
         if (first := ids.setdefault(category.name, category.id)) != category.id:
+            both = f"{category.name} ({first} and {category.id})"
             repair = "kept apart, by their ids; figures by category show the last of them alone"
-            report.add(
-                "categories with a name that another has", f"{category.name} ({first} and {category.id})", repair
-            )
+            report.add("categories with a name that another has", both, repair)
     return kept
 
 

@@ -18,6 +18,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +32,7 @@ from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
 from inline_attention.support.files import AnyPath, read_bounded, replace_folder
 from inline_attention.support.text import counted, install_command
-from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, load_yaml
 
 LabelFormat = Literal["voc", "yolo"]
 SUFFIXES: dict[LabelFormat, str] = {"voc": ".xml", "yolo": ".txt"}
@@ -269,10 +270,7 @@ def _known_classes(root: Path, files: Sequence[Path]) -> list[str]:
         path = root / min(lists, key=lambda path: len(path.parts))
         return _checked_names([line for line in _text(path).splitlines() if line.strip()], path)
     for path in (root / path for path in files if len(path.parts) == 1 and path.suffix in YAML_SUFFIXES):
-        try:
-            content = load_yaml(_text(path), yaml.SafeLoader)
-        except UntrustedDataError as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        content = _text(path, partial(load_yaml, loader=yaml.SafeLoader))
         if not isinstance(content, dict) or (names := content.get("names")) is None:
             continue
         if isinstance(names, dict):
@@ -296,9 +294,9 @@ def _class_name(text: str | None) -> str | None:
     return text if 0 < len(text) <= LONGEST_CLASS_NAME else None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, parse: Callable[[str], Any] = str) -> Any:
     try:
-        return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig")
+        return parse(read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
