@@ -58,14 +58,10 @@ def decode_to_memory(
     workers: int = 0,
     interpolation: str = "bicubic",
 ) -> MemoryImages:
-    """Decode a whole dataset; broken images are left out.
+    """Decode a whole dataset with so many worker processes; interpolation is "bicubic", "bilinear" or "nearest".
 
-    Args:
-        source: The images.
-        size: (height, width) to which those of another size are resized, without regard to their shape.
-        broken: Collects broken images; `BrokenImagesError` if they are more than allowed.
-        workers: Processes to decode with.
-        interpolation: "bicubic", "bilinear" or "nearest".
+    Images of another (height, width) are resized to `size` without regard to their shape. Broken ones are left out and
+    collected in `broken`; `BrokenImagesError` if they are more than allowed.
     """
     transform = evaluation_transform(size, crop_pct=1.0, crop_mode="squash", interpolation=interpolation)
     batches = EvaluationBatches(len(source), DECODING_BATCH)

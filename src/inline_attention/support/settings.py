@@ -67,13 +67,9 @@ class BadValueError(ValueError):
 
 
 def setting(default: Any, documentation: str, *, tasks: Collection[str] = (), **bounds: float) -> Any:
-    """Declare a field of a dataclass.
+    """Declare a field of a dataclass, whose documentation is its help text, and a comment in YAML.
 
-    Args:
-        default: Default value.
-        documentation: Help text, and comment in YAML.
-        tasks: Tasks that use it; empty if all do.
-        **bounds: Limits of its numbers: `at_least`, `above`, `at_most`, `below`.
+    `tasks` use it; all do if it is empty. Bounds of its numbers are `at_least`, `above`, `at_most` and `below`.
     """
     assert bounds.keys() <= BOUNDS.keys()
     start = {"default_factory": partial(dict, default)} if isinstance(default, dict) else {"default": default}

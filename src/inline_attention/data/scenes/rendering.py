@@ -244,13 +244,10 @@ class Scene:
 
 
 def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
-    """Draw one scene; it depends on the arguments alone, not on how many others are drawn.
+    """Draw one scene of a dataset's seed, with `size` pixels on the longer side (`SMALLEST_SIDE` to `LARGEST_SIDE`).
 
-    Args:
-        seed: Random seed of the dataset.
-        split: Such as "train"; scenes of different splits have nothing in common.
-        index: Number of the scene in its split.
-        size: Pixels of the longer side, from `SMALLEST_SIDE` to `LARGEST_SIDE`.
+    It depends on the arguments alone, not on how many others are drawn. Scenes of different splits, such as "train",
+    have nothing in common. `index` counts the scenes of a split.
     """
     if not SMALLEST_SIDE <= size <= LARGEST_SIDE:
         raise ValueError(f"the size of scenes must be {SMALLEST_SIDE} to {LARGEST_SIDE} pixels, got {size}")
