@@ -170,8 +170,8 @@ class _TiffSlide(Slide):
         (height, width), (tile_height, tile_width) = self.size, self._tile_size
         self._down, self._across = -(-height // tile_height), -(-width // tile_width)
         self._planes = page.samplesperpixel if int(page.planarconfig) == 2 else 1
-        colors = page.photometric.name in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
-        if page.dtype not in (np.uint8, np.uint16) or page.bitspersample not in (8, 16) or not colors:
+        is_known = page.photometric.name in ("RGB", "YCBCR", "MINISBLACK", "MINISWHITE")
+        if page.dtype not in (np.uint8, np.uint16) or page.bitspersample not in (8, 16) or not is_known:
             kind = f"{page.bitspersample} bits ({page.dtype}) as {page.photometric.name}"
             return f"has pixels of {kind}; expected RGB or gray of 8 or 16 bits; convert it first"
         if int(page.compression) not in known:
@@ -181,8 +181,8 @@ class _TiffSlide(Slide):
             return "is not stored upright; turn it first"
         tile_bytes = tile_height * tile_width * page.samplesperpixel * page.dtype.itemsize
         if (row_bytes := self._across * tile_bytes) > LARGEST_TILE_ROW:
-            sizes = f"{row_bytes / 2**30:.1f} GiB, more than {LARGEST_TILE_ROW / 2**30:.0f}"
-            return f"has rows of tiles or strips of {sizes}; save it as a tiled TIFF"
+            excess = f"{row_bytes / 2**30:.1f} GiB, more than {LARGEST_TILE_ROW / 2**30:.0f}"
+            return f"has rows of tiles or strips of {excess}; save it as a tiled TIFF"
         count = self._down * self._across * self._planes
         if count > MAX_TILES:
             return f"has {count:,} tiles, more than {MAX_TILES:,}"

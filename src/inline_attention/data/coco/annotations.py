@@ -60,32 +60,20 @@ class CocoObject:
         return self.box[2] * self.box[3]
 
 
-@dataclass(frozen=True, slots=True)
-class MalformedEntry:
-    """An unusable entry of "images", "categories" or "annotations": its place, its fault, and its id, if any."""
-
-    list_name: str
-    number: int
-    fault: str
-    id: int | None
-
-    def __str__(self) -> str:
-        return f"entry {self.number} of {self.list_name!r}: {self.fault}"
-
-
 @dataclass(frozen=True)
 class CocoAnnotations:
     """Content of an annotation file.
 
     Labels are the numbers that a model uses: 1 to the number of categories, in order of the categories' ids, which may
-    have holes. 0 is the background. Entries that could not become an image, a category or an object are `malformed`.
+    have holes. 0 is the background.
     """
 
     location: str
     images: tuple[CocoImage, ...]
     categories: tuple[CocoCategory, ...]
     objects: tuple[CocoObject, ...]
-    malformed: tuple[MalformedEntry, ...] = ()
+    malformed: tuple[str, ...] = ()  # places and faults of entries that became no image, category or object
+    malformed_images: frozenset[int] = frozenset()  # ids of those of images, as far as they are known
 
     @property
     def category_names(self) -> dict[int, str]:
@@ -145,11 +133,11 @@ def read_annotations(path: AnyPath) -> CocoAnnotations:
     for name in ("images", "categories", "annotations"):
         if not isinstance(content.get(name), list):
             raise DataError(f"{path} has no list {name!r}; is it an annotation file of COCO's format?")
-    malformed: list[MalformedEntry] = []
-    images = _entries(content, "images", _image, malformed)
-    categories = _entries(content, "categories", _category, malformed)
-    objects = _entries(content, "annotations", _object, malformed)
-    return CocoAnnotations(str(path), images, categories, objects, tuple(malformed))
+    malformed: list[str] = []
+    images, lost_images = _entries(content, "images", _image, malformed)
+    categories, _ = _entries(content, "categories", _category, malformed)
+    objects, _ = _entries(content, "annotations", _object, malformed)
+    return CocoAnnotations(str(path), images, categories, objects, tuple(malformed), lost_images)
 
 
 def find_annotation_file(root: AnyPath, split: str) -> Path:
@@ -199,21 +187,22 @@ def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *
 
 
 def _entries(
-    content: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[MalformedEntry]
-) -> tuple[Entry, ...]:
-    """Return the entries of a list; malformed ones are added to `malformed` instead."""
+    content: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[str]
+) -> tuple[tuple[Entry, ...], frozenset[int]]:
+    """Return the entries of a list, and ids of malformed ones, whose places and faults are added to `malformed`."""
     entries: list[Entry] = []
+    lost: set[int] = set()
     for number, item in enumerate(content[list_name]):
         try:
             if not isinstance(item, dict):
                 raise ValueError(f"{reprlib.repr(item)} instead of names with values")
             entries.append(build(item))
         except (ValueError, KeyError) as error:
-            fault, entry_id = f"has no {error}" if isinstance(error, KeyError) else str(error), None
+            fault = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            malformed.append(f"entry {number} of {list_name!r}: {fault}")
             with suppress(ValueError, KeyError, TypeError):  # the last from what is no dictionary
-                entry_id = _whole_number(item, "id")
-            malformed.append(MalformedEntry(list_name, number, fault, entry_id))
-    return tuple(entries)
+                lost.add(_whole_number(item, "id"))
+    return tuple(entries), frozenset(lost)
 
 
 def _image(item: Mapping[str, Any]) -> CocoImage:

@@ -154,15 +154,14 @@ def check_annotations(
     masks = masks is not False and not boxes_only
     files = ListedFiles.of(image_folder)
     for entry in annotations.malformed:
-        report.add("malformed entries", str(entry), "left out, images with their objects")
+        report.add("malformed entries", entry, "left out, images with their objects")
     sizes = read_in_threads(
         lambda image: image_size(files.path(image.file_name), decode=decode), annotations.images, on_progress
     )
     images = _check_images(annotations.images, sizes, report)
     categories = _check_categories(annotations.categories, report)
     # Objects are left out with their image, which is one fault, not many.
-    malformed = [entry for entry in annotations.malformed if entry.list_name == "images"]
-    known_images = {image.id for image in (*annotations.images, *malformed)}
+    known_images = {image.id for image in annotations.images} | annotations.malformed_images
     objects = _ObjectChecks(images, known_images, categories, report, masks).checked(annotations.objects)
     if every_category:
         used = {item.category_id for item in objects if not item.is_crowd}
@@ -247,7 +246,7 @@ class _ObjectChecks:
     """Checks objects one by one, each against its image."""
 
     images: dict[int, CocoImage]
-    known_images: set[int | None]
+    known_images: set[int]
     categories: dict[int, CocoCategory]
     report: DataReport
     masks: bool
