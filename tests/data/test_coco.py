@@ -241,7 +241,7 @@ def test_malformed_entries_are_collected(tmp_path, list_name, entry, fault):
     file = tmp_path / "instances_train.json"
     file.write_text(json.dumps(content))
     annotations = read_annotations(file)
-    assert [str(malformed) for malformed in annotations.malformed] == [f"entry 0 of {list_name!r}: {fault}"]
+    assert list(annotations.malformed) == [f"entry 0 of {list_name!r}: {fault}"]
     assert [len(kept) for kept in (annotations.images, annotations.categories, annotations.objects)] == [1, 1, 1]
 
 

@@ -361,9 +361,9 @@ def test_pairs_in_subfolders_and_hidden_files(tmp_path):
         noise(0).save(tmp_path / "images" / city / "1.v2.jpg")
         Image.fromarray(labels()).save(tmp_path / "maps" / city / "1.v2.png")
     (tmp_path / "images" / ".thumbnail.jpg").touch()
-    found = find_pairs(tmp_path / "images", tmp_path / "maps")
-    assert [pair.image.parent.name for pair in found.pairs] == ["aachen", "bonn"]
-    assert not any(found.faults.values())
+    pairs, faults = find_pairs(tmp_path / "images", tmp_path / "maps")
+    assert [pair.image.parent.name for pair in pairs] == ["aachen", "bonn"]
+    assert not any(faults.values())
 
 
 def test_too_many_classes():

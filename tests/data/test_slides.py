@@ -264,6 +264,13 @@ def test_a_dataset_of_slides(tmp_path):
         write_slides(tmp_path / "new", SlidesPlan(size=300, mark_size=16))
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_slides_do_not_wait_for_the_writer_of_a_fifo(tmp_path):
+    os.mkfifo(tmp_path / "slides.json")
+    with pytest.raises(DataError, match="holds something else"):
+        write_slides(tmp_path, SlidesPlan(size=300, mark_size=16))
+
+
 def test_one_mark_says_nothing_about_the_class():
     plan = SlidesPlan(size=4096)
     drawn = {label: [place_marks(plan, "train", i, label) for i in range(400)] for label in ("same", "different")}

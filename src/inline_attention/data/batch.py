@@ -22,23 +22,14 @@ Targets = TypeVar("Targets")
 
 @dataclass(frozen=True)
 class AnyBatch(Generic[Images, Targets]):
-    """Some samples, with a report on those that could not be read.
-
-    Attributes:
-        epoch: Epoch, from 0.
-        number: Batch in the epoch, from 0.
-        images: Images as read (uint8), or normalized floating-point numbers.
-        targets: Targets of the images.
-        indices: `[B]` numbers of the samples in the dataset.
-        broken: Images that were left out of this batch, or replaced in it.
-    """
+    """Some samples of an epoch, with a report on those that could not be read. Epochs and batches count from 0."""
 
     epoch: int
     number: int
-    images: Images
+    images: Images  # as read (uint8), or normalized floating-point numbers
     targets: Targets
-    indices: Tensor
-    broken: tuple[BrokenImage, ...] = ()
+    indices: Tensor  # [B] numbers of the samples in the dataset
+    broken: tuple[BrokenImage, ...] = ()  # images that were left out of this batch, or replaced in it
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inline_attention.support.files import write_atomically
+from inline_attention.support.files import AnyPath, write_atomically
 from inline_attention.support.text import printable
 
 FIRST_OFFENDERS = 5
@@ -17,11 +16,7 @@ REPORT_NAME = "broken_images.csv"
 
 
 class BrokenImagesError(RuntimeError):
-    """More images are broken than the limit allows.
-
-    Attributes:
-        broken: Those found until then.
-    """
+    """More images are broken than the limit allows. `broken` are those found until then."""
 
     def __init__(self, message: str, broken: tuple[BrokenImage, ...] = ()):
         super().__init__(message)
@@ -41,22 +36,15 @@ class BrokenImage:
 
 @dataclass(frozen=True)
 class BrokenImageLimit:
-    """Limits of broken images in a dataset. Both hold, and at least one image must be readable.
+    """Limits of broken images in a dataset. Both hold, and at least one image must be readable."""
 
-    Attributes:
-        count: Maximum number of broken images.
-        share: Maximum share of the dataset, from 0 to 1.
-    """
-
-    count: int = 1000
-    share: float = 0.5
+    count: int = 1000  # maximum number of broken images
+    share: float = 0.5  # maximum share of the dataset, from 0 to 1
 
     def __post_init__(self):
         if self.count < 0 or not 0 <= self.share <= 1:
-            raise ValueError(
-                "the limit of broken images must be a count of at least 0 and a share from 0 to 1, "
-                f"got count={self.count}, share={self.share}"
-            )
+            expected = "the limit of broken images must be a count of at least 0 and a share from 0 to 1"
+            raise ValueError(f"{expected}, got count={self.count}, share={self.share}")
 
     def allowed(self, total: int) -> int:
         """Return how many of `total` images may be broken."""
@@ -84,8 +72,7 @@ class BrokenImages:
     def add(self, broken: Iterable[BrokenImage]) -> list[BrokenImage]:
         """Note some; returns those not met before, for the log.
 
-        Raises:
-            BrokenImagesError: If they are more than allowed; they are noted all the same.
+        Raises `BrokenImagesError` if they are more than allowed; they are noted all the same.
         """
         new = [image for image in broken if image.name not in self._found]
         self._found.update((image.name, image) for image in new)
@@ -93,20 +80,17 @@ class BrokenImages:
             listed = [str(image) for image in list(self)[:FIRST_OFFENDERS]]
             if len(self) > FIRST_OFFENDERS:
                 listed.append(f"and {len(self) - FIRST_OFFENDERS:,} more")
-            raise BrokenImagesError(
-                f"at least {len(self):,} of {self.total:,} images cannot be read, at most {self.allowed:,} may be "
-                f"broken; {self._advice}:" + "".join(f"\n  {line}" for line in listed),
-                tuple(self),
-            )
+            found = f"at least {len(self):,} of {self.total:,} images cannot be read"
+            advice = f"at most {self.allowed:,} may be broken; {self._advice}"
+            raise BrokenImagesError("\n  ".join([f"{found}, {advice}:", *listed]), tuple(self))
         return new
 
 
-def write_report(folder: str | os.PathLike[str], images: Iterable[BrokenImage]) -> Path:
+def write_report(folder: AnyPath, images: Iterable[BrokenImage]) -> Path:
     """Write broken images to a CSV file with the columns path and reason, in place of the one from before."""
     path = Path(folder) / REPORT_NAME
     content = io.StringIO(newline="")
-    writer = csv.writer(content)
-    writer.writerow(["path", "reason"])
-    writer.writerows([printable(image.name), printable(image.reason)] for image in images)
+    rows = ((printable(image.name), printable(image.reason)) for image in images)
+    csv.writer(content).writerows([("path", "reason"), *rows])
     write_atomically(path, content.getvalue())
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 import zlib
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from inline_attention.data.shards import open_tar
 from inline_attention.data.sources import ArraySource, DataError, is_training_split
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import AnyPath, read_bounded
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FOLDER, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
@@ -28,11 +27,10 @@ MAX_FILE_BYTES = 2**26  # of 10,000 images, which take 31 MB
 MAX_ARCHIVE_BYTES = 2**29  # decompressed; the authors' take 178 MB
 
 
-def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
+def cifar10(root: AnyPath, split: str) -> ArraySource | None:
     """Return the images of a split from the binary version in `root`, or None if it is not there.
 
-    Raises:
-        DataError: If there is no such split, a file is missing or damaged, or only the Python version is there.
+    Raises `DataError` if there is no such split, a file is missing or damaged, or only the Python version is there.
     """
     root = Path(root)
     places = [folder / name for folder in (root / FOLDER, root) for name in TRAINING_FILES + TEST_FILES]
@@ -40,15 +38,13 @@ def cifar10(root: str | os.PathLike[str], split: str) -> ArraySource | None:
         if found := [name for name in PYTHON_VERSION if (root / name).is_file()]:
             raise DataError(f"{root / found[0]} is CIFAR-10's Python version; download the binary version, {DOWNLOAD}")
         return None
-    training = is_training_split(split, str(root))
-    names = TRAINING_FILES if training else TEST_FILES
+    names, kind = (TRAINING_FILES, "train") if is_training_split(split, str(root)) else (TEST_FILES, "test")
     contents = _read_folder(root, names) or _read_archive(root / ARCHIVE, names)
     if contents is None:
         return None
     records = np.concatenate([_parse(content, f"{root}: {name}") for name, content in contents.items()])
     images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    targets = records[:, 0].astype(np.int64)
-    return ArraySource(f"{root} ({'train' if training else 'test'})", CLASS_NAMES, images, targets)
+    return ArraySource(f"{root} ({kind})", CLASS_NAMES, images, records[:, 0])
 
 
 def _read_folder(root: Path, names: list[str]) -> dict[str, bytes] | None:
@@ -88,11 +84,10 @@ def _read_archive(path: Path, names: list[str]) -> dict[str, bytes] | None:
 
 def _parse(content: bytes, where: str) -> np.ndarray:
     """Return records `[N, 1 + 3072]` of uint8: the class, then the pixels as three planes."""
-    if not content or len(content) % (1 + PIXELS):
-        expected = f"expected records of {1 + PIXELS} bytes, got {len(content)}"
-        raise DataError(f"{where} is damaged: {expected}; fetch it again")
-    records = np.frombuffer(content, dtype=np.uint8).reshape(-1, 1 + PIXELS)
-    if records[:, 0].max() >= len(CLASS_NAMES):
-        expected = f"expected {len(records)} classes from 0 to 9, one per image"
-        raise DataError(f"{where} is damaged: {expected}; fetch it again")
-    return records
+    expected = f"records of {1 + PIXELS} bytes, got {len(content)}"
+    if content and len(content) % (1 + PIXELS) == 0:
+        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, 1 + PIXELS)
+        if records[:, 0].max() < len(CLASS_NAMES):
+            return records
+        expected = f"{len(records)} classes from 0 to 9, one per image"
+    raise DataError(f"{where} is damaged: expected {expected}; fetch it again")

@@ -30,6 +30,7 @@ from inline_attention.data.sources import (
     is_training_split,
     unlabelled_pictures,
 )
+from inline_attention.support.files import AnyPath
 from inline_attention.support.text import install_command, some_of
 
 TRAINING_SAMPLES = 1437  # the first four fifths; the rest is for validation
@@ -57,9 +58,8 @@ class HubSource(ImageSource):
         try:
             import datasets.config  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise DataError(
-                f"{name} is read by the Hugging Face package, which is missing; {install_command('hub')}"
-            ) from error
+            missing = f"{name} is read by the Hugging Face package, which is missing"
+            raise DataError(f"{missing}; {install_command('hub')}") from error
         from timm.data.dataset_factory import create_dataset
 
         try:
@@ -79,27 +79,21 @@ class HubSource(ImageSource):
 
     def load(self, index: int) -> Image.Image:
         """Decode the image's bytes or the file of the cache; timm's reader opens whatever path a row names."""
+        name = self.name(index)
         try:
             image = self._reader.dataset[index][self._reader.image_key] or {}
             content, path = image.get("bytes"), image.get("path")
         except Exception as error:  # a lost or damaged file of the cache can fail anywhere
-            raise ImageError(self.name(index), f"cannot be opened: {str(error) or type(error).__name__}") from error
+            raise ImageError(name, f"cannot be opened: {str(error) or type(error).__name__}") from error
         if content:
-            return load_image_bytes(content, self.name(index))
-        if not path:
-            raise ImageError(self.name(index), "cannot be opened: the row is empty")
-        if not is_inside(path, self._cache):
-            raise ImageError(self.name(index), f"cannot be opened: the row names {path}, which is not in the cache")
-        return load_image(path)
-
-    def name(self, index: int) -> str:
-        """Return the dataset and the image's number in it."""
-        return f"{self.location}[{index}]"
+            return load_image_bytes(content, name)
+        if path and is_inside(path, self._cache):
+            return load_image(path)
+        reason = f"the row names {path}, which is not in the cache" if path else "the row is empty"
+        raise ImageError(name, f"cannot be opened: {reason}")
 
 
-def open_dataset(
-    dataset: str = "folder", data_dir: str | os.PathLike[str] | None = None, split: str = "train"
-) -> ImageSource:
+def open_dataset(dataset: str = "folder", data_dir: AnyPath | None = None, split: str = "train") -> ImageSource:
     """Open one split of a dataset.
 
     Args:
@@ -113,8 +107,7 @@ def open_dataset(
         data_dir: A folder; None for "digits".
         split: "train", "validation", or whatever the dataset calls it. With `wds/…` it may be the pattern itself.
 
-    Raises:
-        DataError: If there is no such dataset, or it cannot be opened.
+    Raises `DataError` if there is no such dataset, or it cannot be opened.
     """
     kind, _, rest = dataset.partition("/")
     if dataset == "digits":
@@ -123,7 +116,7 @@ def open_dataset(
             raise DataError(f"{given}; leave --data-dir out, or add --dataset folder to use those images")
         return digits(split)
     if kind == "hfds" and rest:
-        return HubSource(dataset, os.fspath(data_dir) if data_dir is not None else None, split)
+        return HubSource(dataset, None if data_dir is None else os.fspath(data_dir), split)
     if kind == "wds":
         pattern = split if ".tar" in split else rest.replace("{split}", split)
         return ShardSource(find_shards(data_dir or "", pattern), os.path.join(data_dir or "", pattern))
@@ -146,7 +139,7 @@ def open_dataset(
 
 def open_and_check(
     dataset: str,
-    data_dir: str | os.PathLike[str] | None,
+    data_dir: AnyPath | None,
     *,
     train_split: str = "train",
     validation_split: str = "validation",
@@ -154,12 +147,8 @@ def open_and_check(
 ) -> OpenedSplits[ImageSource]:
     """Open both splits of a dataset and check them.
 
-    Args:
-        dataset: Dataset name (see `open_dataset`).
-        data_dir: Folder of the dataset.
-        train_split: Split to train on.
-        validation_split: Split to validate on; its classes are numbered as those of the training data.
-        num_classes: Classes of the model; None if it follows the data.
+    Dataset, folder and splits are those of `open_dataset`. Classes of the validation split are numbered as those of the
+    training data. `num_classes` are the model's; None if it follows the data.
     """
     problems: list[str] = []
 
@@ -173,13 +162,12 @@ def open_and_check(
     if train is not None:
         problems += check_labels(train, num_classes) + check_readable(train)
     if train is not None and validation is not None:
-        differences = check_same_classes(train, validation)
-        wrong_labels = check_labels(validation, None)
-        problems += differences + wrong_labels
+        wrong = check_same_classes(train, validation) + check_labels(validation, None)
+        problems += wrong
         if train.location == validation.location and dataset != "digits":
             same = f"training and validation data are the same, {train.location}"
             problems.append(f"{same}; put images that are not trained on into a folder val beside train")
-        elif not (differences or wrong_labels):
+        elif not wrong:
             validation = validation.with_classes(train.class_names)
     if validation is not None:
         problems += check_readable(validation)
@@ -192,16 +180,14 @@ def check_labels(source: ImageSource, num_classes: int | None) -> list[str]:
     if source.empty_classes:
         empty = _listed(source.empty_classes, "empty class")
         problems.append(f"{source.location}: {empty}; add images or remove the folder")
-    counted = len(source.class_names)
-    wrong = np.flatnonzero((source.targets < 0) | (source.targets >= counted))
-    if len(wrong):
-        first = int(wrong[0])
-        problems.append(
-            f"{source.location}: {len(wrong)} samples have a class out of 0 to {counted - 1}, such as "
-            f"{source.name(first)} with {source.targets[first]}; correct or remove them"
-        )
-    if num_classes is not None and num_classes != counted:
-        problems.append(f"{source.location} has {counted} classes, the model {num_classes}; leave --num-classes out")
+    count = len(source.class_names)
+    wrong = np.flatnonzero((source.targets < 0) | (source.targets >= count)).tolist()
+    if wrong:
+        example = f"{source.name(wrong[0])} with {source.targets[wrong[0]]}; correct or remove them"
+        samples = f"{len(wrong)} samples have a class out of 0 to {count - 1}"
+        problems.append(f"{source.location}: {samples}, such as {example}")
+    if num_classes not in (None, count):
+        problems.append(f"{source.location} has {count} classes, the model {num_classes}; leave --num-classes out")
     return problems
 
 

@@ -85,11 +85,7 @@ def detection_evaluation_transform(
 
 
 def segmentation_training_transform(
-    crop: int = 512,
-    *,
-    scale: tuple[float, float] = (0.5, 2.0),
-    largest_class_share: float = 0.75,
-    flip: float = 0.5,
+    crop: int = 512, *, scale: tuple[float, float] = (0.5, 2.0), largest_class_share: float = 0.75, flip: float = 0.5
 ) -> SegmentationTransform:
     """Return a transform that scales, crops, flips and recolors at random, as is usual on ADE20K.
 
@@ -119,9 +115,8 @@ def _transform_target(
         format=tv_tensors.BoundingBoxFormat.XYXY,  # pyright: ignore[reportCallIssue]
         canvas_size=(image.height, image.width),
     )
-    moved: dict[str, Any] = {"image": transforms.pil_to_tensor(image), "boxes": boxes}
-    if "masks" in target:
-        moved["masks"] = tv_tensors.Mask(target["masks"])
+    masks = {"masks": tv_tensors.Mask(target["masks"])} if "masks" in target else {}
+    moved: dict[str, Any] = {"image": transforms.pil_to_tensor(image), "boxes": boxes, **masks}
     # torchvision's `RandomShortestSize` fails on an image so thin that a side vanishes.
     shorter_side = shorter_sides[int(torch.randint(len(shorter_sides), ()))]
     size = list(fitted_size((image.height, image.width), shorter_side, longest_side))
@@ -133,13 +128,7 @@ def _transform_target(
 
 
 def _transform_labels(
-    image: Image.Image,
-    labels: np.ndarray,
-    *,
-    crop: int,
-    scale: tuple[float, float],
-    largest_share: float,
-    flip: float,
+    image: Image.Image, labels: np.ndarray, *, crop: int, scale: tuple[float, float], largest_share: float, flip: float
 ) -> tuple[Tensor, Tensor]:
     shorter_side = crop * float(torch.empty(()).uniform_(*scale))
     size = fitted_size((image.height, image.width), shorter_side, LONGEST_TO_SHORTEST * shorter_side)

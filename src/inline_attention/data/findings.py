@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from inline_attention.support.text import counted, printable
+from inline_attention.support.text import counted, printable, shortened
 
 Source = TypeVar("Source")
 FIRST_OFFENDERS = 5
 LONGEST_NAME = 400  # characters
+LEFT_OUT = "left out"  # a repair
+KEPT_AS_LABELS = "kept, so that labels stay the same; nothing will be learned of them"  # a repair of classes
 NOT_POSSIBLE = "not possible; "  # begins a repair that is none; what to do instead follows
 
 
@@ -40,24 +42,19 @@ class Finding:
 
 @dataclass
 class DataReport:
-    """All that is wrong with a dataset, by the name of the fault.
-
-    Attributes:
-        checked: What was looked at, such as "118,287 images, 860,001 objects".
-        repaired: True if the faults have been repaired in what is used; files are never changed.
-    """
+    """All that is wrong with a dataset, by the name of the fault."""
 
     location: str
-    checked: str
-    repaired: bool
+    checked: str  # what was looked at, such as "118,287 images, 860,001 objects"
+    repaired: bool  # True if the faults have been repaired in what is used; files are never changed
     findings: dict[str, Finding] = field(default_factory=dict)
 
-    def add(self, fault: str, offender: str, repair: str) -> None:
-        """Count a fault; arguments as the attributes of `Finding`."""
+    def add(self, fault: str, offender: str, repair: str = LEFT_OUT) -> None:
+        """Count a fault; the offender is left out unless another repair is given. See `Finding`."""
         finding = self.findings.setdefault(fault, Finding(fault, repair))
         finding.count += 1
         if len(finding.first) < FIRST_OFFENDERS:
-            finding.first.append(offender if len(offender) <= LONGEST_NAME else f"{offender[:LONGEST_NAME]}…")
+            finding.first.append(shortened(offender, LONGEST_NAME + 1))
 
     def __len__(self) -> int:
         """Faults of all kinds."""
@@ -81,8 +78,7 @@ class DataReport:
         """Return a few lines for people."""
         lines = [f"{self.location} ({self.checked}): {counted(len(self), 'faults') if len(self) else 'nothing wrong'}"]
         repaired = "  {0}: {0.repair}" if self.repaired else "  {0} ({0.advice})"
-        lines += (repaired.format(finding) for finding in self)
-        return "\n".join(map(printable, lines))
+        return "\n".join(map(printable, [*lines, *map(repaired.format, self)]))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 from PIL.ExifTags import Base
 
-from inline_attention.support.files import NotARegularFileError, open_regular
-from inline_attention.support.text import install_command, printable
+from inline_attention.support.files import AnyPath, NotARegularFileError, open_regular
+from inline_attention.support.text import first_line, install_command, printable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-STRIP_TAGS = (ExifTags.Base.StripOffsets, ExifTags.Base.StripByteCounts, ExifTags.Base.TileOffsets)
+STRIP_TAGS = (Base.StripOffsets, Base.StripByteCounts, Base.TileOffsets)
 INTEGERS_OF_16_BITS = ("PNG", "PPM")  # formats in which integers that Pillow widens to 32 bits have 16
 TURNED_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations
 READERS = 8  # threads; what takes time is the disk
@@ -63,34 +63,24 @@ LARGEST_ASPECT = 8  # of the longer to the shorter side
 
 
 class ImageError(ValueError):
-    """A file cannot be used as an image.
+    """A file at a path cannot be used as an image, for a reason."""
 
-    Attributes:
-        path: The file.
-        reason: What is wrong with it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], reason: str):
+    def __init__(self, path: AnyPath, reason: str):
         super().__init__(path, reason)
-        self.path = Path(path)
-        self.reason = reason
+        self.path, self.reason = Path(path), reason
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
 
 
-def load_image(path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+def load_image(path: AnyPath, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Read an image as RGB, turned upright as its EXIF orientation says.
 
     Transparency is composited on white. 16-bit gray values are scaled to 8 bits; 32-bit and floating-point ones, whose
     white point is unknown, from their own range. The first frame of an animation is used.
 
-    Args:
-        path: A file in one of `FORMATS`.
-        max_pixels: Larger images are refused before they are decoded.
-
-    Raises:
-        ImageError: If the file cannot be opened, is damaged or no image, or is too large.
+    Raises `ImageError` if it cannot be opened, is damaged or in none of `FORMATS`, or has more than `max_pixels`, which
+    is noticed before it is decoded.
     """
     with open_image(path, max_pixels=max_pixels) as image:
         return _upright_rgb(image)
@@ -104,7 +94,7 @@ def load_image_bytes(content: bytes, name: str, *, max_pixels: int = DEFAULT_MAX
 
 @contextmanager
 def open_image(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     content: bytes | None = None,
     *,
     formats: Collection[str] = FORMATS,
@@ -113,45 +103,47 @@ def open_image(
 ) -> Iterator[Image.Image]:
     """Open a file, or its content, with Pillow, which reads its header, and close it in the end.
 
-    Raises:
-        ImageError: If the file cannot be opened, is damaged or not of the formats, or is too large; also in place of
-            any other error in the body of the `with` statement.
+    `ImageError` if the file cannot be opened, is damaged or not of the formats, or is too large; also in place of any
+    other error in the body of the `with` statement.
     """
     path = Path(path)
-    size = 0
-    try:
-        with _LimitedReads(io.BytesIO(content) if content is not None else open_regular(path)) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size > most_bytes(max_pixels):
-                raise ImageError(
-                    path, f"has {size:,} bytes, too many for the limit of {max_pixels:,} pixels{_slide_hint(path)}"
-                )
-            if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
-                raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
-            Image.init()
-            known = [name for name in formats if name in Image.OPEN]
+    with image_errors(path), _LimitedReads(open_regular(path) if content is None else io.BytesIO(content)) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        limit = f"limit of {max_pixels:,} pixels{_slide_hint(path)}"
+        if size > most_bytes(max_pixels):
+            raise ImageError(path, f"has {size:,} bytes, too many for the {limit}")
+        if (strips := _tiff_strips(file)) > MAX_TIFF_STRIPS:
+            raise ImageError(path, f"is a TIFF of {strips:,} strips, more than {MAX_TIFF_STRIPS:,}")
+        Image.init()
+        known = [name for name in formats if name in Image.OPEN]
+        try:
             with _no_pillow_limit, Image.open(file, formats=known) as image:
                 if (pixels := image.width * image.height) > max_pixels:
-                    reason = "is a decompression bomb, or merely larger than the limit of"
-                    raise ImageError(
-                        path, f"has {pixels:,} pixels: it {reason} {max_pixels:,} pixels{_slide_hint(path)}"
-                    )
+                    reason = f"it is a decompression bomb, or merely larger than the {limit}"
+                    raise ImageError(path, f"has {pixels:,} pixels: {reason}")
                 yield image
-    except ImageError:
+        except UnidentifiedImageError:
+            reason = f"is damaged or no {what}" if size else "is empty"
+            raise ImageError(path, f"{reason}; expected {', '.join(formats)}") from None
+
+
+@contextmanager
+def image_errors(path: Path, damage: str = "is damaged: {}") -> Iterator[None]:
+    """Turn every error about a file into an `ImageError`: a damaged file can fail anywhere."""
+    try:
+        yield
+    except (ImageError, ModuleNotFoundError):
         raise
     except NotARegularFileError:
         raise ImageError(path, "cannot be opened: it is a folder, FIFO, socket or device, not a file") from None
-    except UnidentifiedImageError:
-        reason = f"is damaged or no {what}" if size else "is empty"
-        raise ImageError(path, f"{reason}; expected {', '.join(formats)}") from None
     except OSError as error:
         reason = f"cannot be opened: {error.strerror}" if error.strerror else f"is damaged: {error}"
         raise ImageError(path, reason) from error
     except MemoryError as error:
         raise ImageError(path, "does not fit into memory") from error
-    except Exception as error:  # a damaged file can fail anywhere
-        raise ImageError(path, f"is damaged: {str(error) or type(error).__name__}") from error
+    except Exception as error:
+        raise ImageError(path, damage.format(first_line(error))) from error
 
 
 def _slide_hint(path: Path) -> str:
@@ -172,12 +164,12 @@ def exif_orientation(image: Image.Image) -> int:
     """Return the orientation in the metadata of an opened image that were read so far; 1 if there is none."""
     try:
         # Not `image.getexif`, which for a PNG decodes all pixels to see what is behind them.
-        return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+        return Image.Image.getexif(image).get(Base.Orientation, 1)
     except Exception:  # no reason to refuse the image
         return 1
 
 
-def find_images(paths: Iterable[str | os.PathLike[str]], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
+def find_images(paths: Iterable[AnyPath], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Return files as they are given, and for each folder the images below it, sorted.
 
     A file is an image by its suffix; hidden files and folders are left out. Missing paths are kept, to be reported
@@ -213,25 +205,21 @@ def _tiff_strips(file: BinaryIO) -> int:
     order: Literal["little", "big"] = "little" if header[:2] == b"II" else "big"
     version = int.from_bytes(header[2:4], order) if header[:2] in (b"II", b"MM") else 0
     # Bytes of an offset, of the number of entries, and of an entry, as in a TIFF and in a BigTIFF.
-    word, number, entry = {42: (4, 2, 12), 43: (8, 8, 20)}.get(version, (0, 0, 0))
-    most = 0
-    if word:
-        file.seek(int.from_bytes(header[word : 2 * word], order))
-        entries = min(int.from_bytes(file.read(number), order), 2**16)
-        table = file.read(entries * entry)
-        for start in range(0, len(table), entry):
-            if int.from_bytes(table[start : start + 2], order) in STRIP_TAGS:
-                most = max(most, int.from_bytes(table[start + 4 : start + 4 + word], order))
+    word, number, entry = {42: (4, 2, 12), 43: (8, 8, 20)}.get(version, (0, 0, 1))
+    file.seek(int.from_bytes(header[word : 2 * word], order))
+    entries = min(int.from_bytes(file.read(number), order), 2**16)
+    table = file.read(entries * entry) if word else b""
     file.seek(0)
-    return most
+    fields = [table[start : start + 4 + word] for start in range(0, len(table), entry)]
+    strips = (int.from_bytes(field[4:], order) for field in fields if int.from_bytes(field[:2], order) in STRIP_TAGS)
+    return max(strips, default=0)
 
 
 class _PillowLimit:
     """Lifts Pillow's own limit of pixels, one for the process, while any thread opens a file. No thread waits."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._opening = 0
+        self._lock, self._opening = threading.Lock(), 0
         self._others: int | None = None
 
     def __enter__(self) -> None:
@@ -254,18 +242,12 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     # Not by `ImageOps.exif_transpose`, which writes the metadata anew and fails where only that cannot be done.
     turn = TURNS.get(exif_orientation(image))
-    rgb = _to_rgb(image)
-    return rgb if turn is None else rgb.transpose(turn)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):
         image = _to_8_bits(image)
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        background = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(background, image)
-    return image.convert("RGB")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    rgb = image.convert("RGB")
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -283,18 +265,15 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(values.round(out=values).astype(np.uint8))
 
 
-def image_size(path: str | os.PathLike[str], *, decode: bool = False) -> tuple[int, int]:
+def image_size(path: AnyPath, *, decode: bool = False) -> tuple[int, int]:
     """Return (height, width) of an image as `load_image` turns it.
 
-    Args:
-        path: Image file.
-        decode: Read the whole file, which finds truncated ones, not only its start.
+    `decode` reads the whole file, which finds truncated ones, not only its start.
     """
     with open_image(path) as image:
+        width, height = image.size
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow turns its size, but not yet its orientation
             width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
-        else:
-            width, height = image.size
         if isinstance(image, PngImagePlugin.PngImageFile) and image.fp and _metadata_behind_pixels(image.fp):
             image.load()
         orientation = exif_orientation(image)

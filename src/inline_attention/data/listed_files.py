@@ -13,6 +13,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Self
 
 from inline_attention.data.images import ImageError
+from inline_attention.support.files import AnyPath
 
 ALLOW_OUTSIDE = "--allow-outside-files (data.allow_outside_files=true)"
 
@@ -24,29 +25,19 @@ class OutsideError(ImageError):
 class ListedFiles:
     """Files below a folder, by the names that a list gives them."""
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        data_dir: str | os.PathLike[str] | None = None,
-        *,
-        allow_outside: bool = False,
-    ):
+    def __init__(self, folder: AnyPath, data_dir: AnyPath | None = None, *, allow_outside: bool = False):
         """Set the folder that names are relative to. Files may be in `data_dir` too, or anywhere if `allow_outside`."""
         self.folder = Path(folder)
         self._allow_outside = allow_outside
         self._roots = [os.path.realpath(root) for root in (self.folder, data_dir) if root is not None]
 
     @classmethod
-    def of(cls, folder: Self | str | os.PathLike[str]) -> Self:
+    def of(cls, folder: Self | AnyPath) -> Self:
         """Return the files of a folder; `ListedFiles` pass through."""
         return folder if isinstance(folder, cls) else cls(folder)  # pyright: ignore[reportArgumentType]
 
     def path(self, name: str) -> Path:
-        """Return the path of a listed file, which need not exist.
-
-        Raises:
-            OutsideError: If it is outside of the folders.
-        """
+        """Return the path of a listed file, which need not exist; raise `OutsideError` if it is outside."""
         path = self.folder / name
         reason = None if self._allow_outside else _foreign_form(name) or self._outside(path)
         if reason is not None:
@@ -74,7 +65,7 @@ class ListedFiles:
         return None if any(_is_below(real, root) for root in self._roots) else f"leads to {real}, outside of the data"
 
 
-def is_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
+def is_inside(path: AnyPath, folder: AnyPath) -> bool:
     """True if a path, with all links followed, leads into a folder."""
     return "\0" not in os.fspath(path) and _is_below(os.path.realpath(path), os.path.realpath(folder))
 
@@ -84,7 +75,7 @@ def is_plain(name: str) -> bool:
     return _foreign_form(name) is None and not os.path.isabs(name) and ".." not in Path(name).parts
 
 
-def why_outside(root: str | os.PathLike[str], name: str) -> str | None:
+def why_outside(root: AnyPath, name: str) -> str | None:
     """Return why a path relative to `root` leads out of it, None if it does not. Links are not looked at."""
     whole = os.path.abspath(root)
     inside = _is_below(os.path.normpath(os.path.join(whole, name)), whole)

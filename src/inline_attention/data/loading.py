@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import re
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -96,8 +95,7 @@ class SampleLoader(Loader[BatchType]):
         """Set up; worker processes start with the first epoch and stay until `close`.
 
         Args:
-            samples: Samples to read.
-            batches: Samples of each batch.
+            samples, batches: Samples to read, and which of them make up each batch.
             normalize: Applied on the device to batches of uint8; None leaves them as they are.
             broken: Collects broken images.
             replace_broken: Put the next readable image in place of a broken one, which keeps the size of batches;
@@ -128,11 +126,8 @@ class SampleLoader(Loader[BatchType]):
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[BatchType]:
         """Yield the batches of an epoch, from `start_batch` on, on the device.
 
-        Batches in which no image is readable are left out, which happens only if broken ones are not replaced.
-
-        Raises:
-            BrokenImagesError: If more images are broken than allowed.
-            DataWorkerError: If a worker dies or hangs.
+        Batches in which no image is readable are left out, which happens only if broken ones are not replaced. Raises
+        `BrokenImagesError` if more images are broken than allowed, `DataWorkerError` if a worker dies or hangs.
         """
         self._keys[:] = self._batches.keys(epoch, start_batch)
         try:
@@ -203,14 +198,13 @@ def named_worker_error(error: BaseException) -> DataWorkerError | None:
     Torch raises it wherever the program happens to be when a worker dies, so a training loop may meet it in mid-step.
     """
     causes = (error.__cause__, error)  # of the two, the first knows the signal, if any did
-    messages = [str(cause).strip().rstrip(".") for cause in causes if isinstance(cause, RuntimeError)]
-    reason = next((message for message in messages if re.match(rf"DataLoader worker|{TIMED_OUT}", message)), None)
-    if reason is None:
-        return None
-    return DataWorkerError(
-        f"a process that prepares images died or hangs: {reason}. If the system ended it for want of memory, use fewer "
-        "workers; if the disk is slow, data.timeout gives a training run more time"
-    )
+    for reason in (str(cause).strip().rstrip(".") for cause in causes if isinstance(cause, RuntimeError)):
+        if reason.startswith(("DataLoader worker", TIMED_OUT)):
+            return DataWorkerError(
+                f"a process that prepares images died or hangs: {reason}. If the system ended it for want of memory, "
+                "use fewer workers; if the disk is slow, data.timeout gives a training run more time"
+            )
+    return None
 
 
 class _LabeledImages(Samples):

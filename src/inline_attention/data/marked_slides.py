@@ -14,8 +14,8 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,8 @@ import numpy as np
 
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.sources import DataError
-from inline_attention.support.files import replace_atomically, write_atomically
+from inline_attention.support.files import AnyPath, read_bounded, replace_atomically, write_atomically
+from inline_attention.support.untrusted import parse_json
 
 TILE = 256
 REDUCTION = 8  # from one level to the next
@@ -48,48 +49,34 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class SlidesPlan:
-    """Settings that determine a dataset of slides.
+    """Settings that determine a dataset of slides."""
 
-    Attributes:
-        images: Slides to train on.
-        validation_images: Slides to validate on.
-        size: Pixels of a side.
-        mark_size: Pixels of a mark's side.
-        seed: Random seed.
-    """
-
-    images: int = 32
+    images: int = 32  # slides to train on
     validation_images: int = 8
-    size: int = 4096
-    mark_size: int = 96
+    size: int = 4096  # pixels of a side
+    mark_size: int = 96  # pixels of a mark's side
     seed: int = 0
 
     def __post_init__(self):
         if min(self.images, self.validation_images) < 2:
             raise ValueError("both classes need a slide: at least 2 to train on and 2 to validate on")
-        if not 8 <= self.mark_size <= self.size // 8:
-            raise ValueError(f"mark_size must be 8 to {self.size // 8} pixels, an eighth of the size, "
-                             f"got {self.mark_size}")  # fmt: skip
+        if not 8 <= self.mark_size <= (most := self.size // 8):
+            raise ValueError(f"mark_size must be 8 to {most} pixels, an eighth of the size, got {self.mark_size}")
 
 
-def write_slides(
-    folder: str | os.PathLike[str], plan: SlidesPlan, *, on_progress: Callable[[], None] | None = None
-) -> Path:
+def write_slides(folder: AnyPath, plan: SlidesPlan, *, on_progress: Callable[[], None] | None = None) -> Path:
     """Write a dataset; returns its folder. Slides that are there already are kept, so that a killed generation resumes.
 
-    Raises:
-        DataError: If something else is in the folder.
-        OSError: If nothing can be written there, or the disk is full.
+    Raises `DataError` if something else is in the folder, and OSError if nothing can be written there.
     """
     folder = Path(folder)
     manifest = {"kind": "inline slides", **asdict(plan)}
     known = folder / "slides.json"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        try:
-            same = json.loads(known.read_bytes()[: 2**16]) == manifest
-        except (OSError, ValueError):
-            same = False
-        if not same:
+        found = None
+        with suppress(OSError, ValueError):
+            found = parse_json(read_bounded(known, 2**16))
+        if found != manifest:
             raise DataError(f"{folder} holds something else, or slides of other settings; give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(known, json.dumps(manifest, indent=2) + "\n")
@@ -125,7 +112,7 @@ def place_marks(plan: SlidesPlan, split: str, index: int, label: str) -> tuple[M
             return Mark(KINDS[first], x, y), Mark(KINDS[second], other_x, other_y)
 
 
-def write_slide(path: str | os.PathLike[str], size: int, marks: tuple[Mark, ...], mark_size: int, seed: int) -> None:
+def write_slide(path: AnyPath, size: int, marks: tuple[Mark, ...], mark_size: int, seed: int) -> None:
     """Draw a slide of size×size pixels and write it as a pyramid of JPEG tiles, BigTIFF if it needs to be.
 
     Memory holds a row of tiles and the reduced copies, a 64th of the pixels.
@@ -139,17 +126,14 @@ def write_slide(path: str | os.PathLike[str], size: int, marks: tuple[Mark, ...]
     reduced = [np.zeros((side, side, 3), dtype=np.uint8) for side in sizes[1:]]
 
     def tiles(level: int) -> Iterator[np.ndarray]:
-        side = sizes[level]
-        for top in range(0, side, TILE):
-            for left in range(0, side, TILE):
-                height, width = min(TILE, side - top), min(TILE, side - left)
-                tile = draw(top, left, height, width) if level == 0 else reduced[level - 1][top:, left:][:TILE, :TILE]
-                if level < len(reduced):
-                    small = _averaged(tile)
-                    row, column = top // REDUCTION, left // REDUCTION
-                    reduced[level][row : row + len(small), column : column + small.shape[1]] = small
-                # Tiles at the border are filled up, as the format wants.
-                yield np.pad(tile, ((0, TILE - height), (0, TILE - width), (0, 0)), mode="edge")
+        for top, left, height, width in _tiles(sizes[level]):
+            tile = draw(top, left, height, width) if level == 0 else reduced[level - 1][top:, left:][:TILE, :TILE]
+            if level < len(reduced):
+                small = _averaged(tile)
+                row, column = top // REDUCTION, left // REDUCTION
+                reduced[level][row : row + len(small), column : column + small.shape[1]] = small
+            # Tiles at the border are filled up, as the format wants.
+            yield np.pad(tile, ((0, TILE - height), (0, TILE - width), (0, 0)), mode="edge")
 
     with replace_atomically(path) as temporary, tifffile.TiffWriter(
         temporary, bigtiff=3 * size * size >= BIGTIFF_FROM
@@ -167,12 +151,15 @@ def draw_slide(plan: SlidesPlan, split: str, index: int) -> tuple[np.ndarray, st
     label, size = CLASSES[index % 2], plan.size
     draw = _Drawing(size, place_marks(plan, split, index, label), plan.mark_size, _seed(plan, split, index))
     pixels = np.empty((size, size, 3), dtype=np.uint8)
-    for top in range(0, size, TILE):
-        for left in range(0, size, TILE):
-            pixels[top : top + TILE, left : left + TILE] = draw(
-                top, left, min(TILE, size - top), min(TILE, size - left)
-            )
+    for top, left, height, width in _tiles(size):
+        pixels[top : top + height, left : left + width] = draw(top, left, height, width)
     return pixels, label
+
+
+def _tiles(side: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield top, left, height and width of the tiles of a square, row by row."""
+    starts = range(0, side, TILE)
+    return ((top, left, min(TILE, side - top), min(TILE, side - left)) for top in starts for left in starts)
 
 
 def _seed(plan: SlidesPlan, split: str, index: int) -> int:

@@ -34,22 +34,17 @@ LARGEST_MAGNITUDE = 10.0
 TIMM_OPTIONS = {"img_mean": (0, 0, 0)}
 SMALLEST_ERASED, LARGEST_ERASED = 0.02, 1 / 3  # shares of the image, all rectangles together
 LARGEST_ASPECT = 1 / 0.3  # of erased rectangles
+EraseMode = Literal["pixel", "rand", "const"]
 NOISE_VALUES = 1 << 20  # of the table that fills erased pixels
 
 
 @dataclass(frozen=True)
 class MemoryImages:
-    """Decoded images.
+    """Decoded images."""
 
-    Attributes:
-        images: `[N, C, H, W]` uint8.
-        targets: `[N]` class numbers.
-        indices: `[N]` numbers in the dataset they are from.
-    """
-
-    images: Tensor
-    targets: Tensor
-    indices: Tensor
+    images: Tensor  # [N, C, H, W] uint8
+    targets: Tensor  # [N] class numbers
+    indices: Tensor  # [N] numbers in the dataset they are from
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -63,17 +58,10 @@ def decode_to_memory(
     workers: int = 0,
     interpolation: str = "bicubic",
 ) -> MemoryImages:
-    """Decode a whole dataset; broken images are left out.
+    """Decode a whole dataset with so many worker processes; interpolation is "bicubic", "bilinear" or "nearest".
 
-    Args:
-        source: The images.
-        size: (height, width) to which those of another size are resized, without regard to their shape.
-        broken: Collects broken images.
-        workers: Processes to decode with.
-        interpolation: "bicubic", "bilinear" or "nearest".
-
-    Raises:
-        BrokenImagesError: If more are broken than allowed.
+    Images of another (height, width) are resized to `size` without regard to their shape. Broken ones are left out and
+    collected in `broken`; `BrokenImagesError` if they are more than allowed.
     """
     transform = evaluation_transform(size, crop_pct=1.0, crop_mode="squash", interpolation=interpolation)
     batches = EvaluationBatches(len(source), DECODING_BATCH)
@@ -100,26 +88,20 @@ class MemoryLoader(Loader[Batch]):
         device: torch.device | str = "cpu",
         seed: int = 0,
     ):
-        """Move the images to the device.
+        """Move the images to the device, which keeps them and makes batches of their numbers in `data`.
 
-        Args:
-            data: The images.
-            batches: Samples of each batch, by their number in `data`.
-            augmentation: Augmentation of each batch; without any steps it only normalizes.
-            device: Device that keeps the images and makes batches.
-            seed: Random seed of the augmentation.
+        The seed is that of the augmentation, which only normalizes if it has no steps.
         """
         self._device = torch.device(device)
-        self._images, self._targets, self._indices = (
-            tensor.to(self._device) for tensor in (data.images, data.targets, data.indices)
-        )
+        tensors = data.images, data.targets, data.indices
+        self._images, self._targets, self._indices = (tensor.to(self._device) for tensor in tensors)
         self._augmentation = augmentation.to(self._device)
         self._batches, self._seed = batches, seed
 
     def epoch(self, epoch: int = 0, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch, from `start_batch` on."""
-        plans = self._augmentation.draw(len(self._targets), self._seed, epoch)
-        plans = [plan.to(self._device) for plan in plans]
+        drawn = self._augmentation.draw(len(self._targets), self._seed, epoch)
+        plans = [plan.to(self._device) for plan in drawn]
         for key in self._batches.keys(epoch, start_batch):
             chosen = key.indices.to(self._device, non_blocking=True)
             images = self._augmentation(self._images[chosen], [plan[chosen] for plan in plans])
@@ -150,20 +132,14 @@ class BatchAugmentation(nn.Module):
 
     def draw(self, count: int, seed: int, epoch: int) -> list[Tensor]:
         """Draw the plan of every step for `count` samples in an epoch: `[N, P]` each, on the CPU."""
-        steps = [step for step in self._steps if isinstance(step, Step)]
-        seeds = [derived_seed(step.purpose, seed, epoch) for step in steps]
-        return [step.draw(count, torch.Generator().manual_seed(own)) for step, own in zip(steps, seeds, strict=True)]
+        return [
+            step.draw(count, torch.Generator().manual_seed(derived_seed(step.purpose, seed, epoch)))
+            for step in self._steps
+            if isinstance(step, Step)
+        ]
 
     def forward(self, images: Tensor, plans: Sequence[Tensor]) -> Tensor:
-        """Augment and normalize.
-
-        Args:
-            images: `[B, C, H, W]` uint8.
-            plans: `[B, P]` of each step: the rows of these images.
-
-        Returns:
-            `[B, C, H, W]` normalized.
-        """
+        """Augment and normalize images `[B, C, H, W]` uint8, by their rows `[B, P]` of the plan of each step."""
         rows = iter(plans)
         for step in self._steps:
             images = step(images, next(rows)) if isinstance(step, Step) else step(images)
@@ -181,21 +157,18 @@ def training_augmentation(
     auto_augment: str | None = None,
     color_jitter: float = 0.0,
     re_prob: float = 0.0,
-    re_mode: Literal["pixel", "rand", "const"] = "pixel",
+    re_mode: EraseMode = "pixel",
     re_count: int = 1,
 ) -> BatchAugmentation:
     """Padded crop, flips, colors and erasing, in the words of `training_transform`.
 
     Args:
         size: (height, width) of the images.
-        mean: Per channel, of values from 0 to 1.
-        std: Per channel, of values from 0 to 1.
+        mean, std: Per channel, of values from 0 to 1.
         crop_padding: Black pixels added on each side, from which the original size is cropped.
-        hflip: Probability of a left-right flip.
-        vflip: Probability of an upside-down flip.
+        hflip, vflip: Probabilities of a left-right and of an upside-down flip.
         auto_augment: timm's description of RandAugment.
-        color_jitter: Strength of changes of brightness, contrast and saturation; as in timm, none beside
-            `auto_augment`.
+        color_jitter: Strength of changes of brightness, contrast and saturation; as in timm, none with `auto_augment`.
         re_prob: Probability of erasing rectangles.
         re_mode: Fill of the rectangles: noise per pixel, one random color, or the mean.
         re_count: Largest number of them.
@@ -349,14 +322,9 @@ class RandAugment(Step):
     fill: Tensor
 
     def __init__(self, description: str, *, mean: Sequence[float]):
-        """Read timm's description; the mean fills what a warp leaves empty.
-
-        Raises:
-            ValueError: If the policy is not one that batches can take.
-        """
+        """Read timm's description; ValueError if batches cannot take it. The mean fills what a warp leaves empty."""
         super().__init__()
-        reason = unsupported_policy(description)
-        if reason is not None:
+        if (reason := unsupported_policy(description)) is not None:
             raise ValueError(f"{description!r} {reason}")
         policy = _read_policy(description)
         first = policy.ops[0]
@@ -424,9 +392,7 @@ def unsupported_policy(description: str) -> str | None:
         return f"is no description that timm can read ({error or type(error).__name__}); try rand-m9-mstd0.5-inc1"
     if policy.num_layers < 1:
         return "does nothing; use null for that"
-    if policy.choice_weights is not None or any(
-        operation.name not in {*BLENDS, *RECOLORING, *WARPS} for operation in policy.ops
-    ):
+    if policy.choice_weights is not None or not {step.name for step in policy.ops} <= {*BLENDS, *RECOLORING, *WARPS}:
         return "chooses from a set of its own, which whole batches cannot; leave its part that starts with t out"
     return None
 
@@ -440,9 +406,7 @@ class RandomErasing(Step):
     purpose = "erasing"
     noise: Tensor
 
-    def __init__(
-        self, probability: float, *, size: tuple[int, int], mode: Literal["pixel", "rand", "const"], largest_count: int
-    ):
+    def __init__(self, probability: float, *, size: tuple[int, int], mode: EraseMode, largest_count: int):
         super().__init__()
         self._probability, self._size, self._mode, self._largest_count = probability, size, mode, largest_count
         generator = torch.Generator().manual_seed(derived_seed("noise"))
@@ -484,13 +448,12 @@ class RandomErasing(Step):
 
     def _fills(self, places: Tensor, shape: torch.Size) -> Tensor:
         """Return the fill of rectangles, `[B, R, C, H or 1, W or 1]`."""
-        _, channels, height, width = shape
+        count, channels = self._largest_count, shape[1]
         if self._mode == "pixel":
-            noise = self.noise_from(places, (1, channels, height, width))
-            return noise.expand(-1, self._largest_count, -1, -1, -1)
+            return self.noise_from(places, (1, *shape[1:])).expand(-1, count, -1, -1, -1)
         if self._mode == "rand":
-            return self.noise_from(places, (self._largest_count, channels, 1, 1))
-        return self.noise.new_zeros(len(places), self._largest_count, channels, 1, 1)
+            return self.noise_from(places, (count, channels, 1, 1))
+        return self.noise.new_zeros(len(places), count, channels, 1, 1)
 
     def noise_from(self, places: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Read noise `[B, *shape]` of zero mean and unit variance from a table, each row from a place `[B]` on."""

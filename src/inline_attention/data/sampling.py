@@ -32,17 +32,9 @@ class TrainingBatches:
     """
 
     def __init__(self, length: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1):
-        """Plan the batches of one rank.
+        """Plan batches of `batch_size` out of `length` samples for process `rank` of `world_size`.
 
-        Args:
-            length: Samples in the dataset.
-            batch_size: Samples in a batch of one process.
-            seed: Random seed; the order depends on it and the epoch alone.
-            rank: This process.
-            world_size: Number of processes.
-
-        Raises:
-            TooFewSamplesError: If there are not enough samples for one step.
+        The order depends on the seed and the epoch alone. Raises `TooFewSamplesError` if samples do not fill one step.
         """
         _check_process(batch_size, rank, world_size)
         if length < batch_size * world_size:

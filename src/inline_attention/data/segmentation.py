@@ -17,11 +17,11 @@ import numpy as np
 from PIL import Image, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 from PIL.ImageFile import ImageFile
 
-from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
-from inline_attention.data.images import SUFFIXES, ImageError, image_size, load_image, open_image, read_in_threads
+from inline_attention.data.findings import KEPT_AS_LABELS, NOT_POSSIBLE, DataReport, OpenedSplits, each_once
+from inline_attention.data.images import ImageError, find_images, image_size, load_image, open_image, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, why_outside
 from inline_attention.data.sources import DataError, check_folder, split_names
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import AnyPath, read_bounded
 from inline_attention.support.text import natural_key
 from inline_attention.support.untrusted import parse_json
 
@@ -38,7 +38,6 @@ ADE20K_SPLITS = ("training", "validation")
 CLASS_FILES = ("classes.txt", "classes.json", "objectInfo150.txt")
 MAX_CLASS_FILE_BYTES = 2**20
 SHAPE_TOLERANCE = 0.01  # relative difference of aspect ratios up to which a map shows the same as its image
-LEFT_OUT = "left out"
 IMAGES_AND_MAPS = "images and label maps"
 
 
@@ -46,11 +45,8 @@ class ColoredMapError(ImageError):
     """A file that should hold labels holds colors."""
 
 
-def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read a map; of an image with a palette the numbers, not the colors they stand for.
-
-    Returns:
-        `[H, W]` int32.
+def read_label_map(path: AnyPath) -> np.ndarray:
+    """Read a map, `[H, W]` int32; of an image with a palette the numbers, not the colors they stand for.
 
     Raises:
         ColoredMapError: If its pixels are colors.
@@ -58,11 +54,9 @@ def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
     """
     with open_image(path, formats=MAP_FORMATS, what="label map") as image:
         if image.mode not in NUMBER_MODES:
-            raise ColoredMapError(
-                path,
-                f"holds colors ({image.mode}), and a label map needs one number for each pixel; convert it to a gray "
-                "image or one with a palette, in which the number of a class is the pixel's value",
-            )
+            fault = f"holds colors ({image.mode}), and a label map needs one number for each pixel"
+            gray = "a gray image or one with a palette, in which the number of a class is the pixel's value"
+            raise ColoredMapError(path, f"{fault}; convert it to {gray}")
         scale = 1
         # Arguments of the decoder, which are gone after decoding.
         arguments = image.tile[0][3] if isinstance(image, ImageFile) and image.tile else None
@@ -70,10 +64,8 @@ def read_label_map(path: str | os.PathLike[str]) -> np.ndarray:
             # Pillow scales all values with the largest that a PGM announces, the last argument where it can be any.
             maximum = int(arguments[-1]) if isinstance(arguments, tuple) else 255
             if maximum not in (255, 65535):
-                scaled = (
-                    f"is a PGM that announces values up to {maximum} (its maxval), from which labels would be scaled"
-                )
-                raise ImageError(path, f"{scaled}; write it with 255 or 65535 in that place, or as a PNG")
+                scaled = f"announces values up to {maximum} (its maxval), from which labels would be scaled"
+                raise ImageError(path, f"is a PGM that {scaled}; write it with 255 or 65535 in that place, or as a PNG")
         elif isinstance(image, (PngImagePlugin.PngImageFile, TiffImagePlugin.TiffImageFile)):
             mode_in_file = arguments[0] if isinstance(arguments, tuple) else arguments
             scale = GRAY_SCALES.get(str(mode_in_file), 1)
@@ -87,15 +79,8 @@ class Pair(NamedTuple):
     label_map: Path
 
 
-class FoundPairs(NamedTuple):
-    """Sorted pairs of files of two folders, and the other files by what is wrong with them."""
-
-    pairs: list[Pair]
-    faults: dict[str, list[Path]]
-
-
 def find_pair_folders(
-    root: str | os.PathLike[str],
+    root: AnyPath,
     split: str,
     image_folder: str | None = None,
     map_folder: str | None = None,
@@ -110,10 +95,7 @@ def find_pair_folders(
         image_folder: Folder of images below `root`, "{split}" in it standing for the split; if None, one of the usual
             names, as `images/training` or `training/images`.
         map_folder: Folder of label maps, with the same rules.
-        allow_outside: Accept folders that are not below `root`.
-
-    Raises:
-        DataError: If there are none, or one is outside of `root`.
+        allow_outside: Accept folders that are not below `root`; otherwise, or if there are none, `DataError` is raised.
     """
     root = check_folder(root, IMAGES_AND_MAPS)
     settings = (("image_folder", image_folder), ("map_folder", map_folder))
@@ -126,7 +108,7 @@ def find_pair_folders(
 
 def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Path:
     kinds, what = (IMAGE_FOLDERS, "images") if setting == "image_folder" else (MAP_FOLDERS, "label maps")
-    splits = tuple(dict.fromkeys((split, *split_names(split))))
+    splits = dict.fromkeys((split, *split_names(split)))
     usual = [folder for kind in kinds for name in splits for folder in (f"{kind}/{name}", f"{name}/{kind}")]
     names = usual if given is None else [given.replace("{split}", name) for name in splits]
     if found := next((root / name for name in names if (root / name).is_dir()), None):
@@ -144,14 +126,13 @@ def _find_folder(root: Path, split: str, setting: str, given: str | None) -> Pat
     )
 
 
-def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLike[str]) -> FoundPairs:
-    """Match files by their path below the folders, without the suffix.
+def find_pairs(image_folder: AnyPath, map_folder: AnyPath) -> tuple[list[Pair], dict[str, list[Path]]]:
+    """Match files by their path below the folders, without the suffix; `DataError` if there is no pair at all.
 
-    Raises:
-        DataError: If there is no pair at all.
+    Returns sorted pairs, and the other files by what is wrong with them.
     """
-    images, same_images = _by_stem(Path(image_folder), SUFFIXES)
-    maps, same_maps = _by_stem(Path(map_folder), MAP_SUFFIXES)
+    images, same_images = _by_stem(Path(image_folder), find_images([image_folder]))
+    maps, same_maps = _by_stem(Path(map_folder), find_images([map_folder], MAP_SUFFIXES))
     both = sorted(images.keys() & maps.keys(), key=natural_key)
     if not both:
         raise DataError(
@@ -163,35 +144,24 @@ def find_pairs(image_folder: str | os.PathLike[str], map_folder: str | os.PathLi
         "label maps without an image": [maps[stem] for stem in sorted(maps.keys() - images.keys())],
         "files that differ from another in their suffix alone": same_images + same_maps,
     }
-    return FoundPairs([Pair(images[stem], maps[stem]) for stem in both], faults)
+    return [Pair(images[stem], maps[stem]) for stem in both], faults
 
 
-def _by_stem(folder: Path, suffixes: frozenset[str]) -> tuple[dict[str, Path], list[Path]]:
+def _by_stem(folder: Path, files: Sequence[Path]) -> tuple[dict[str, Path], list[Path]]:
     found: dict[str, Path] = {}
-    ambiguous: list[Path] = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if hidden or path.suffix.lower() not in suffixes or not path.is_file():
-            continue
-        if found.setdefault(str(relative.with_suffix("")), path) is not path:
-            ambiguous.append(path)
-    return found, ambiguous
+    files = [path for path in files if path.is_file()]
+    stems = [str(path.relative_to(folder).with_suffix("")) for path in files]
+    return found, [path for path, stem in zip(files, stems, strict=True) if found.setdefault(stem, path) is not path]
 
 
-def find_class_file(root: str | os.PathLike[str]) -> Path:
-    """Return the first of `CLASS_FILES` in a folder.
-
-    Raises:
-        DataError: If there is none.
-    """
-    for name in CLASS_FILES:
-        if (file := Path(root) / name).is_file():
-            return file
+def find_class_file(root: AnyPath) -> Path:
+    """Return the first of `CLASS_FILES` in a folder; raise `DataError` if there is none."""
+    if found := next((file for name in CLASS_FILES if (file := Path(root) / name).is_file()), None):
+        return found
     raise DataError(f"{root} has no list of classes; expected classes.txt with a name on each line, or classes.json")
 
 
-def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = False) -> tuple[str, ...]:
+def read_class_names(path: AnyPath, *, reduce_zero_label: bool = False) -> tuple[str, ...]:
     """Read the names of classes in the order of their labels.
 
     Args:
@@ -202,20 +172,20 @@ def read_class_names(path: str | os.PathLike[str], *, reduce_zero_label: bool = 
     Raises:
         DataError: If it cannot be read, is empty, or names a class twice.
     """
-    path = Path(path)
+    path, this = Path(path), f"the list of classes {path}"
     try:
         text = read_bounded(path, MAX_CLASS_FILE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise DataError(f"the list of classes {path} cannot be read: {error}") from error
+        raise DataError(f"{this} cannot be read: {error}") from error
     try:
         names = _from_json(text, reduce_zero_label) if path.suffix.lower() == ".json" else _from_text(text)
     except ValueError as error:
-        raise DataError(f"the list of classes {path} is of no use: {error}") from error
+        raise DataError(f"{this} is of no use: {error}") from error
     if not names:
-        raise DataError(f"the list of classes {path} is empty; write a name on each line")
+        raise DataError(f"{this} is empty; write a name on each line")
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
-        raise DataError(f"the list of classes {path} has {name!r} more than once; give each class a name of its own")
+        raise DataError(f"{this} has {name!r} more than once; give each class a name of its own")
     return tuple(names)
 
 
@@ -252,15 +222,13 @@ def _from_json(text: str, reduce_zero_label: bool) -> list[str]:
 class LabelRules:
     """Rules that turn numbers in files into labels of a model.
 
-    Attributes:
-        num_classes: Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well.
-        reduce_zero_label: 0 in files means "other" and is ignored, 1 is the first class, as in ADE20K.
-        repair: Ignore numbers out of range, and resize a map to the size of its image; both are errors otherwise.
+    Labels are 0 to `num_classes - 1`, and `IGNORED`, which files may have as well. With `reduce_zero_label` 0 in files
+    means "other" and is ignored, 1 is the first class, as in ADE20K.
     """
 
     num_classes: int
     reduce_zero_label: bool = False
-    repair: bool = False
+    repair: bool = False  # ignore numbers out of range, resize a map to the size of its image; both errors otherwise
 
     def __post_init__(self):
         if not 1 <= self.num_classes <= IGNORED:
@@ -279,10 +247,7 @@ class LabelRules:
 class SegmentationSource:
     """Pairs of images and label maps. Cheap to copy into worker processes.
 
-    Attributes:
-        location: Their place, for messages.
-        class_names: Name of each class; its place is its label.
-        rules: Rules that turn numbers in files into labels.
+    `location` names their place in messages. The place of a class in `class_names` is its label.
     """
 
     def __init__(self, location: str, class_names: Sequence[str], pairs: Sequence[Pair], rules: LabelRules):
@@ -301,19 +266,11 @@ class SegmentationSource:
         return os.fsdecode(self._images[index])
 
     def load(self, index: int) -> Image.Image:
-        """Return the image, upright and in RGB.
-
-        Raises:
-            ImageError: If it cannot be read.
-        """
+        """Return the image, upright and in RGB; raise `ImageError` if it cannot be read."""
         return load_image(self.name(index))
 
     def target(self, index: int, size: tuple[int, int]) -> np.ndarray:
-        """Return `[H, W]` uint8: the label of each pixel, `IGNORED` where there is none.
-
-        Args:
-            index: Number of the pair.
-            size: (height, width) of the image.
+        """Return `[H, W]` uint8: the label of each pixel, `IGNORED` where there is none. The size is the image's.
 
         Raises:
             ImageError: If the map cannot be read, or does not follow the rules.
@@ -337,35 +294,29 @@ _Read = tuple[tuple[int, int], tuple[int, ...], np.ndarray]  # size of an image,
 
 
 def open_and_check_pairs(
-    data_dir: str | os.PathLike[str],
+    data_dir: AnyPath,
     *,
     train_split: str = "train",
     validation_split: str = "validation",
-    class_file: str | os.PathLike[str] | None = None,
+    class_file: AnyPath | None = None,
     image_folder: str | None = None,
     map_folder: str | None = None,
     reduce_zero_label: bool = False,
     num_classes: int | None = None,
-    repair: bool = False,
     allow_outside: bool = False,
-    decode: bool = False,
-    on_progress: Callable[[], None] | None = None,
+    **options: Any,
 ) -> OpenedPairs:
     """Open `data_dir/images/{training,validation}` and `data_dir/annotations/{training,validation}`, and check them.
 
     Args:
         data_dir: Folder of the dataset.
-        train_split: Name such as "train" or "training".
-        validation_split: Name such as "validation" or "val".
+        train_split, validation_split: Names such as "train" or "training", and "validation" or "val".
         class_file: Names of classes; one of the usual files in `data_dir`, if None.
-        image_folder: Folder of images below `data_dir` (see `find_pair_folders`).
-        map_folder: Folder of label maps below `data_dir`.
+        image_folder, map_folder: Folders of images and label maps below `data_dir` (see `find_pair_folders`).
         reduce_zero_label: Treat 0 as "other" (see `LabelRules`), as in ADE20K and in scenes.
         num_classes: Classes that the model knows; None if it follows the data.
-        repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Accept folders that are not below `data_dir`.
-        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
-        on_progress: Called after each pair.
+        **options: `repair`, `decode` and `on_progress` of `check_pairs`.
 
     Raises:
         DataError: If there is no such folder. All other problems are in the result.
@@ -392,10 +343,7 @@ def open_and_check_pairs(
                     "measures nothing; name the split in image_folder and map_folder, such as images/{split}"
                 )
             location = f"{Path(data_dir)} ({split})"
-            sources[training], report = check_pairs(
-                folders, location, names, rules, every_class=training, repair=repair, decode=decode,
-                on_progress=on_progress,
-            )  # fmt: skip
+            sources[training], report = check_pairs(folders, location, names, rules, every_class=training, **options)
             reports.append(report)
             problems += report.problems
         except DataError as error:
@@ -422,30 +370,28 @@ def check_pairs(
         class_names: Name of each class.
         rules: Rules that turn numbers in files into labels; what they forbid is a fault.
         every_class: Require a pixel of each class, as it takes one to be learned; not in validation data.
-        repair: Return what can be used after repairing; nothing, if no pixel is labeled.
+        repair: Return what can be used after repairing; nothing, if no pixel is labeled. The files stay as they are.
         decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each pair.
 
     Returns:
         The pairs, None if there are faults that were not repaired; and the faults.
     """
-    found = find_pairs(*folders)
-    report = DataReport(location, f"{len(found.pairs):,} pairs", repaired=repair)
-    for fault, paths in found.faults.items():
+    pairs, faults = find_pairs(*folders)
+    report = DataReport(location, f"{len(pairs):,} pairs", repaired=repair)
+    for fault, paths in faults.items():
         for path in paths:
-            report.add(fault, str(path), LEFT_OUT)
+            report.add(fault, str(path))
     kept: list[Pair] = []
     seen = np.zeros(len(class_names), dtype=bool)
-    reads = read_in_threads(lambda pair: _read(pair, decode=decode), found.pairs, on_progress)
-    for pair, read in zip(found.pairs, reads, strict=True):
-        labels = _check_pair(pair, read, rules, report)
-        if labels is not None:
+    reads = read_in_threads(lambda pair: _read(pair, decode=decode), pairs, on_progress)
+    for pair, read in zip(pairs, reads, strict=True):
+        if (labels := _check_pair(pair, read, rules, report)) is not None:
             kept.append(pair)
             seen[labels] = True
     if every_class:
         for label in np.flatnonzero(~seen).tolist():
-            kept_classes = "kept, so that labels stay the same; nothing will be learned of them"
-            report.add("classes without a pixel", f"{class_names[label]} ({label})", kept_classes)
+            report.add("classes without a pixel", f"{class_names[label]} ({label})", KEPT_AS_LABELS)
     if kept and not seen.any():
         report.repaired = False
         for pair in kept:
@@ -464,24 +410,22 @@ def _read(pair: Pair, *, decode: bool) -> _Read:
 def _check_pair(pair: Pair, read: _Read | ImageError, rules: LabelRules, report: DataReport) -> np.ndarray | None:
     """Return the labels of a map, without those ignored; None if the pair cannot be used."""
     if isinstance(read, ImageError):
-        colors = isinstance(read, ColoredMapError)
-        fault = "maps of colors instead of labels" if colors else "files that cannot be read"
-        report.add(fault, str(read), LEFT_OUT)
-        return None
+        has_colors = isinstance(read, ColoredMapError)
+        fault = "maps of colors instead of labels" if has_colors else "files that cannot be read"
+        return report.add(fault, str(read))
     (height, width), (map_height, map_width), numbers = read
     if (map_height, map_width) != (height, width):
         detail = f"{pair.label_map}: {map_width}×{map_height} for an image of {width}×{height}"
         if abs(height * map_width / (width * map_height) - 1) > SHAPE_TOLERANCE:
-            report.add("maps of another shape than their image", detail, LEFT_OUT)
-            return None
+            return report.add("maps of another shape than their image", detail)
         report.add("maps of another size than their image", detail, "brought to the image's size")
     labels = rules.labels(numbers)
     outside = numbers[labels < 0].tolist()
     if outside:
         repair = "those pixels ignored"
         if outside == [rules.num_classes] and not rules.reduce_zero_label:
-            repair += "; or set reduce_zero_label (--reduce-zero-label), if files count classes from 1, as scenes and "
-            repair += "ADE20K do"
+            files = "if files count classes from 1, as scenes and ADE20K do"
+            repair += f"; or set reduce_zero_label (--reduce-zero-label), {files}"
         first = ", ".join(map(str, outside[:3])) + (", …" if len(outside) > 3 else "")
         report.add("maps with labels outside of the list of classes", f"{pair.label_map}: {first}", repair)
     return labels[(labels >= 0) & (labels < rules.num_classes)]

@@ -22,18 +22,13 @@ from PIL import Image
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, SUFFIXES, ImageError, load_image_bytes, most_bytes
 from inline_attention.data.sources import DataError, ImageSource
-from inline_attention.support.files import open_regular
+from inline_attention.support.files import AnyPath, open_regular
 
 MOST_SHARDS = 1_000_000
 MOST_CLASSES = 1_000_000  # more than datasets have; a larger number is a date, an identifier or a mistake
 MAX_EXTENSION_BYTES = 2**20  # of long names and pax headers, which tarfile reads into memory
-EXTENSIONS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
+PAX_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+EXTENSIONS = (*PAX_HEADERS, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 Members = Iterator[tuple[tarfile.TarInfo, IO[bytes]]]
 
 
@@ -70,11 +65,10 @@ class ShardSource(ImageSource):
         return f"{self._shards[self._positions[index, 0]]}/{os.fsdecode(self._names[index])}"
 
 
-def find_shards(root: str | os.PathLike[str], pattern: str) -> list[Path]:
+def find_shards(root: AnyPath, pattern: str) -> list[Path]:
     """Return the archives that a pattern names, such as `train-{0000..0099}.tar` or `train-*.tar`, in order.
 
-    Raises:
-        DataError: If one that is named is missing, or none fits.
+    Raises `DataError` if one that is named is missing, or none fits.
     """
     shards: list[Path] = []
     for name in _expand_ranges(pattern):
@@ -118,12 +112,9 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
                     targets[key] = int(file.read(64))
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise DataError(f"{shard} cannot be read as an uncompressed tar archive with classes: {error}") from error
-    unlabeled = [member.name for key, member in images.items() if targets.get(key, -1) < 0]
-    if unlabeled:
-        raise DataError(
-            f"{shard} has {len(unlabeled)} images without a class, such as {unlabeled[0]}; "
-            "expected a number ≥ 0 in a .cls file of the same name"
-        )
+    if unlabeled := [member.name for key, member in images.items() if targets.get(key, -1) < 0]:
+        found = f"{shard} has {len(unlabeled)} images without a class, such as {unlabeled[0]}"
+        raise DataError(f"{found}; expected a number ≥ 0 in a .cls file of the same name")
     for key, member in images.items():
         if targets[key] >= MOST_CLASSES:
             found = f"{shard} has the class {targets[key]} for {member.name}"
@@ -132,19 +123,23 @@ def _index(shard: Path) -> Iterator[tuple[str, int, int, int]]:
 
 
 @contextmanager
-def open_tar(path: str | os.PathLike[str], gzip_limit: int | None = None) -> Iterator[Members]:
+def open_tar(path: AnyPath, gzip_limit: int | None = None) -> Iterator[Members]:
     """Open an archive; yields its regular files in order, each to be read before the next is asked for.
 
     A gzipped archive is decompressed up to `gzip_limit` bytes. Damage is a `tarfile.TarError`, also in place of a
     `ValueError` in the body of the `with` statement.
     """
-    with _errors_as_tar_errors(), open_regular(path) as file:
-        content = file if gzip_limit is None else gzip.GzipFile(fileobj=file)
-        limit = os.fstat(file.fileno()).st_size if gzip_limit is None else gzip_limit
-        with tarfile.open(
-            fileobj=content, mode="r:" if gzip_limit is None else "r|", tarinfo=_CheckedHeader
-        ) as archive:
-            yield _regular_files(archive, limit)
+    try:
+        with open_regular(path) as file:
+            if gzip_limit is None:
+                content, mode, limit = file, "r:", os.fstat(file.fileno()).st_size
+            else:
+                content, mode, limit = gzip.GzipFile(fileobj=file), "r|", gzip_limit
+            with tarfile.open(fileobj=content, mode=mode, tarinfo=_CheckedHeader) as archive:
+                yield _regular_files(archive, limit)
+    except (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, ValueError) as error:
+        # What tarfile raises for malformed headers.
+        raise tarfile.ReadError(f"it cannot be read: {error}") from error
 
 
 class _CheckedHeader(tarfile.TarInfo):
@@ -167,12 +162,3 @@ def _regular_files(archive: tarfile.TarFile, max_bytes: int) -> Members:
             raise tarfile.ReadError(f"a member announces {member.size:,} bytes")
         if member.isreg() and not member.issparse() and (file := archive.extractfile(member)):
             yield member, file
-
-
-@contextmanager
-def _errors_as_tar_errors() -> Iterator[None]:
-    """Turn the errors that tarfile raises for malformed headers into its own kind."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, ValueError) as error:
-        raise tarfile.ReadError(f"it cannot be read: {error}") from error

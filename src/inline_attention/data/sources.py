@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from inline_attention.data.images import FORMATS, SUFFIXES, find_images, load_image
+from inline_attention.support.files import AnyPath
 from inline_attention.support.text import natural_key, printable
 
 
@@ -27,11 +28,8 @@ class DataError(ValueError):
 class ImageSource(ABC):
     """Labeled images by number. Cheap to copy into worker processes.
 
-    Attributes:
-        location: Their place, for messages.
-        class_names: Name of each class; its place is the class's number.
-        targets: `[N]` class number of each image, int64.
-        empty_classes: Names of classes that were announced, and have no image.
+    `location` names their place in messages. The place of a class in `class_names` is its number, of which `targets`
+    `[N]` int64 are those of the images. `empty_classes` were announced, and have no image.
     """
 
     def __init__(
@@ -47,29 +45,21 @@ class ImageSource(ABC):
 
     @abstractmethod
     def load(self, index: int) -> Image.Image:
-        """Return the image, upright and in RGB.
+        """Return the image, upright and in RGB; raise `ImageError` if it cannot be read."""
 
-        Raises:
-            ImageError: If it cannot be read.
-        """
-
-    @abstractmethod
     def name(self, index: int) -> str:
-        """Return the image's path or another name to find it by."""
+        """Return the image's path, or else the location and the image's number."""
+        return f"{self.location}[{index}]"
 
     def with_classes(self, class_names: Sequence[str]) -> Self:
         """Return the same images with classes numbered as in `class_names`, those of a model or of training data.
 
-        Raises:
-            DataError: If a class is not among them.
+        Raises `DataError` if a class is not among them.
         """
         numbers = {name: number for number, name in enumerate(class_names)}
-        unknown = [name for name in self.class_names if name not in numbers]
-        if unknown:
-            raise DataError(
-                f"{self.location} has {len(unknown)} classes that are not among the {len(numbers)} known ones, "
-                f"such as {unknown[0]!r}; rename or remove them"
-            )
+        if unknown := [name for name in self.class_names if name not in numbers]:
+            them = f"{len(unknown)} classes that are not among the {len(numbers)} known ones, such as {unknown[0]!r}"
+            raise DataError(f"{self.location} has {them}; rename or remove them")
         renumbered = copy.copy(self)
         renumbered.class_names = tuple(class_names)
         renumbered.targets = np.array([numbers[name] for name in self.class_names], dtype=np.int64)[self.targets]
@@ -88,10 +78,6 @@ class ArraySource(ImageSource):
         """Return the image."""
         return Image.fromarray(self.images[index])
 
-    def name(self, index: int) -> str:
-        """Return the location and the image's number."""
-        return f"{self.location}[{index}]"
-
 
 HELD_OUT = 10  # of so many pictures without splits, one is for validation
 SPLIT_FOLDERS = {
@@ -100,69 +86,62 @@ SPLIT_FOLDERS = {
 }
 
 
-class FolderSource(ImageSource):
+class PictureSource(ImageSource):
+    """Image files; without classes, unless they are given."""
+
+    def __init__(
+        self,
+        location: str,
+        files: Sequence[AnyPath],
+        class_names: Sequence[str] = ("",),
+        targets: np.ndarray | None = None,
+        empty_classes: Sequence[str] = (),
+    ):
+        """Take files in the order given."""
+        super().__init__(location, class_names, np.zeros(len(files)) if targets is None else targets, empty_classes)
+        # One array instead of a million strings: processes that are forked share it, and keep sharing it.
+        self._paths = np.array([os.fsencode(path) for path in files])
+        self._folder = ""
+
+    def load(self, index: int) -> Image.Image:
+        """Read the file."""
+        return load_image(self.name(index))
+
+    def name(self, index: int) -> str:
+        """Return the file's path."""
+        return os.path.join(self._folder, os.fsdecode(self._paths[index]))
+
+
+class FolderSource(PictureSource):
     """The images below a folder; the innermost folder of each names its class.
 
     Classes and images are numbered as timm numbers them (digits in names by value), but all of our formats count, and
     hidden files do not.
     """
 
-    def __init__(self, root: str | os.PathLike[str]):
-        """List the images.
-
-        Raises:
-            DataError: If there is no such folder, or no image in it.
-        """
+    def __init__(self, root: AnyPath):
+        """List the images; raise `DataError` if there is no such folder, or no image in it."""
         self.root = check_folder(root, "a folder of images per class")
         by_path, empty = _walk(self.root)
         if not by_path:
             suffixes = ", ".join(FORMATS)
             raise DataError(f"{self.root} holds no image; expected ROOT/CLASS/NAME with a suffix of {suffixes} files")
-        stray = [path for path, name in by_path.items() if not name]
-        if stray:
-            raise DataError(
-                f"{self.root} holds {len(stray)} images outside of class folders, such as {stray[0]}; "
-                "move them into the folder of their class"
-            )
+        if stray := [path for path, name in by_path.items() if not name]:
+            found = f"{self.root} holds {len(stray)} images outside of class folders, such as {stray[0]}"
+            raise DataError(f"{found}; move them into the folder of their class")
         paths = sorted(by_path, key=natural_key)
         class_names = sorted(set(by_path.values()), key=natural_key)
         numbers = {name: number for number, name in enumerate(class_names)}
         targets = np.array([numbers[by_path[path]] for path in paths])
-        super().__init__(str(self.root), class_names, targets, sorted(empty - set(class_names), key=natural_key))
-        # One array instead of a million strings: processes that are forked share it, and keep sharing it.
-        self._paths = np.array([os.fsencode(path) for path in paths])
-
-    def load(self, index: int) -> Image.Image:
-        """Read the file."""
-        return load_image(self.name(index))
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.path.join(self.root, os.fsdecode(self._paths[index]))
+        unused = sorted(empty - set(class_names), key=natural_key)
+        super().__init__(str(self.root), paths, class_names, targets, unused)
+        self._folder = self.root
 
 
-class PictureSource(ImageSource):
-    """Picture files without classes."""
-
-    def __init__(self, location: str, files: Sequence[Path]):
-        """Take files in the order given."""
-        super().__init__(location, [""], np.zeros(len(files)))
-        self._paths = np.array([os.fsencode(path) for path in files])
-
-    def load(self, index: int) -> Image.Image:
-        """Read the file."""
-        return load_image(self.name(index))
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.fsdecode(self._paths[index])
-
-
-def unlabelled_pictures(root: str | os.PathLike[str], split: str) -> PictureSource:
+def unlabelled_pictures(root: AnyPath, split: str) -> PictureSource:
     """Return the pictures anywhere below the folder of a split; without one, every tenth picture is for validation.
 
-    Raises:
-        DataError: If there is no such folder, or no picture in it.
+    Raises `DataError` if there is no such folder, or no picture in it.
     """
     root = check_folder(root, "pictures")
     folder = find_split_folder(root, split)
@@ -178,7 +157,7 @@ def unlabelled_pictures(root: str | os.PathLike[str], split: str) -> PictureSour
     return PictureSource(f"{root} ({split}: {'one' if held_out else HELD_OUT - 1} of {HELD_OUT} pictures)", chosen)
 
 
-def check_folder(root: str | os.PathLike[str], content: str) -> Path:
+def check_folder(root: AnyPath, content: str) -> Path:
     """Return the folder of a dataset, which should hold `content`; raise `DataError` if there is no such folder."""
     root = Path(root)
     if not root.is_dir():
@@ -201,17 +180,15 @@ def is_training_split(split: str, location: str) -> bool:
     raise DataError(f"{location} has no split {split!r}; it has two, {known}")
 
 
-def find_split_folder(root: str | os.PathLike[str], split: str) -> Path:
+def find_split_folder(root: AnyPath, split: str) -> Path:
     """Return the folder of a split: one of its usual names below `root`, or `root` itself if it has no splits."""
     root, names = Path(root), split_names(split)
     for name in (split, *names):
         if (root / name).is_dir():
             return root / name
-    others = [name for names in SPLIT_FOLDERS.values() for name in names if (root / name).is_dir()]
-    if others:
-        raise DataError(
-            f"{root} has a folder {others[0]!r}, but none for the split {split!r}; expected one of {', '.join(names)}"
-        )
+    if others := [name for known in SPLIT_FOLDERS.values() for name in known if (root / name).is_dir()]:
+        expected = f"none for the split {split!r}; expected one of {', '.join(names)}"
+        raise DataError(f"{root} has a folder {others[0]!r}, but {expected}")
     return root
 
 

@@ -27,15 +27,13 @@ def training_transform(
 ) -> Transform:
     """Return timm's random crop, flip, colors and erasing.
 
+    It makes a `[C, H, W]` tensor: uint8, or normalized if there is erasing, which fills in normalized noise.
+
     Args:
         size: (height, width) of the result.
-        mean: Per channel, of values from 0 to 1; what crops and rotations leave empty is filled with it.
-        std: Per channel, of values from 0 to 1.
+        mean, std: Per channel, of values from 0 to 1; what crops and rotations leave empty is filled with the mean.
         timm_options: Options of timm's `create_transform`: scale, ratio, hflip, color_jitter, auto_augment, re_prob,
             re_mode, re_count, interpolation, …
-
-    Returns:
-        Makes a `[C, H, W]` tensor: uint8, or normalized if there is erasing, which fills in normalized noise.
     """
     from timm.data import auto_augment
     from timm.data.transforms_factory import create_transform
@@ -58,14 +56,9 @@ def evaluation_options(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_transform(size: tuple[int, int], **timm_options: Any) -> Transform:
-    """Return timm's resizing and center crop.
+    """Return timm's resizing and center crop to a `[C, H, W]` uint8 tensor of a (height, width).
 
-    Args:
-        size: (height, width) of the result.
-        timm_options: Options of timm's `create_transform`: crop_pct, crop_mode, interpolation, …
-
-    Returns:
-        Makes a `[C, H, W]` uint8 tensor.
+    `timm_options` are those of timm's `create_transform`: crop_pct, crop_mode, interpolation, …
     """
     from timm.data.transforms_factory import create_transform
 
@@ -86,13 +79,9 @@ class SeededMixup:
         self._mixup, self._seed, self._rank = mixup, seed, rank
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Mix normalized images, in place.
+        """Mix normalized images `[B, C, H, W]` in place; return them and the shares of the classes in each, `[B, K]`.
 
-        Returns:
-            Images `[B, C, H, W]` and the shares of the classes in each, `[B, K]`.
-
-        Raises:
-            ValueError: If the number of images is odd: they are mixed in pairs.
+        They are mixed in pairs: an odd number is a ValueError.
         """
         if len(batch) % 2:
             raise ValueError(f"mixup and cutmix need an even batch size, got {len(batch)}; use {len(batch) + 1}")

@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+AnyPath = str | os.PathLike[str]
 UNFINISHED = ".unfinished-"
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 120.0  # seconds; far longer than a save takes
@@ -33,7 +33,7 @@ class NotARegularFileError(OSError):
     """A path names a folder, a FIFO, a socket or a device."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+def open_regular(path: AnyPath) -> BufferedReader:
     """Open a regular file for reading, without waiting for a FIFO's writer or a device.
 
     Anything else, through a link or not, is a `NotARegularFileError`.
@@ -48,7 +48,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         raise
 
 
-def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+def read_bounded(path: AnyPath, max_bytes: int) -> bytes:
     """Read a regular file; raise ValueError if it has more than `max_bytes`."""
     with open_regular(path) as file:
         # Not `read(max_bytes)`, which allocates as much before it reads.
@@ -64,7 +64,7 @@ def unfinished(path: Path) -> Path:
 
 
 @contextmanager
-def replace_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replace_atomically(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary path that takes the place of `path` at the end, or is removed on an error.
 
     The file is flushed to disk before the rename, so that a crash leaves either the old content or the new.
@@ -86,7 +86,7 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink()
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+def write_atomically(path: AnyPath, content: bytes | str) -> None:
     """Write a whole file or, on any error, leave what was there."""
     with replace_atomically(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -112,9 +112,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk; a file's own fsync covers only its content."""
-    if sys.platform == "win32":
-        return  # folders cannot be opened there
-    with suppress(OSError):  # a few file systems cannot sync folders
+    with suppress(OSError):  # Windows cannot open folders, and a few file systems cannot sync them
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

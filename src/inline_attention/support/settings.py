@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -67,19 +67,13 @@ class BadValueError(ValueError):
 
 
 def setting(default: Any, documentation: str, *, tasks: Collection[str] = (), **bounds: float) -> Any:
-    """Declare a field of a dataclass.
+    """Declare a field of a dataclass, whose documentation is its help text, and a comment in YAML.
 
-    Args:
-        default: Default value.
-        documentation: Help text, and comment in YAML.
-        tasks: Tasks that use it; empty if all do.
-        **bounds: Limits of its numbers: `at_least`, `above`, `at_most`, `below`.
+    `tasks` use it; all do if it is empty. Bounds of its numbers are `at_least`, `above`, `at_most` and `below`.
     """
     assert bounds.keys() <= BOUNDS.keys()
-    metadata = {"documentation": documentation, "bounds": bounds, "tasks": tuple(tasks)}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    start = {"default_factory": partial(dict, default)} if isinstance(default, dict) else {"default": default}
+    return field(**start, metadata={"documentation": documentation, "bounds": bounds, "tasks": tuple(tasks)})
 
 
 @dataclass(frozen=True)
@@ -105,13 +99,13 @@ class Setting:
         limits = f" {limits}" if limits else ""
         words: list[str] = []
         for kind in self.kinds:
-            arguments = get_args(kind)
-            if get_origin(kind) is Literal:
+            origin, arguments = get_origin(kind), get_args(kind)
+            if origin is Literal:
                 words += arguments
-            elif get_origin(kind) is tuple:
+            elif origin is tuple:
                 count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
                 words.append(f"[{count}{PLURALS[arguments[0]]}{limits}]")
-            elif get_origin(kind) is Mapping:
+            elif origin is Mapping:
                 words.append("a mapping such as {depth: 4} of plain values")
             else:
                 words.append(NAMES[kind] + (limits if kind in PLURALS else ""))
@@ -130,9 +124,8 @@ class Setting:
     @property
     def is_pair(self) -> bool:
         """True if its values are two numbers."""
-        return all(
-            get_origin(kind) is tuple and len(get_args(kind)) == 2 for kind in self.kinds if kind is not NoneType
-        )
+        kinds = [kind for kind in self.kinds if kind is not NoneType]
+        return all(get_origin(kind) is tuple and len(get_args(kind)) == 2 for kind in kinds)
 
     def convert(self, value: Any) -> Any:
         """Return a value as the field holds it: lists as tuples, whole numbers as floats where floats are expected.
@@ -153,11 +146,9 @@ class Setting:
         """True if the numbers of a value are within the bounds."""
         items = value if isinstance(value, tuple) else (value,)
         numbers = [item for item in items if type(item) in (int, float)]
-        return all(
-            (type(number) is float or abs(number) < LARGEST_INTEGER)
-            and all(BOUNDS[name][1](number, limit) for name, limit in self.bounds.items())
-            for number in numbers
-        )
+        fit = all(type(number) is float or abs(number) < LARGEST_INTEGER for number in numbers)
+        bounds = [(BOUNDS[name][1], limit) for name, limit in self.bounds.items()]
+        return fit and all(holds(number, limit) for number in numbers for holds, limit in bounds)
 
     def _advice(self, value: Any) -> str:
         choices = [choice for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
@@ -186,15 +177,11 @@ def settings_of(section: type[Any], prefix: str = "", tasks: tuple[str, ...] = (
 
     `prefix` is that of their dotted names, such as "optimizer."; `tasks` use those fields that do not say.
     """
-    annotations = get_type_hints(section)
-    return {
-        entry.name: Setting(
-            prefix + entry.name,
-            annotations[entry.name],
-            **{**entry.metadata, "tasks": entry.metadata["tasks"] or tasks},
-        )
-        for entry in fields(section)
-    }
+    annotations, found = get_type_hints(section), {}
+    for entry in fields(section):
+        notes = {**entry.metadata, "tasks": entry.metadata["tasks"] or tasks}
+        found[entry.name] = Setting(prefix + entry.name, annotations[entry.name], **notes)
+    return found
 
 
 def order_problem(name: str, limits: tuple[float, float]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NOTHING = "–"  # in tables, in place of a value that is missing
@@ -22,16 +23,10 @@ def counted(count: int, plural: str) -> str:
     """Return a count with what is counted, in the singular for one: "1 box without area", "2 boxes without area"."""
     if count != 1:
         return f"{count:,} {plural}"
-    singular = re.sub(r"\b(\w+?)(ies|(?<=x)es|(?<=ss)es|s)\b", _singular, plural, count=1)
-    return "1 " + re.sub(
-        r"(?<= that )(leave|disagree|cover|become)\b",
-        r"\1s",
-        singular.replace(" that are ", " that is ").replace(" their ", " its "),
-    )
-
-
-def _singular(match: re.Match[str]) -> str:
-    return match[1] + ("y" if match[2] == "ies" else "")
+    ending = re.compile(r"\b(\w+?)(ies|(?<=x)es|(?<=ss)es|s)\b")
+    singular = ending.sub(lambda word: word[1] + ("y" if word[2] == "ies" else ""), plural, count=1)
+    singular = singular.replace(" that are ", " that is ").replace(" their ", " its ")
+    return "1 " + re.sub(r"(?<= that )(leave|disagree|cover|become)\b", r"\1s", singular)
 
 
 def some_of(names: Iterable[object], limit: int = 12) -> str:
@@ -55,8 +50,8 @@ def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, s
     shorter = min(len(first), len(second))
     start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
     before, end = ("…, " if start else ""), f"nothing after {start}"
-    shown = [before + some_of(names[start:], 5) if names[start:] else end for names in (first, second)]
-    return shown[0], shown[1]
+    one, other = (before + some_of(names[start:], 5) if names[start:] else end for names in (first, second))
+    return one, other
 
 
 def install_command(extra: str) -> str:
@@ -74,12 +69,11 @@ def page_of_docs(name: str) -> str:
     clone = Path(__file__).resolve().parents[3]
     if (page := clone / "docs" / name).is_file():
         return f"docs/{name}" if clone.samefile(".") else str(page)
-    try:
-        installed = importlib.metadata.files("inline-attention") or []
-    except importlib.metadata.PackageNotFoundError:
-        installed = []
-    found = [Path(file.locate()) for file in installed if file.as_posix().endswith(f"doc/inline-attention/{name}")]
-    return str(found[0].resolve()) if found else f"docs/{name}"
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("inline-attention") or []:
+            if file.as_posix().endswith(f"doc/inline-attention/{name}"):
+                return str(Path(file.locate()).resolve())
+    return f"docs/{name}"
 
 
 def natural_key(text: str) -> list[int | str]:
@@ -87,12 +81,14 @@ def natural_key(text: str) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text.lower())]
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def printable(text: object) -> str:
     """Return text that is safe on a terminal and in UTF-8: control characters and lone surrogates are escaped.
 
     Use it for everything that comes from a file: file names, class names, metadata.
     """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in str(text)
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))

@@ -6,11 +6,12 @@ Parsers here return plain data: dicts, lists, strings, numbers, booleans and Non
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -38,18 +39,13 @@ def parse_json(text: str | bytes, *, max_bytes: int = MAX_TEXT_BYTES) -> Any:
         raise UntrustedDataError(_TOO_DEEP) from None
     except ValueError as error:  # malformed, not UTF-8, or a number with thousands of digits
         raise UntrustedDataError(f"it is not valid JSON: {error}") from None
-    level: list[object] = [content]
+    level: list[Any] = [content]
     for _ in range(MAX_DEPTH + 1):
-        level = [item for parent in level for item in _children(parent)]
+        parents = [value for value in level if isinstance(value, dict | list)]
+        level = [item for parent in parents for item in (parent.values() if isinstance(parent, dict) else parent)]
         if not level:
             return content
     raise UntrustedDataError(_TOO_DEEP)
-
-
-def _children(value: object) -> Sequence[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:
@@ -59,13 +55,10 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:
     depth = 0
     try:
         for event in yaml.parse(text, Loader=loader):  # the event parser does not recurse
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-                if depth > MAX_DEPTH:
-                    raise UntrustedDataError(_TOO_DEEP)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            elif isinstance(event, yaml.AliasEvent):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise UntrustedDataError(_TOO_DEEP)
+            if isinstance(event, yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=event.start_mark)
         return yaml.load(text, Loader=loader)
     except UntrustedDataError:
@@ -86,20 +79,12 @@ def build_dataclass(kind: type[Built], content: object, where: str = "it") -> Bu
     """
     if not isinstance(content, Mapping):
         raise UntrustedDataError(f"{where} must be an object, got {_short(content)}")
-    described: Any = kind
-    optional = getattr(kind, "_field_defaults", None)  # of a named tuple
-    if optional is None:
-        missing = dataclasses.MISSING
-        optional = [
-            f.name for f in dataclasses.fields(described) if (f.default, f.default_factory) != (missing, missing)
-        ]
-    values: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        if name in content:
-            values[name] = _checked(hint, content[name], f"{where}.{name}")
-        elif name not in optional:
+    hints, parameters = typing.get_type_hints(kind), inspect.signature(kind).parameters
+    for name in hints:
+        if name not in content and parameters[name].default is inspect.Parameter.empty:
             raise UntrustedDataError(f"{where} lacks {name!r}")
-    return kind(**values)
+    known = {name: hint for name, hint in hints.items() if name in content}
+    return kind(**{name: _checked(hint, content[name], f"{where}.{name}") for name, hint in known.items()})
 
 
 def build_value(hint: Any, content: object) -> Any:

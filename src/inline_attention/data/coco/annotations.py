@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from inline_attention.data.coco.masks import with_whole_size
 from inline_attention.data.listed_files import ListedFiles, is_plain
 from inline_attention.data.sources import DataError, check_folder, split_names
-from inline_attention.support.files import read_bounded
+from inline_attention.support.files import AnyPath, read_bounded
 
 Entry = TypeVar("Entry")
 MAX_FILE_BYTES = 2**33  # eight gigabytes; COCO's own files have less than half of one
@@ -45,41 +44,20 @@ class CocoCategory:
 
 @dataclass(frozen=True, slots=True)
 class CocoObject:
-    """An annotated object, or a crowd of them.
-
-    Attributes:
-        box: Left, top, width, height in pixels, NaN for what is no number; empty if the file has no list of four.
-        area: Pixels that it covers, NaN for what is no number; None if the file does not say, for `checks` to derive.
-        segmentation: Polygons or run lengths, as `masks` takes them.
-        is_crowd: True if it stands for many objects that are not annotated one by one.
-    """
+    """An annotated object, or a crowd of them. NaN stands for what is no number."""
 
     id: int
     image_id: int
     category_id: int
-    box: tuple[float, ...]
-    area: float | None
-    segmentation: Any
-    is_crowd: bool
+    box: tuple[float, ...]  # left, top, width, height in pixels; empty if the file has no list of four
+    area: float | None  # pixels that it covers; None if the file does not say, for `checks` to derive
+    segmentation: Any  # polygons or run lengths, as `masks` takes them
+    is_crowd: bool  # True if it stands for many objects that are not annotated one by one
 
     @property
     def box_area(self) -> float:
         """Area of the box in pixels."""
-        _, _, width, height = self.box
-        return width * height
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedEntry:
-    """An unusable entry of "images", "categories" or "annotations": its place, its fault, and its id, if any."""
-
-    list_name: str
-    number: int
-    fault: str
-    id: int | None
-
-    def __str__(self) -> str:
-        return f"entry {self.number} of {self.list_name!r}: {self.fault}"
+        return self.box[2] * self.box[3]
 
 
 @dataclass(frozen=True)
@@ -87,14 +65,15 @@ class CocoAnnotations:
     """Content of an annotation file.
 
     Labels are the numbers that a model uses: 1 to the number of categories, in order of the categories' ids, which may
-    have holes. 0 is the background. Entries that could not become an image, a category or an object are `malformed`.
+    have holes. 0 is the background.
     """
 
     location: str
     images: tuple[CocoImage, ...]
     categories: tuple[CocoCategory, ...]
     objects: tuple[CocoObject, ...]
-    malformed: tuple[MalformedEntry, ...] = ()
+    malformed: tuple[str, ...] = ()  # places and faults of entries that became no image, category or object
+    malformed_images: frozenset[int] = frozenset()  # ids of those of images, as far as they are known
 
     @property
     def category_names(self) -> dict[int, str]:
@@ -132,13 +111,10 @@ class CocoAnnotations:
         }
 
 
-def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
-    """Read a file such as `instances_train2017.json`.
+def read_annotations(path: AnyPath) -> CocoAnnotations:
+    """Read a file such as `instances_train2017.json`; raise `DataError` if it is no JSON or lacks one of its lists.
 
     Entries that lack what makes them entries are collected in `malformed`.
-
-    Raises:
-        DataError: If it cannot be read, is no JSON, or lacks one of its lists.
     """
     path = Path(path)
     try:
@@ -157,18 +133,17 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     for name in ("images", "categories", "annotations"):
         if not isinstance(content.get(name), list):
             raise DataError(f"{path} has no list {name!r}; is it an annotation file of COCO's format?")
-    malformed: list[MalformedEntry] = []
-    images = _entries(content["images"], "images", _image, malformed)
-    categories = _entries(content["categories"], "categories", _category, malformed)
-    objects = _entries(content["annotations"], "annotations", _object, malformed)
-    return CocoAnnotations(str(path), images, categories, objects, tuple(malformed))
+    malformed: list[str] = []
+    images, lost_images = _entries(content, "images", _image, malformed)
+    categories, _ = _entries(content, "categories", _category, malformed)
+    objects, _ = _entries(content, "annotations", _object, malformed)
+    return CocoAnnotations(str(path), images, categories, objects, tuple(malformed), lost_images)
 
 
-def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
+def find_annotation_file(root: AnyPath, split: str) -> Path:
     """Return the annotation file of a split, such as `annotations/instances_val2017.json` for "validation".
 
-    Raises:
-        DataError: If there is none, or more than one.
+    Raises `DataError` if there is none, or more than one.
     """
     root, names = check_folder(root, ANNOTATIONS_AND_IMAGES), split_names(split)
     for folder in (root / "annotations", root):
@@ -179,19 +154,14 @@ def find_annotation_file(root: str | os.PathLike[str], split: str) -> Path:
                 raise DataError(f"{folder} has {len(found)} files for the split {split!r}: {listed}; keep one")
             if found:
                 return found[0]
-    raise DataError(
-        f"{root} has no annotations of the split {split!r}; "
-        f"expected annotations/instances_{names[0]}.json, or with a year, such as instances_{names[0]}2017.json"
-    )
+    expected = f"annotations/instances_{names[0]}.json, or with a year, such as instances_{names[0]}2017.json"
+    raise DataError(f"{root} has no annotations of the split {split!r}; expected {expected}")
 
 
-def find_image_folder(
-    root: str | os.PathLike[str], annotations: CocoAnnotations, split: str, *, allow_outside: bool = False
-) -> Path:
+def find_image_folder(root: AnyPath, annotations: CocoAnnotations, split: str, *, allow_outside: bool = False) -> Path:
     """Return the folder below `root` that the file names of the annotations are relative to: it holds most of them.
 
-    Raises:
-        DataError: If there is none that holds any.
+    Raises `DataError` if there is none that holds any.
     """
     root = Path(root)
     if not annotations.images:
@@ -211,29 +181,28 @@ def find_image_folder(
             return existing[held.index(max(held))]
     if existing and not plain and all(map(folders[0].is_outside, names)):
         return existing[0]  # there is something wrong that a check says better
-    raise DataError(
-        f"none of the images in {annotations.location}, such as {names[0]!r}, is in any of "
-        f"{', '.join(str(folder) for folder in named[:4])} or {root}; put them there"
-    )
+    places = ", ".join(map(str, named[:4]))
+    images = f"none of the images in {annotations.location}, such as {names[0]!r}"
+    raise DataError(f"{images}, is in any of {places} or {root}; put them there")
 
 
 def _entries(
-    items: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[MalformedEntry]
-) -> tuple[Entry, ...]:
-    """Return the entries of a list; malformed ones are added to `malformed` instead."""
+    content: Any, list_name: str, build: Callable[[Mapping[str, Any]], Entry], malformed: list[str]
+) -> tuple[tuple[Entry, ...], frozenset[int]]:
+    """Return the entries of a list, and ids of malformed ones, whose places and faults are added to `malformed`."""
     entries: list[Entry] = []
-    for number, item in enumerate(items):
+    lost: set[int] = set()
+    for number, item in enumerate(content[list_name]):
         try:
             if not isinstance(item, dict):
                 raise ValueError(f"{reprlib.repr(item)} instead of names with values")
             entries.append(build(item))
         except (ValueError, KeyError) as error:
             fault = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            entry_id = None
+            malformed.append(f"entry {number} of {list_name!r}: {fault}")
             with suppress(ValueError, KeyError, TypeError):  # the last from what is no dictionary
-                entry_id = _whole_number(item, "id")
-            malformed.append(MalformedEntry(list_name, number, fault, entry_id))
-    return tuple(entries)
+                lost.add(_whole_number(item, "id"))
+    return tuple(entries), frozenset(lost)
 
 
 def _image(item: Mapping[str, Any]) -> CocoImage:
@@ -271,10 +240,9 @@ def _text(key: str, value: Any) -> str:
 def _whole_number(item: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return the number under a key, which may be written as 1.0 or "1"; the default if it is missing or null."""
     value = item[key] if default is None else item.get(key) or default
-    try:
+    number = None
+    with suppress(TypeError, ValueError, OverflowError):
         number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
     if number is None or (isinstance(value, float) and number != value):
         raise ValueError(f"{key} is {reprlib.repr(value)}, no whole number")
     if not -ID_LIMIT <= number < ID_LIMIT:

@@ -25,10 +25,11 @@ from inline_attention.data.coco.annotations import (
 )
 from inline_attention.data.coco.masks import Extent, MaskError, MaskSizeError, decode_mask, mask_extent, valid_polygons
 from inline_attention.data.coco.source import CocoSource
-from inline_attention.data.findings import NOT_POSSIBLE, DataReport, OpenedSplits, each_once
+from inline_attention.data.findings import KEPT_AS_LABELS, LEFT_OUT, NOT_POSSIBLE, DataReport, OpenedSplits, each_once
 from inline_attention.data.images import ImageError, image_size, read_in_threads
 from inline_attention.data.listed_files import ALLOW_OUTSIDE, ListedFiles, OutsideError
 from inline_attention.data.sources import DataError, check_folder
+from inline_attention.support.files import AnyPath
 from inline_attention.support.text import counted
 
 OUTSIDE_TOLERANCE = 1.0  # pixels by which boxes may leave the image: annotation tools round differently
@@ -38,7 +39,6 @@ MASK_TOLERANCE_SHARE = 0.05  # of the box's longer side
 # without area makes losses infinite.
 VANISHING_SHARE = 2.0**-20
 # Repairs.
-LEFT_OUT = "left out"
 WITH_OBJECTS = "left out with their objects"
 FROM_MASK = "box taken from the mask"
 BOXES_ONLY = "boxes only: fit for faster_rcnn and retinanet"
@@ -47,39 +47,30 @@ NO_MASKS = "annotation files without a single mask"
 
 @dataclass(frozen=True)
 class OpenedCoco(OpenedSplits[CocoSource]):
-    """Both splits: images to train on have an object and no crowds; all images are validated on.
+    """Both splits: images to train on have an object and no crowds; all images are validated on."""
 
-    Attributes:
-        validation_annotations: Ground truth of the validation images, crowds included.
-    """
-
-    validation_annotations: CocoAnnotations | None = None
+    validation_annotations: CocoAnnotations | None = None  # ground truth of validation images, crowds included
 
 
 def open_and_check_coco(
-    data_dir: str | os.PathLike[str],
+    data_dir: AnyPath,
     *,
     train_split: str = "train",
     validation_split: str = "validation",
     masks: bool | None = True,
     num_classes: int | None = None,
-    repair: bool = False,
     allow_outside: bool = False,
-    decode: bool = False,
-    on_progress: Callable[[], None] | None = None,
+    **options: Any,
 ) -> OpenedCoco:
     """Open `data_dir/annotations/instances_*.json` and the images they are about, and check both.
 
     Args:
         data_dir: Folder of the dataset.
-        train_split: Name such as "train" or "train2017".
-        validation_split: Name such as "validation", "val" or "val2017".
+        train_split, validation_split: Names such as "train" or "train2017", and "validation", "val" or "val2017".
         masks: Use masks, which all objects must have; None: if any object of the split has one.
         num_classes: Categories that the model knows; None if it follows the data.
-        repair: Repair what can be repaired in what is used; the files stay as they are.
         allow_outside: Read images that the annotations name outside of `data_dir`.
-        decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
-        on_progress: Called after each image.
+        **options: `repair`, `decode` and `on_progress` of `check_annotations`.
 
     Raises:
         DataError: If there is no such folder. All other problems are in the result.
@@ -91,16 +82,9 @@ def open_and_check_coco(
     def open_split(split: str, *, training: bool) -> tuple[CocoAnnotations | None, CocoSource | None]:
         checked = None
         try:
-            (checked, report), files = check_split(
-                data_dir,
-                split,
-                allow_outside=allow_outside,
-                masks=None if reports and reports[0].count(NO_MASKS) else masks,  # report it once
-                every_category=training,
-                repair=repair,
-                decode=decode,
-                on_progress=on_progress,
-            )
+            wanted = None if reports and reports[0].count(NO_MASKS) else masks  # report it once
+            kind = {"masks": wanted, "every_category": training, "allow_outside": allow_outside}
+            (checked, report), files = check_split(data_dir, split, **kind, **options)
             reports.append(report)
             problems.extend(report.problems)
             if not report.problems:
@@ -127,7 +111,7 @@ class CheckedAnnotations(NamedTuple):
 
 
 def check_split(
-    data_dir: str | os.PathLike[str], split: str, *, allow_outside: bool = False, **options: Any
+    data_dir: AnyPath, split: str, *, allow_outside: bool = False, **options: Any
 ) -> tuple[CheckedAnnotations, ListedFiles]:
     """Read and check the annotations of a split, with options of `check_annotations`; also returns its images."""
     read = read_annotations(find_annotation_file(data_dir, split))
@@ -138,7 +122,7 @@ def check_split(
 
 def check_annotations(
     annotations: CocoAnnotations,
-    image_folder: ListedFiles | str | os.PathLike[str],
+    image_folder: ListedFiles | AnyPath,
     *,
     masks: bool | None = True,
     every_category: bool = True,
@@ -154,7 +138,8 @@ def check_annotations(
         masks: Check masks. Without them objects need none, and what is wrong with those they have is no fault. None:
             check them if any object has one.
         every_category: Require an object of each category, as it takes one to be learned; not in validation data.
-        repair: Return repaired annotations; otherwise they come back as they are, if there is a fault.
+        repair: Return repaired annotations; otherwise they come back as they are, if there is a fault. The files stay
+            as they are.
         decode: Decode all images, which finds truncated files; otherwise only the first bytes are read.
         on_progress: Called after each image.
     """
@@ -165,33 +150,27 @@ def check_annotations(
     report = DataReport(annotations.location, checked, repaired=repair)
     if boxes_only and masks:  # one fault, not one per object
         report.repaired = False
-        instead = "train with --set detection.head=faster_rcnn, or add masks"
-        report.add(NO_MASKS, BOXES_ONLY, NOT_POSSIBLE + instead)
+        report.add(NO_MASKS, BOXES_ONLY, f"{NOT_POSSIBLE}train with --set detection.head=faster_rcnn, or add masks")
     masks = masks is not False and not boxes_only
     files = ListedFiles.of(image_folder)
     for entry in annotations.malformed:
-        report.add("malformed entries", str(entry), "left out, images with their objects")
+        report.add("malformed entries", entry, "left out, images with their objects")
     sizes = read_in_threads(
         lambda image: image_size(files.path(image.file_name), decode=decode), annotations.images, on_progress
     )
     images = _check_images(annotations.images, sizes, report)
     categories = _check_categories(annotations.categories, report)
     # Objects are left out with their image, which is one fault, not many.
-    known_images = {image.id for image in annotations.images}
-    known_images |= {
-        entry.id for entry in annotations.malformed if entry.list_name == "images" and entry.id is not None
-    }
+    known_images = {image.id for image in annotations.images} | annotations.malformed_images
     objects = _ObjectChecks(images, known_images, categories, report, masks).checked(annotations.objects)
     if every_category:
         used = {item.category_id for item in objects if not item.is_crowd}
         for category in categories.values():
             if category.id not in used:
-                kept = "kept, so that labels stay the same; nothing will be learned of them"
-                report.add("categories without an object", f"{category.name} ({category.id})", kept)
+                report.add("categories without an object", f"{category.name} ({category.id})", KEPT_AS_LABELS)
     if repair or not report:
-        annotations = CocoAnnotations(
-            annotations.location, tuple(images.values()), tuple(categories.values()), tuple(objects)
-        )
+        usable = tuple(images.values()), tuple(categories.values()), tuple(objects)
+        annotations = CocoAnnotations(annotations.location, *usable)
     return CheckedAnnotations(annotations, report)
 
 
@@ -204,12 +183,10 @@ def check_same_categories(train: CocoAnnotations, validation: CocoAnnotations) -
     """Report categories whose id or name differs between two files: their labels would not mean the same."""
     ours, theirs = train.category_names, validation.category_names
     different = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
-    if not different:
-        return []
-    first = different[0]
     return [
         f"{len(different)} categories differ between {train.location} and {validation.location}, such as id {first}: "
         f"{ours.get(first, 'none')!r} and {theirs.get(first, 'none')!r}; give both files the same categories"
+        for first in different[:1]
     ]
 
 
@@ -224,12 +201,11 @@ def _check_images(
     for image, size in zip(images, sizes, strict=True):
         name = f"{image.file_name} (image {image.id})"
         if image.id in shared:
-            report.add(
-                "different images with the same id", name, f"{WITH_OBJECTS}, because their objects cannot be told apart"
-            )
+            repair = f"{WITH_OBJECTS}, because their objects cannot be told apart"
+            report.add("different images with the same id", name, repair)
         elif isinstance(size, OutsideError):
-            fault = "images whose file is outside of the data folder"
-            report.add(fault, name, f"{WITH_OBJECTS}; {ALLOW_OUTSIDE} reads them")
+            repair = f"{WITH_OBJECTS}; {ALLOW_OUTSIDE} reads them"
+            report.add("images whose file is outside of the data folder", name, repair)
         elif isinstance(size, ImageError):
             if os.path.exists(size.path):  # not `Path.exists`, which raises for names that no file can have
                 report.add("images whose file cannot be read", f"{name}: {size.reason}", WITH_OBJECTS)
@@ -259,10 +235,9 @@ def _check_categories(categories: Sequence[CocoCategory], report: DataReport) ->
     ids: dict[str, int] = {}
     for category in kept.values():
         if (first := ids.setdefault(category.name, category.id)) != category.id:
+            both = f"{category.name} ({first} and {category.id})"
             repair = "kept apart, by their ids; figures by category show the last of them alone"
-            report.add(
-                "categories with a name that another has", f"{category.name} ({first} and {category.id})", repair
-            )
+            report.add("categories with a name that another has", both, repair)
     return kept
 
 
@@ -314,9 +289,8 @@ class _ObjectChecks:
         except MaskSizeError as error:
             return self._add("masks of another size than their image", item, str(error)), None
         except MaskError as error:
-            if item.segmentation:
-                return self._add("malformed masks", item, str(error)), None
-            return self._add("objects without a mask", item), None
+            fault, detail = ("malformed masks", str(error)) if item.segmentation else ("objects without a mask", "")
+            return self._add(fault, item, detail), None
         if extent is None or _vanishes(extent, image):
             return self._add("masks that cover nothing of their image", item), None
         if isinstance(item.segmentation, list):
@@ -342,9 +316,9 @@ class _ObjectChecks:
         return item
 
     def _with_usable_area(self, item: CocoObject, image: CocoImage) -> CocoObject:
-        if item.area is not None and 0 < item.area < math.inf:
-            return item
         if item.area is not None:
+            if 0 < item.area < math.inf:
+                return item
             detail = "no number" if math.isnan(item.area) else f"{item.area:g}"
             repair = "area taken from the mask, or else from the box"
             self._add("objects without a positive finite area", item, detail, repair=repair)

@@ -18,20 +18,21 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
-from inline_attention.data.coco.checks import LEFT_OUT, WITH_OBJECTS, check_annotations
+from inline_attention.data.coco.checks import WITH_OBJECTS, check_annotations
 from inline_attention.data.findings import DataReport
 from inline_attention.data.images import ImageError, find_images, image_size, read_in_threads
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import SPLIT_FOLDERS, DataError, check_folder
-from inline_attention.support.files import read_bounded, replace_folder
+from inline_attention.support.files import AnyPath, read_bounded, replace_folder
 from inline_attention.support.text import counted, install_command
-from inline_attention.support.untrusted import MAX_TEXT_BYTES, UntrustedDataError, load_yaml
+from inline_attention.support.untrusted import MAX_TEXT_BYTES, load_yaml
 
 LabelFormat = Literal["voc", "yolo"]
 SUFFIXES: dict[LabelFormat, str] = {"voc": ".xml", "yolo": ".txt"}
@@ -64,8 +65,8 @@ class Conversion:
 
 
 def convert_to_coco(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    source: AnyPath,
+    output: AnyPath,
     *,
     label_format: LabelFormat | None = None,
     validation_share: float = 0.1,
@@ -99,20 +100,17 @@ def convert_to_coco(
     objects = counted(sum(len(item.objects) for item in labeled), "objects")
     report.checked = f"{counted(len(labeled), 'annotated images')}, {objects}"
     names = known_names or sorted({item.class_name for image in labeled for item in image.objects})
-    _report_classes(names, report)
-    splits = _split(root, files, labeled, validation_share, seed, report)
-    annotations, reports, masks = {}, [report], _all_have_polygons(labeled)
-    for split, images in splits.items():
-        raw = _annotations(f"{root} ({split})", images, names, report, masks=masks)
-        annotations[split], found = check_annotations(
-            raw,
-            ListedFiles(root, allow_outside=allow_outside),
-            masks=masks,
-            every_category=False,
-            repair=True,
-            decode=True,
-        )
-        reports.append(found)
+    alike = Counter(name.casefold() for name in names)
+    for name in sorted(names, key=str.casefold):
+        if alike[name.casefold()] > 1:
+            report.add("class names that differ only by case", name, "kept as different classes")
+    annotations, reports, images = {}, [report], ListedFiles(root, allow_outside=allow_outside)
+    masks = all(item.polygon for image in labeled for item in image.objects)
+    for split, chosen in _split(root, files, labeled, validation_share, seed, report).items():
+        raw = _annotations(f"{root} ({split})", chosen, names, report, masks=masks)
+        checked = check_annotations(raw, images, masks=masks, every_category=False, repair=True, decode=True)
+        annotations[split] = checked.annotations
+        reports.append(checked.report)
     _leave_out_unlearned(annotations, report)
     for split, content in annotations.items():
         if not content.images or (split == "train" and not content.objects):
@@ -121,15 +119,6 @@ def convert_to_coco(
     _write(root, output, annotations)
     counts = {split: (len(content.images), len(content.objects)) for split, content in annotations.items()}
     return Conversion(counts, annotations["train"].class_names, [found for found in reports if found])
-
-
-def _report_classes(names: Sequence[str], report: DataReport) -> None:
-    by_case: defaultdict[str, list[str]] = defaultdict(list)
-    for name in names:
-        by_case[name.casefold()].append(name)
-    for alike in by_case.values():
-        for name in alike if len(alike) > 1 else ():
-            report.add("class names that differ only by case", name, "kept as different classes")
 
 
 def _read(
@@ -143,22 +132,20 @@ def _read(
     """Yield the images that have annotations, in order."""
     known = set(files)
     images = [image for path in find_images([root]) if (image := path.relative_to(root)) in known]
-    label_files = {kind: [path for path in files if path.suffix.lower() == suffix] for kind, suffix in SUFFIXES.items()}
-    kind = label_format or ("voc" if label_files["voc"] else "yolo")
-    paired = _pair(images, label_files[kind], kind, report)
+    kind = label_format or ("voc" if any(path.suffix.lower() == SUFFIXES["voc"] for path in files) else "yolo")
+    paired = _pair(images, [path for path in files if path.suffix.lower() == SUFFIXES[kind]], kind, report)
     if not paired:
         raise DataError(
             f"{root} has {len(images):,} images and no annotations for them; expected NAME.xml (Pascal VOC) or "
             "NAME.txt (YOLO) for each, beside them or in folders such as Annotations or labels"
         )
-    for image in images:
-        if image not in paired and kind == "voc":
-            report.add("images without an annotation file", str(image), LEFT_OUT)
     if kind == "voc":
+        for image in images:
+            if image not in paired:
+                report.add("images without an annotation file", str(image))
         parse_xml = _xml_parser()
         for image, label_file in sorted(paired.items()):
-            found = _voc_objects(root / label_file, parse_xml, str(label_file), report)
-            if found is not None:
+            if (found := _voc_objects(root / label_file, parse_xml, str(label_file), report)) is not None:
                 yield _Labeled(image, *found)
         return
     sizes = read_in_threads(lambda image: image_size(root / image), images, on_progress)
@@ -169,19 +156,16 @@ def _read(
             report.add("images without a label file", str(image), "kept as background, without objects")
             yield _Labeled(image, size, [])  # YOLO's way to say that nothing is there
         else:
-            label_file = paired[image]
-            yield _Labeled(image, size, list(_yolo_objects(root / label_file, names, size, str(label_file), report)))
+            objects = _yolo_objects(root / paired[image], names, size, str(paired[image]), report)
+            yield _Labeled(image, size, list(objects))
 
 
 def _files(root: Path) -> list[Path]:
     """Return what is below the folder, without hidden files and without what was converted from it before."""
     found = [path.relative_to(root) for path in sorted(root.rglob("*"))]
     converted = {path.parents[1] for path in found if path.match(f"*/annotations/{_json_name('train')}")}
-    return [
-        path
-        for path in found
-        if not converted & {*path.parents} and not any(part.startswith(".") for part in path.parts)
-    ]
+    visible = (path for path in found if not any(part.startswith(".") for part in path.parts))
+    return [path for path in visible if converted.isdisjoint(path.parents)]
 
 
 def _pair(images: Sequence[Path], labels: Sequence[Path], kind: LabelFormat, report: DataReport) -> dict[Path, Path]:
@@ -194,11 +178,11 @@ def _pair(images: Sequence[Path], labels: Sequence[Path], kind: LabelFormat, rep
         similarity = {image: len({*image.parts[:-1]} & {*label.parts[:-1]}) for image in by_stem[label.stem]}
         best = [image for image, value in similarity.items() if value == max(similarity.values())]
         if not best and (kind == "voc" or "labels" in label.parts):  # other texts are not about images
-            report.add("annotation files whose image is missing", str(label), LEFT_OUT)
+            report.add("annotation files whose image is missing", str(label))
         elif len(best) > 1:
-            report.add("annotation files that several images fit", str(label), LEFT_OUT)
+            report.add("annotation files that several images fit", str(label))
         elif best and paired.setdefault(best[0], label) != label:
-            report.add("annotation files of an image that has one", str(label), LEFT_OUT)
+            report.add("annotation files of an image that has one", str(label))
     return paired
 
 
@@ -206,8 +190,8 @@ def _xml_parser() -> Callable[[bytes], Any]:
     try:
         from defusedxml import ElementTree
     except ModuleNotFoundError:
-        message = "Pascal VOC's XML is read by defusedxml, which is not installed"
-        raise DataError(f"{message}; {install_command('detection')}") from None
+        missing = "Pascal VOC's XML is read by defusedxml, which is not installed"
+        raise DataError(f"{missing}; {install_command('detection')}") from None
     return lambda text: ElementTree.fromstring(text, forbid_dtd=True)
 
 
@@ -217,23 +201,22 @@ def _voc_objects(
     """Return (height, width) and the objects of an XML file, or None if it cannot be read."""
     try:
         root = parse_xml(read_bounded(path, MAX_TEXT_BYTES))
-        size = tuple(int(float(root.findtext(f"size/{side}") or 0)) for side in ("height", "width"))
+        height, width = (max(0, int(float(root.findtext(f"size/{side}") or 0))) for side in ("height", "width"))
     except (OSError, ValueError, LookupError, SyntaxError, OverflowError) as error:  # ElementTree's is a SyntaxError
         reason = "it declares a document type" if type(error).__name__ == "DTDForbidden" else error
-        report.add("XML files that cannot be read", f"{name}: {reason}", "left out with their images")
-        return None
+        return report.add("XML files that cannot be read", f"{name}: {reason}", "left out with their images")
     objects: list[_Object] = []
     for number, node in enumerate(root.iterfind("object"), start=1):
         where, class_name = f"object {number} in {name}", _class_name(node.findtext("name"))
         try:
             left, top, right, bottom = (float(node.findtext(f"bndbox/{s}")) for s in ("xmin", "ymin", "xmax", "ymax"))
         except (TypeError, ValueError):  # the former from what is missing
-            report.add("objects without a box of four numbers", where, LEFT_OUT)
+            report.add("objects without a box of four numbers", where)
             continue
         if class_name is None:
-            report.add("objects without a class", where, LEFT_OUT)
+            report.add("objects without a class", where)
         elif left == right or top == bottom:
-            report.add("boxes without area", where, LEFT_OUT)
+            report.add("boxes without area", where)
         else:
             if left > right or top > bottom:
                 report.add("boxes with swapped corners", where, "swapped back")
@@ -242,7 +225,7 @@ def _voc_objects(
             box = (left - 1, top - 1, right - left + 1, bottom - top + 1)
             is_difficult = (node.findtext("difficult") or "0").strip() == "1"
             objects.append(_Object(class_name, box, is_difficult=is_difficult))
-    return (max(size[0], 0), max(size[1], 0)), objects
+    return (height, width), objects
 
 
 def _yolo_objects(
@@ -252,8 +235,7 @@ def _yolo_objects(
     try:
         lines = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        report.add("text files that cannot be read", f"{name}: {error}", "image kept without objects")
-        return
+        return report.add("text files that cannot be read", f"{name}: {error}", "image kept without objects")
     height, width = size
     for number, line in enumerate(lines, start=1):
         where, words = f"line {number} of {name}", line.split()
@@ -266,10 +248,10 @@ def _yolo_objects(
                 raise ValueError
             class_number = int(first)
         except ValueError:
-            report.add("lines that are no box", where, LEFT_OUT)
+            report.add("lines that are no box", where)
             continue
         if names and not 0 <= class_number < len(names):
-            report.add("objects of an unknown category", f"{where}: category {class_number}", LEFT_OUT)
+            report.add("objects of an unknown category", f"{where}: category {class_number}")
             continue
         class_name = names[class_number] if names else str(class_number)
         if is_polygon:
@@ -288,10 +270,7 @@ def _known_classes(root: Path, files: Sequence[Path]) -> list[str]:
         path = root / min(lists, key=lambda path: len(path.parts))
         return _checked_names([line for line in _text(path).splitlines() if line.strip()], path)
     for path in (root / path for path in files if len(path.parts) == 1 and path.suffix in YAML_SUFFIXES):
-        try:
-            content = load_yaml(_text(path), yaml.SafeLoader)
-        except UntrustedDataError as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        content = _text(path, partial(load_yaml, loader=yaml.SafeLoader))
         if not isinstance(content, dict) or (names := content.get("names")) is None:
             continue
         if isinstance(names, dict):
@@ -304,10 +283,10 @@ def _known_classes(root: Path, files: Sequence[Path]) -> list[str]:
 
 
 def _checked_names(names: Sequence[Any], path: Path) -> list[str]:
-    checked = [_class_name(str(name)) for name in names]
-    if None in checked or len(set(checked)) < len(checked):
+    checked = [name for given in names if (name := _class_name(str(given)))]
+    if len(set(checked)) < len(names):
         raise DataError(f"{path} must list different class names of at most {LONGEST_CLASS_NAME} characters")
-    return [name for name in checked if name is not None]
+    return checked
 
 
 def _class_name(text: str | None) -> str | None:
@@ -315,9 +294,9 @@ def _class_name(text: str | None) -> str | None:
     return text if 0 < len(text) <= LONGEST_CLASS_NAME else None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, parse: Callable[[str], Any] = str) -> Any:
     try:
-        return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig")
+        return parse(read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -348,8 +327,8 @@ def _split(
                 if listed := [item for item in named[""] if item.path.name in members]:
                     named[name] += listed
                     named[""] = [item for item in named[""] if item.path.name not in members]
-    train = named.get(_first(SPLIT_FOLDERS["train"], named) or "", [])
-    validation = named.get(_first(SPLIT_FOLDERS["validation"], named) or "-", [])
+    train = named[next((name for name in SPLIT_FOLDERS["train"] if name in named), "")]
+    validation = next((named[name] for name in SPLIT_FOLDERS["validation"] if name in named), [])
     if train and not validation:
         chosen = {item.path for item in random.Random(seed).sample(train, max(1, round(share * len(train))))}
         validation = [item for item in train if item.path in chosen]
@@ -357,16 +336,8 @@ def _split(
     used = {item.path for item in (*train, *validation)}
     for item in labeled:
         if item.path not in used:
-            report.add("images of other splits", str(item.path), LEFT_OUT)
+            report.add("images of other splits", str(item.path))
     return {"train": train, "validation": validation}
-
-
-def _first(names: Sequence[str], known: Any) -> str | None:
-    return next((name for name in names if name in known), None)
-
-
-def _all_have_polygons(labeled: Sequence[_Labeled]) -> bool:
-    return all(item.polygon for image in labeled for item in image.objects)
 
 
 def _annotations(
@@ -384,43 +355,34 @@ def _annotations(
             if item.polygon is not None and not masks:
                 report.add("polygons that become boxes", where, "mask dropped, since other objects have none")
             if item.class_name not in numbers:
-                report.add("objects of an unknown category", where, LEFT_OUT)
+                report.add("objects of an unknown category", where)
                 continue
-            polygons = None if item.polygon is None else [item.polygon]
+            number, category = len(objects) + 1, numbers[item.class_name]
+            polygons = item.polygon and [item.polygon]
             # VOC's protocol neither trains on difficult objects nor counts them, which is what COCO does with crowds.
-            objects.append(
-                CocoObject(
-                    len(objects) + 1, image_id, numbers[item.class_name], item.box, None, polygons, item.is_difficult
-                )
-            )
-    return CocoAnnotations(
-        location,
-        tuple(CocoImage(number, image.path.as_posix(), *image.size) for number, image in enumerate(images, start=1)),
-        tuple(CocoCategory(number, name) for name, number in numbers.items()),
-        tuple(objects),
-    )
+            objects.append(CocoObject(number, image_id, category, item.box, None, polygons, item.is_difficult))
+    listed = (CocoImage(number, image.path.as_posix(), *image.size) for number, image in enumerate(images, start=1))
+    categories = (CocoCategory(number, name) for name, number in numbers.items())
+    return CocoAnnotations(location, tuple(listed), tuple(categories), tuple(objects))
 
 
 def _leave_out_unlearned(annotations: dict[str, CocoAnnotations], report: DataReport) -> None:
     """Leave out categories without an object to train on: a check would complain about them."""
     learned = {item.category_id for item in annotations["train"].objects if not item.is_crowd}
-    objects = Counter(item.category_id for content in annotations.values() for item in content.objects)
-    difficult = Counter(
-        item.category_id for content in annotations.values() for item in content.objects if item.is_crowd
-    )
+    objects = [item for content in annotations.values() for item in content.objects]
+    counts = Counter((item.category_id, item.is_crowd) for item in objects)
     for category in annotations["train"].categories:
         if category.id not in learned:
-            lost = f"{category.name}: {counted(objects[category.id], 'objects')}"
-            why = f", {difficult[category.id]:,} marked difficult" if difficult[category.id] else ""
+            difficult = counts[category.id, True]
+            lost = f"{category.name}: {counted(difficult + counts[category.id, False], 'objects')}"
+            why = f", {difficult:,} marked difficult" if difficult else ""
             report.add("categories without an object to train on", lost + why, WITH_OBJECTS)
     for split, content in annotations.items():
-        annotations[split] = replace(
-            content,
-            categories=tuple(category for category in content.categories if category.id in learned),
-            objects=tuple(item for item in content.objects if item.category_id in learned),
-        )
+        categories = tuple(category for category in content.categories if category.id in learned)
+        objects = tuple(item for item in content.objects if item.category_id in learned)
+        annotations[split] = replace(content, categories=categories, objects=objects)
         files = {image.id: image.file_name for image in content.images}
-        for item in annotations[split].objects:
+        for item in objects:
             if item.is_crowd:
                 where = f"{content.category_names[item.category_id]} in {files[item.image_id]}"
                 report.add("objects marked difficult", where, "kept as crowd, not trained on")
@@ -432,7 +394,10 @@ def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) ->
             for image in content.images:
                 target = new / "images" / image.file_name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _link_or_copy(root / image.file_name, target)
+                try:
+                    os.link(os.path.realpath(root / image.file_name), target)  # takes no space
+                except OSError:  # another disk, or a file of another user
+                    shutil.copyfile(root / image.file_name, target)
         (new / "annotations").mkdir()
         for split, content in annotations.items():
             (new / "annotations" / _json_name(split)).write_text(json.dumps(content.to_json()))
@@ -440,10 +405,3 @@ def _write(root: Path, output: Path, annotations: dict[str, CocoAnnotations]) ->
 
 def _json_name(split: str) -> str:
     return f"instances_{SPLITS[split]}.json"
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(os.path.realpath(source), target)  # takes no space
-    except OSError:  # another disk, or a file of another user
-        shutil.copyfile(source, target)

@@ -43,9 +43,7 @@ def encode_mask(mask: np.ndarray) -> dict[str, Any]:
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
     """Decode a list of polygons or a dictionary of run lengths to `[H, W]` uint8 of zeros and ones.
 
-    Raises:
-        MaskError: If it is malformed.
-        DataError: If it takes a library to decode it that is not installed.
+    Raises `MaskError` if it is malformed, and `DataError` if it takes a library that is not installed.
     """
     if isinstance(segmentation, dict):
         return _decode_run_lengths(segmentation, height, width)

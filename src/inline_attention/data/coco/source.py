@@ -22,6 +22,7 @@ from inline_attention.data.coco.masks import MaskError, decode_mask
 from inline_attention.data.images import ImageError, load_image
 from inline_attention.data.listed_files import ListedFiles
 from inline_attention.data.sources import DataError
+from inline_attention.support.files import AnyPath
 
 MOST_MASK_PIXELS = 2**33  # of all masks of an image
 
@@ -29,17 +30,14 @@ MOST_MASK_PIXELS = 2**33  # of all masks of an image
 class CocoSource:
     """Annotated images by number. Cheap to copy into worker processes.
 
-    Attributes:
-        location: The annotation file.
-        class_names: Names of categories; that of label 1 first.
-        image_ids: `[N]` int64, COCO's ids of the images.
-        sizes: `[N, 2]` int64, height and width.
+    `location` is the annotation file. The first of `class_names` is that of label 1. `image_ids` `[N]` are COCO's, and
+    `sizes` `[N, 2]` are heights and widths, int64 both.
     """
 
     def __init__(
         self,
         annotations: CocoAnnotations,
-        image_folder: ListedFiles | str | os.PathLike[str],
+        image_folder: ListedFiles | AnyPath,
         *,
         masks: bool = True,
         skip_empty: bool = False,
@@ -50,10 +48,7 @@ class CocoSource:
             annotations: The annotations.
             image_folder: Folder that their file names are relative to.
             masks: Add masks to targets.
-            skip_empty: Leave out images without an object, as is usual in training.
-
-        Raises:
-            DataError: If no image is left.
+            skip_empty: Leave out images without an object, as is usual in training; `DataError` if none is left.
         """
         self.location, self.class_names = annotations.location, annotations.class_names
         self._files, self._masks = ListedFiles.of(image_folder), masks
@@ -83,8 +78,7 @@ class CocoSource:
     def load(self, index: int) -> Image.Image:
         """Return the image, upright and in RGB.
 
-        Raises:
-            ImageError: If it cannot be read, is outside of the data folder, or is not of the annotated size.
+        Raises `ImageError` if it cannot be read, is outside of the data folder, or is not of the annotated size.
         """
         image = load_image(self._files.path(os.fsdecode(self._names[index])))
         height, width = self.sizes[index]
@@ -98,10 +92,8 @@ class CocoSource:
 
         Returns:
             boxes `[n, 4]` float32 (left, top, right, bottom in pixels), labels `[n]` int64 from 1, masks `[n, H, W]`
-            uint8 (if wanted), image_id int64, area `[n]` float32 and iscrowd `[n]` int64.
-
-        Raises:
-            ImageError: If a mask is malformed.
+            uint8 (if wanted; `ImageError` if one is malformed), image_id int64, area `[n]` float32 and iscrowd `[n]`
+            int64.
         """
         packed = self._objects[self._ends[index] : self._ends[index + 1]]
         objects: list[dict[str, Any]] = json.loads(packed.tobytes())
@@ -114,9 +106,7 @@ class CocoSource:
             "area": torch.tensor([item["area"] for item in objects], dtype=torch.float32),
             "iscrowd": torch.zeros(len(objects), dtype=torch.int64),
         }
-        if self._masks:
-            target["masks"] = self._decoded(objects, index)
-        return target
+        return {**target, "masks": self._decoded(objects, index)} if self._masks else target
 
     def without_masks(self) -> Self:
         """Return the same images with targets without masks."""

@@ -128,8 +128,15 @@ def _tiles(random: np.random.Generator, height: int, width: int) -> Pattern:
 
 def _rotated_grid(random: np.random.Generator, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates `[H, W]` in pixels along and across a random direction."""
-    angle = random.uniform(0, np.pi)
-    x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
+    return _turned(*_grid(height, width), random.uniform(0, np.pi))
+
+
+def _grid(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates x `[W]` and y `[H, 1]` in pixels."""
+    return np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
+
+
+def _turned(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
     cosine, sine = np.float32(np.cos(angle)), np.float32(np.sin(angle))
     return x * cosine + y * sine, y * cosine - x * sine
 
@@ -219,19 +226,12 @@ def category_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class Scene:
-    """A drawn scene.
+    """A drawn scene."""
 
-    Attributes:
-        image: `[H, W, 3]` uint8.
-        instances: `[H, W]` uint8, number of the object that is seen at each pixel, from 1; 0 for none.
-        kinds: Kind of each object, that of number 1 first.
-        background: `[H, W]` uint8, number of the material behind all objects; `OTHER` where a wire runs.
-    """
-
-    image: np.ndarray
-    instances: np.ndarray
-    kinds: tuple[str, ...]
-    background: np.ndarray
+    image: np.ndarray  # [H, W, 3] uint8
+    instances: np.ndarray  # [H, W] uint8, number of the object that is seen at each pixel, from 1; 0 for none
+    kinds: tuple[str, ...]  # of the objects, that of number 1 first
+    background: np.ndarray  # [H, W] uint8, number of the material behind all objects; `OTHER` where a wire runs
 
     def visible_mask(self, number: int) -> np.ndarray:
         """Return `[H, W]` bool: true where the object of this number, from 1, is seen."""
@@ -244,13 +244,10 @@ class Scene:
 
 
 def render_scene(seed: int, split: str, index: int, size: int = 320) -> Scene:
-    """Draw one scene; it depends on the arguments alone, not on how many others are drawn.
+    """Draw one scene of a dataset's seed, with `size` pixels on the longer side (`SMALLEST_SIDE` to `LARGEST_SIDE`).
 
-    Args:
-        seed: Random seed of the dataset.
-        split: Such as "train"; scenes of different splits have nothing in common.
-        index: Number of the scene in its split.
-        size: Pixels of the longer side, from `SMALLEST_SIDE` to `LARGEST_SIDE`.
+    It depends on the arguments alone, not on how many others are drawn. Scenes of different splits, such as "train",
+    have nothing in common. `index` counts the scenes of a split.
     """
     if not SMALLEST_SIDE <= size <= LARGEST_SIDE:
         raise ValueError(f"the size of scenes must be {SMALLEST_SIDE} to {LARGEST_SIDE} pixels, got {size}")
@@ -283,8 +280,7 @@ def _photograph(random: np.random.Generator, colors: np.ndarray) -> np.ndarray:
     return np.clip(np.asarray(blurred) + noise + 0.5, 0, 255).astype(np.uint8)
 
 
-@dataclass(frozen=True)
-class _Placement:
+class _Placement(NamedTuple):
     """Place, rotation and stretch of an object."""
 
     kind: str
@@ -295,18 +291,14 @@ class _Placement:
 
     def distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return the distance of points from the outline in pixels, negative inside."""
-        x, y = (x - self.center[0]) / self.radius, (y - self.center[1]) / self.radius
-        cosine, sine = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
-        turned_x, turned_y = x * cosine + y * sine, y * cosine - x * sine
-        return SHAPES[self.kind](turned_x * self.stretch, turned_y / self.stretch) * self.radius
+        x, y = _turned((x - self.center[0]) / self.radius, (y - self.center[1]) / self.radius, self.angle)
+        return SHAPES[self.kind](x * self.stretch, y / self.stretch) * self.radius
 
     def window(self, height: int, width: int, margin: float) -> tuple[slice, slice]:
         """Return the part of the image that the object and a margin cover; its center is in the image."""
         reach = self.radius * REACH * math.exp(STRETCH) + margin
-        columns, rows = (
-            slice(max(0, int(center - reach)), min(side, int(center + reach) + 1))
-            for center, side in zip(self.center, (width, height), strict=True)
-        )
+        places = zip(self.center, (width, height), strict=True)
+        columns, rows = (slice(max(0, int(at - reach)), min(side, int(at + reach) + 1)) for at, side in places)
         return rows, columns
 
 
@@ -330,7 +322,7 @@ class _Canvas:
         if self.random.random() >= SHARE_AGAINST_THE_ORDER:
             materials.sort(key=list(GROUND_COLORS).index)
         angle = self.random.normal(np.pi / 2, 0.4)
-        x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
+        x, y = _grid(self.height, self.width)
         height_above = (x * np.cos(angle) + y * np.sin(angle)) / self.height
         height_above = height_above + 0.25 * smooth_noise(self.random, self.height, self.width, self.width / 4)
         borders = np.quantile(height_above[::8, ::8], np.sort(self.random.uniform(0.2, 0.8, count - 1)))
@@ -347,7 +339,7 @@ class _Canvas:
 
     def draw_wire(self) -> None:
         """Draw a straight bar from border to border that is of no class, as real images have such things."""
-        x, y = np.arange(self.width, dtype=np.float32), np.arange(self.height, dtype=np.float32)[:, None]
+        x, y = _grid(self.height, self.width)
         through = self.random.uniform(0, (self.width, self.height))
         angle = self.random.uniform(0, np.pi)
         normal = np.array([np.cos(angle), np.sin(angle)], dtype=np.float32)
@@ -404,11 +396,10 @@ class _Canvas:
     def _hides_too_much(self, covered: np.ndarray) -> bool:
         """True if an object seen at the pixels with these instance numbers would leave too little of another."""
         hidden = np.bincount(covered, minlength=len(self.kinds) + 1)
-        for number in np.flatnonzero(hidden[1:]) + 1:
-            remaining = int((self.instances == number).sum() - hidden[number])
-            if not _enough_visible(remaining, self._whole_pixels[number - 1]):
-                return True
-        return False
+        return any(
+            not _enough_visible(int((self.instances == number).sum() - hidden[number]), self._whole_pixels[number - 1])
+            for number in np.flatnonzero(hidden[1:]) + 1
+        )
 
     def _paint(self, placement: _Placement, window: tuple[slice, slice], distance: np.ndarray) -> None:
         around = self.colors[window][np.abs(distance) < 2 + 0.2 * placement.radius].mean(0)

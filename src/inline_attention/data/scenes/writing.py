@@ -13,17 +13,18 @@ Everything is written to a folder beside it and renamed at the end: a dataset is
 from __future__ import annotations
 
 import colorsys
+import glob
 import json
 import multiprocessing
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -33,7 +34,7 @@ from inline_attention.data.coco.masks import Extent, encode_mask, extent_of
 from inline_attention.data.randomness import derived_seed
 from inline_attention.data.scenes.rendering import OBJECT_KINDS, SEMANTIC_CLASSES, Scene, category_number, render_scene
 from inline_attention.data.sources import DataError
-from inline_attention.support.files import UNFINISHED, read_bounded, replace_folder
+from inline_attention.support.files import UNFINISHED, AnyPath, read_bounded, replace_folder
 from inline_attention.support.signals import children_ignore_interrupts
 from inline_attention.support.untrusted import parse_json
 
@@ -47,30 +48,21 @@ _Drawn = tuple[CocoImage, list[CocoObject]]
 
 @dataclass(frozen=True)
 class ScenesPlan:
-    """Settings that determine a dataset of scenes.
+    """Settings that determine a dataset of scenes."""
 
-    Attributes:
-        images: Images to train on.
-        validation_images: Images to validate on.
-        size: Pixels of the longer side.
-        seed: Random seed.
-    """
-
-    images: int = 2000
+    images: int = 2000  # to train on
     validation_images: int = 200
-    size: int = 320
+    size: int = 320  # pixels of the longer side
     seed: int = 0
 
     def __post_init__(self):
         if self.images < 1 or self.validation_images < 1:
-            raise ValueError(
-                "a dataset needs at least one image to train on and one to validate on, "
-                f"got {self.images} and {self.validation_images}"
-            )
+            given = f"got {self.images} and {self.validation_images}"
+            raise ValueError(f"a dataset needs at least one image to train on and one to validate on, {given}")
 
 
 def write_scenes(
-    folder: str | os.PathLike[str],
+    folder: AnyPath,
     plan: ScenesPlan,
     *,
     overwrite: bool = False,
@@ -118,12 +110,10 @@ def write_scenes(
     return folder
 
 
-def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+def leftovers(folder: AnyPath) -> list[Path]:
     """Return unfinished folders beside a dataset, of killed or running generations."""
     folder = Path(folder).resolve()
-    if not folder.parent.is_dir():
-        return []
-    return sorted(path for path in folder.parent.iterdir() if path.name.startswith(f"{UNFINISHED}{folder.name}-"))
+    return sorted(folder.parent.glob(f"{glob.escape(UNFINISHED + folder.name)}-*"))
 
 
 def _draw_preview(scenes: Sequence[Scene]) -> Image.Image:
@@ -202,10 +192,9 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         raise DataError(f"{folder} is a file; give a folder")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    try:
+    manifest: Any = None
+    with suppress(OSError, ValueError):
         manifest = parse_json(read_bounded(folder / MANIFEST, 2**16))
-    except (OSError, ValueError):
-        manifest = None
     if not isinstance(manifest, dict) or manifest.get("kind") != "inline scenes":
         raise DataError(f"{folder} holds something else than scenes, and is left alone; give another folder")
     if not overwrite:
