@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -67,8 +67,13 @@ class DistillationSection:
 class DistillationTask(ClassificationTask):
     """Classification, or features alone, learned from a teacher.
 
-    After `build_model`, it has the models of both.
+    Attributes:
+        teacher: After `build_model`, the softmax model, in evaluation mode.
+        student: After `build_model`, the model with converted attention.
     """
+
+    teacher: nn.Module
+    student: nn.Module
 
     def __init__(
         self,
@@ -90,23 +95,9 @@ class DistillationTask(ClassificationTask):
             smoothing=smoothing, seed=seed,
         )  # fmt: skip
         self._settings, self._source = distillation, source
-        self._teacher: nn.Module | None = None
-        self._student: nn.Module | None = None
         self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
         if not distillation.uses_labels:
             self.metrics = FeatureMetrics.NAMES
-
-    @property
-    def teacher(self) -> nn.Module:
-        """The softmax model, in evaluation mode."""
-        assert self._teacher is not None, "build_model builds it"
-        return self._teacher
-
-    @property
-    def student(self) -> nn.Module:
-        """The model with converted attention."""
-        assert self._student is not None, "build_model builds it"
-        return self._student
 
     def open(self) -> TaskData:
         """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
@@ -122,8 +113,8 @@ class DistillationTask(ClassificationTask):
         if conversion_of(self._file) is not None:
             message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
             raise ConfigError([Problem("distillation.teacher", message)])
-        self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
-        student = self._student = self._build_student(class_names)
+        self.teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
+        student = self.student = self._build_student(class_names)
         if self._settings.match == "attention":
             student.requires_grad_(False)
             for name in converted_attentions(student):
@@ -138,10 +129,8 @@ class DistillationTask(ClassificationTask):
         task = ClassificationTask(self._data, replace(self._model, img_size=teacher_size))
         student: Any = task.build_model(class_names)
         if not hasattr(student, "set_input_size"):
-            message = (
-                f"expected {teacher_size}, the teacher's size, since {self._model.name} has a fixed size, got {size}"
-            )
-            raise ConfigError([Problem("model.img_size", message)])
+            expected = f"expected {teacher_size}, the teacher's size, since {self._model.name} has a fixed size"
+            raise ConfigError([Problem("model.img_size", f"{expected}, got {size}")])
         student.set_input_size(img_size=size)
         self.start, self._preparation = task.start, task._preparation
         return student
@@ -225,7 +214,7 @@ class DistillationTask(ClassificationTask):
     def _teacher_pixels(self) -> Size | None:
         """Height and width of the teacher's images; None if they are the student's."""
         size = self._settings.teacher_size
-        return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
+        return None if size is None else to_2tuple(size)
 
 
 def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:
@@ -253,7 +242,7 @@ class DistillationObjective:
     ):
         """Attach to both models; `run_teacher` is the compiled teacher."""
         self._settings, self._size, self._labels = settings, teacher_size, labels
-        self._prefix = _prefix_tokens(student)
+        self._prefix = getattr(student, "num_prefix_tokens", 0)
         self._run_teacher = teacher if run_teacher is None else run_teacher
         self._tokens, self._expected_tokens = Recorder(), Recorder()
         if settings.features_weight:
@@ -288,22 +277,22 @@ class AttentionObjective:
 
     def __init__(self, teacher: nn.Module, student: nn.Module):
         self._teacher = teacher
-        self._names = converted_attentions(student)
-        self._outputs = {name: Recorder() for name in self._names}
+        self._outputs = {name: Recorder() for name in converted_attentions(student)}
         self._inputs: dict[str, Tensor] = {}
-        for name in self._names:
+        for name, recorder in self._outputs.items():
             layer = student.get_submodule(name)
             layer.register_forward_pre_hook(self._teachers_input(name))
-            self._outputs[name].attach(student, layer, training=True)
+            recorder.attach(student, layer, training=True)
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the unexplained share of the teacher's outputs, the mean over all attentions."""
-        expected: dict[str, Tensor] = {}
-        with torch.no_grad(), _recorded_calls(self._teacher, self._names, self._inputs, expected):
+        layers = {name: self._teacher.get_submodule(name) for name in self._outputs}
+        with torch.no_grad(), _recorded_calls(layers) as calls:
             self._teacher(batch.images)
+        self._inputs.update((name, arguments[0]) for name, (arguments, _) in calls.items())
         runnable(batch.images)
         self._inputs.clear()
-        shares = [unexplained_share(self._outputs[name].take(), expected[name]) for name in self._names]
+        shares = [unexplained_share(output.take(), calls[name][1]) for name, output in self._outputs.items()]
         return torch.stack(shares).mean()
 
     def _teachers_input(self, name: str) -> Any:
@@ -336,20 +325,16 @@ class Recorder:
 
 
 @contextmanager
-def _recorded_calls(
-    model: nn.Module, names: Sequence[str], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
-) -> Iterator[None]:
-    """Record the input and output tokens of layers, by name."""
+def _recorded_calls(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[tuple[Any, ...], Tensor]]]:
+    """Record the arguments and output tokens of layers, by name."""
+    calls: dict[str, tuple[tuple[Any, ...], Tensor]] = {}
 
-    def recorder(name: str) -> Any:
-        def record(_layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-            inputs[name], outputs[name] = arguments[0], output
+    def record(name: str, _layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        calls[name] = arguments, output
 
-        return record
-
-    handles = [model.get_submodule(name).register_forward_hook(recorder(name)) for name in names]
+    handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers.items()]
     try:
-        yield
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
@@ -386,17 +371,9 @@ def resized_images(images: Tensor, size: Size | None) -> Tensor:
 
 def run_with_tokens(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return a model's output `[B, K]` and final tokens `[B, N, C]`."""
-    found: list[Tensor] = []
-
-    def record(_layer: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
-        found.append(output)
-
-    handle = token_layer(model).register_forward_hook(record)
-    try:
+    with _recorded_calls({"tokens": token_layer(model)}) as calls:
         output = model(images)
-    finally:
-        handle.remove()
-    return output, found[0]
+    return output, calls["tokens"][1]
 
 
 def soft_cross_entropy(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
@@ -433,10 +410,6 @@ def _grid(count: int, pixels: Sequence[int]) -> Size:
     return height, count // height
 
 
-def _prefix_tokens(model: nn.Module) -> int:
-    return getattr(model, "num_prefix_tokens", 0)
-
-
 @dataclass(frozen=True)
 class FeatureMetrics(Metrics):
     """Share of the teacher's variance that the student explains, R² in percent, and number of images."""
@@ -470,7 +443,8 @@ class FeatureEvaluator:
         output, tokens = run_with_tokens(model, batch.images)
         expected, expected_tokens = run_teacher(self._teacher, batch.images, self._size)
         count, pixels = expected_tokens.shape[1], batch.images.shape[-2:]
-        tokens = resized_tokens(tokens, pixels, count, self._size, _prefix_tokens(model))
+        prefix = getattr(model, "num_prefix_tokens", 0)
+        tokens = resized_tokens(tokens, pixels, count, self._size, prefix)
         self._sums["tokens"].add(tokens, expected_tokens)
         self._sums["output"].add(output, expected)
         self._count += len(batch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -20,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,22 +66,16 @@ def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> 
         sizes |= {2: torch.export.Dim("height", min=smallest), 3: torch.export.Dim("width", min=smallest)}
         size = max(size[0], 64), max(size[0], 64) + 32  # two sides that differ, so that they stay two
     images = torch.zeros(2, getattr(model, "in_chans", 3), *size)
-    _check_size(model, images)
     with torch.no_grad(), warnings.catch_warnings():
+        try:
+            model.eval()(images)
+        except Exception as error:  # most of timm's models take their own size only
+            reason = f"{size[0]}×{size[1]}: {str(error).rstrip('.')}"
+            raise ExportError(f"the model does not take images of {reason}. Leave --size out") from error
         warnings.simplefilter("ignore")
-        program = torch.export.export(model.eval(), (images,), dynamic_shapes=(sizes,))
+        program = torch.export.export(model, (images,), dynamic_shapes=(sizes,))
     _simplify(program.graph_module)
     return program
-
-
-def _check_size(model: nn.Module, images: Tensor) -> None:
-    """Raise ExportError if a model does not take images of this size. Most of timm's take their own size only."""
-    try:
-        with torch.no_grad():
-            model.eval()(images)
-    except Exception as error:
-        size, reason = f"{images.shape[2]}×{images.shape[3]}", str(error).rstrip(".")
-        raise ExportError(f"the model does not take images of {size}: {reason}. Leave --size out") from error
 
 
 def _simplify(graph_module: torch.fx.GraphModule) -> None:
@@ -171,7 +166,8 @@ def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> N
         if images is None:
             quantization.quantize_dynamic(source, target, **options)
         else:
-            reader = _calibration_images(images)
+            batches = ({"images": batch.numpy()} for batch in images.split(8))
+            reader: Any = SimpleNamespace(get_next=lambda: next(batches, None))
             quantization.quantize_static(source, target, reader, quant_format=quantization.QuantFormat.QDQ, **options)
     finally:
         logging.getLogger().removeFilter(_is_not_advice)
@@ -179,20 +175,6 @@ def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> N
 
 def _is_not_advice(record: logging.LogRecord) -> bool:
     return "pre-processing" not in record.getMessage()  # `write_onnx` has done it
-
-
-def _calibration_images(images: Tensor) -> Any:
-    from onnxruntime import quantization
-
-    class Reader(quantization.CalibrationDataReader):
-        def __init__(self) -> None:
-            self.batches = iter(images.split(8))
-
-        def get_next(self) -> Any:
-            batch = next(self.batches, None)
-            return None if batch is None else {"images": batch.numpy()}
-
-    return Reader()
 
 
 def onnx_runner(path: Path) -> Runner:
@@ -299,13 +281,11 @@ class Comparer:
     def of_model(self) -> Comparison:
         """Run the model itself, whose size is that of its weights."""
         size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
-        return self._compare("PyTorch", size, self._model, self._expected)
+        return self("PyTorch", size, self._model, self._expected)
 
-    def __call__(self, name: str, size: int, runner: Runner | nn.Module) -> Comparison:
-        """Run one form of the model, whose file or weights have `size` bytes."""
-        return self._compare(name, size, runner, _scores(runner, self._images))
-
-    def _compare(self, name: str, size: int, runner: Runner | nn.Module, scores: Tensor) -> Comparison:
+    def __call__(self, name: str, size: int, runner: Runner | nn.Module, scores: Tensor | None = None) -> Comparison:
+        """Run one form of the model, whose file or weights have `size` bytes, unless its scores are known."""
+        scores = _scores(runner, self._images) if scores is None else scores
         classes, expected = scores.argmax(1), self._expected.argmax(1)
         largest = self._expected.abs().max().clamp(min=1.0)
         return Comparison(
@@ -327,9 +307,4 @@ def _scores(runner: Runner | nn.Module, images: Tensor) -> Tensor:
 @torch.no_grad()
 def _milliseconds(runner: Runner | nn.Module, image: Tensor) -> float:
     runner(image)
-    times: list[float] = []
-    for _ in range(TIMED_RUNS):
-        start = time.perf_counter()
-        runner(image)
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times)
+    return 1e3 * median(timeit.repeat(lambda: runner(image), number=1, repeat=TIMED_RUNS))

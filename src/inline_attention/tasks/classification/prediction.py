@@ -226,9 +226,8 @@ class ImageClassifier:
             scale = self._size / min(image.size)
             height, width = round(image.height * scale), round(image.width * scale)
             if max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
-                raise ImageError(
-                    path, f"is too long and thin to be enlarged to {width}×{height}; give height and width"
-                )
+                message = f"is too long and thin to be enlarged to {width}×{height}; give height and width"
+                raise ImageError(path, message)
         else:
             height, width = self._size
         if height * width > DEFAULT_MAX_PIXELS:
