@@ -7,6 +7,7 @@ import logging
 import math
 import operator
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -155,8 +156,9 @@ class CheckpointStore:
         Damaged checkpoints stay until their step is saved again, as parts of them may be rescued.
         """
         with _only_warning(saved):
-            same_step = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()}
-            replaced = same_step - {saved.path}
+            same_step = re.compile(rf"step-0*{saved.step}(-.*)?")
+            replaced = {path for path in self._folders() if same_step.fullmatch(path.name) and not path.is_symlink()}
+            replaced -= {saved.path}
             complete = [checkpoint for checkpoint in (*earlier, saved) if checkpoint.damage(contents=False) is None]
             current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
             best = self._best_first(current)[: self.keep_best]
@@ -214,11 +216,6 @@ def _first_valid(checkpoints: Iterable[TrainingCheckpoint]) -> TrainingCheckpoin
             return checkpoint
         logger.warning("skipped a checkpoint: %s", printable(reason))
     return None
-
-
-def _step_of(folder: Path) -> int | None:
-    number = folder.name.split("-")[1]
-    return int(number) if number.isdecimal() else None
 
 
 def _rename_to_free_name(source: Path, target: Path) -> Path:

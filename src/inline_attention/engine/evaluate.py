@@ -58,14 +58,9 @@ def evaluate(
 
 
 def data_of_run(path: Path) -> DataSection | None:
-    """Return the data that a run was trained on, by its args.yaml; None if `path` is in no run.
+    """Return the data that a run was trained on, by its args.yaml (`ConfigError`); None if `path` is in no run.
 
-    Only what is read from a local folder: a stranger's run must not make us download anything, or read files outside
-    of the data folder.
-
-    Raises:
-        ConfigError: If args.yaml cannot be read.
-        ValueError: If it names data to download.
+    A stranger's run must not make us download anything (`ValueError`), or read files outside of the data folder.
     """
     run = find_run(path)
     if run is None or not (run / SETTINGS_FILE).is_file():
@@ -75,14 +70,8 @@ def data_of_run(path: Path) -> DataSection | None:
         advice = f"if you trust it, add --dataset {data.dataset}"
         raise ValueError(f"{run} was trained on {data.dataset}, which would be downloaded; {advice}")
     dataset = "folder" if data.dataset in {task.dataset for task in DENSE_TASKS.values()} else data.dataset
-    return DataSection(
-        dataset,
-        data.dir,
-        val_split=data.val_split,
-        repair=data.repair,
-        image_folder=data.image_folder,
-        map_folder=data.map_folder,
-    )
+    kept = ("dir", "val_split", "repair", "image_folder", "map_folder")
+    return DataSection(dataset, **{name: getattr(data, name) for name in kept})
 
 
 def describe_weights(file: Path) -> str:
@@ -143,15 +132,18 @@ def evaluate_checkpoint(
         message = f"{path} is of a model for {kind}, whose data says where its images are"
         raise ValueError(f"{message}; leave out --image-folder and --map-folder")
     with joined_processes(device) as processes:
+        described = None
         if kind is None:
+            batch_size = batch_size or CLASSIFIERS_BATCH
             described, task, source, class_names = _classification(file, data, model_name, size)
         else:
-            described = None
-            task, source, class_names, notes = _dense(file, data, size)
+            batch_size = batch_size or OTHERS_BATCH
+            task, class_names = DENSE_TASKS.get(kind, SegmentationTask).of_checkpoint(file, data)
+            task.evaluation_side = size
+            source, notes = task.open_validation(class_names)
             if on_note is not None and processes.is_main:
                 for note in notes:
                     on_note(note)
-        batch_size = batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH)
         metrics = evaluate_task(
             task, source, class_names, processes, data, batch_size, amp, file=file, described=described
         )
@@ -202,12 +194,3 @@ def _classification(
     model = ModelSection.of(described.name, arguments, described.conversion)
     task = ClassificationTask(replace(data, crop_pct=described.crop_pct), model)
     return described, task, source, list(source.class_names)
-
-
-def _dense(file: Checkpoint, data: DataSection, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
-    """Return the task, its validation data, its class names and repair notes."""
-    kind = DENSE_TASKS.get(file.metadata[TASK], SegmentationTask)
-    task, class_names = kind.of_checkpoint(file, data)
-    task.evaluation_side = size
-    source, notes = task.open_validation(class_names)
-    return task, source, class_names, notes

@@ -52,9 +52,7 @@ class Linearized:
 def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
     """Return the settings `key=value` of the model in a run, checkpoint or file of weights, as teacher and start.
 
-    Raises:
-        CheckpointError: If the weights cannot be used.
-        ValueError: If its attention is converted already.
+    `CheckpointError`: the weights cannot be used. `ValueError`: the model's attention is converted already.
     """
     weights = find_weights(path)
     file = open_checkpoint(weights)
@@ -77,8 +75,7 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
 def fetch_teacher(name: str, path: Path) -> None:
     """Write timm's pretrained weights of a model to a file, unless it is there from an earlier start.
 
-    Raises:
-        ValueError: If there are none, they cannot be downloaded, or the model has no attention to convert.
+    `ValueError`: there are none, they cannot be downloaded, or the model has no attention to convert.
     """
     if path.exists():
         return
@@ -144,10 +141,9 @@ def linearize(
         say("measuring the result")
         result.figures[LINEARIZED] = _measure(task, data, config, processes)
         result.teacher, result.student = task.teacher, task.student
+        models = {TEACHER: task.teacher, CONVERTED: task.student, LINEARIZED: task.student}
         result.parameters = {
-            TEACHER: _parameters(task.teacher),
-            CONVERTED: _parameters(task.student),
-            LINEARIZED: _parameters(task.student),
+            stage: sum(weight.numel() for weight in model.parameters()) for stage, model in models.items()
         }
         _write(result)
         return result
@@ -180,10 +176,6 @@ def _measure(task: Task, data: Any, config: TrainConfig, processes: Processes) -
     batch = training.validation_batch_size or training.batch_size
     metrics = evaluate_task(task, data.validation, data.class_names, processes, config.data, batch, training.amp)
     return metrics.figures
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _write(result: Linearized, further: Mapping[str, Any] | None = None) -> None:

@@ -200,17 +200,13 @@ def run_folder(config: TrainConfig, processes: Processes) -> Path:
     settings = config.run
     resumed, name = settings.resume, settings.experiment
     if resumed not in (None, "auto"):
-        return _folder_of(Path(resumed))
+        if (folder := find_run(Path(resumed))) is not None:
+            return folder
+        message = f"expected auto, a run or one of its checkpoints, got {resumed}, which holds none"
+        raise ConfigError([Problem("run.resume", message)])
     if name is None:
         name = config.model.name if resumed == "auto" else time.strftime(f"%Y%m%d-%H%M%S-{config.model.name}")
     return processes.gather(Path(settings.output) / name)[0]  # clocks differ
-
-
-def _folder_of(path: Path) -> Path:
-    if (folder := find_run(path)) is not None:
-        return folder
-    message = f"expected auto, a run or one of its checkpoints, got {path}, which holds none"
-    raise ConfigError([Problem("run.resume", message)])
 
 
 def checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoint | None:

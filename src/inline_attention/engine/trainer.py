@@ -291,7 +291,10 @@ class Trainer:
 
     def save(self, metric: float | None = None) -> None:
         """Write a checkpoint. All ranks must call it."""
-        generators = self.processes.gather(self._generators())
+        own = {"cpu": torch.get_rng_state()}
+        if self.processes.device.type == "cuda":
+            own["cuda"] = torch.cuda.get_rng_state(self.processes.device)
+        generators = self.processes.gather(own)
         weights = self.strategy.weights(self.model)
         ema_weights = None if self.ema is None else self.strategy.weights(self.ema.module)
         optimizer_state = self.strategy.optimizer_state(self.model, self.optimizer)
@@ -439,10 +442,3 @@ class Trainer:
                 f"{position.updates + 1}; lower optimizer.lr, use training.amp=bf16 or off, or set training.clip_grad. "
                 f"The last checkpoint in {self.folder / CHECKPOINTS} is from before"
             )
-
-    def _generators(self) -> dict[str, torch.Tensor]:
-        """Return the random states of this rank."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.processes.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.processes.device)
-        return states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
-from inline_attention.models.described import Conversion, conversion_problems
+from inline_attention.models.described import Conversion, conversion_of, conversion_problems
+from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.support.settings import setting
 from inline_attention.support.text import install_command
 
@@ -140,13 +141,8 @@ class ModelSection:
         if conversion is None:
             return cls(name, arguments)
         attention: Any = conversion.attention
-        return cls(
-            name,
-            arguments,
-            attention=attention,
-            keep_softmax=conversion.keep_softmax,
-            conversion_options=conversion.options,
-        )
+        own = cls(name, arguments, attention=attention)
+        return replace(own, keep_softmax=conversion.keep_softmax, conversion_options=conversion.options)
 
     @property
     def attention_kind(self) -> str:
@@ -159,6 +155,16 @@ class ModelSection:
         if self.attention is None:
             return None
         return Conversion(self.attention, self.keep_softmax, self.conversion_options)
+
+    def initial_weights(self) -> tuple[Checkpoint | None, Conversion | None, Conversion | None]:
+        """Return the initial weights, and the conversions before and after they are loaded.
+
+        Weights of softmax attention are loaded before the conversion, those of converted attention after it.
+        """
+        file = None if self.initial_checkpoint is None else open_checkpoint(self.initial_checkpoint)
+        converted = None if file is None else conversion_of(file)
+        conversion = self.conversion or converted
+        return (file, conversion, None) if file is None or converted is not None else (file, None, conversion)
 
     def model_arguments(self, num_classes: int | None = None) -> dict[str, Any]:
         """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""
@@ -293,11 +299,7 @@ class Task(ABC):
 
     @abstractmethod
     def open(self) -> TaskData:
-        """Open and check both splits.
-
-        Raises:
-            ConfigError: With all problems.
-        """
+        """Open and check both splits. `ConfigError` has all problems."""
 
     @abstractmethod
     def build_model(self, class_names: Sequence[str]) -> nn.Module:

@@ -223,10 +223,7 @@ def _parse(path: str, text: str) -> Any:
 def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str) -> None:
     """Refuse what a stranger's recipe may not set: where to write, what to fetch, where to send, what to build.
 
-    Settings that the command line, `overrides`, sets as well are the user's own, and pass.
-
-    Raises:
-        ConfigError: With every setting that is refused.
+    Settings that the command line, `overrides`, sets as well are the user's own, and pass. `ConfigError` has the rest.
     """
     own = {override.partition("=")[0].strip() for override in overrides}
     problems = [

@@ -214,7 +214,7 @@ class DistillationTask(ClassificationTask):
     def _teacher_pixels(self) -> Size | None:
         """Height and width of the teacher's images; None if they are the student's."""
         size = self._settings.teacher_size
-        return None if size is None else to_2tuple(size)
+        return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:

@@ -140,13 +140,10 @@ def write_onnx(
 
 
 def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> None:
-    """Write an ONNX file with linear layers in 8-bit integers.
+    """Write a file of `write_onnx` again, with linear layers in 8-bit integers.
 
-    Args:
-        source: File of `write_onnx`.
-        target: File to write.
-        images: Images `[B, 3, H, W]` that fix the ranges of activations. None to find them anew for every input, which
-            needs no images and is closer to the model.
+    Images `[B, 3, H, W]` fix the ranges of activations. Without them, the ranges are found anew for every input, which
+    is closer to the model.
     """
     import onnx
     from onnxruntime import quantization
@@ -240,8 +237,7 @@ def write_compared_onnx(
 ) -> list[Comparison]:
     """Write a graph as ONNX, in 8-bit integers on request, and return the float32 form and the quantized one.
 
-    Raises:
-        ExportError: If the float32 form differs from the model.
+    `ExportError`: the float32 form differs from the model.
     """
     with TemporaryDirectory() as folder:
         exact = Path(folder, "exact.onnx") if int8 else path

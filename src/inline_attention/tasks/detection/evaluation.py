@@ -96,21 +96,10 @@ class DetectionMetrics(Metrics):
 
 
 class DetectionEvaluator:
-    """Collects detections and computes average precision.
-
-    Each rank adds its images, and all call `compute`. Only added images count, so unreadable ones do not matter.
-    """
+    """Computes average precision. Each rank adds its images, which alone count, and all call `compute`."""
 
     def __init__(self, annotations: CocoAnnotations, *, masks: bool = True):
-        """Set up.
-
-        Args:
-            annotations: Ground truth, crowds included.
-            masks: Evaluate masks, too.
-
-        Raises:
-            ImportError: If faster-coco-eval is not installed: better now than after an epoch.
-        """
+        """Take the ground truth, crowds included; evaluate masks, too. `ImportError`: faster-coco-eval is missing."""
         self._annotations, self._masks = annotations, masks
         self._sizes = {image.id: (image.height, image.width) for image in annotations.images}
         self._categories = annotations.label_to_category

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from inline_attention.data.coco.annotations import (
-    CocoAnnotations,
-)
+from inline_attention.data.coco.annotations import CocoAnnotations
 from inline_attention.data.coco.checks import OpenedCoco, check_split, open_and_check_coco
 from inline_attention.data.coco.source import CocoSource
 from inline_attention.data.dense import CocoSamples, detection_evaluation_transform, detection_training_transform

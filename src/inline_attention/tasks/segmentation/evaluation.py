@@ -50,16 +50,7 @@ class SegmentationEvaluator:
     def __init__(
         self, class_names: Sequence[str], device: torch.device | str = "cpu", windows: SlidingWindows | None = None
     ):
-        """Set up.
-
-        Args:
-            class_names: Name of each class; its place is its label.
-            device: Device of the labels.
-            windows: Windows of sliding inference; None for whole images.
-
-        Raises:
-            ImportError: If torchmetrics is not installed.
-        """
+        """Take class names by label, device of labels, sliding windows. `ImportError`: torchmetrics is missing."""
         library = import_extra("torchmetrics.classification", "segmentation")
         matrix = library.MulticlassConfusionMatrix(len(class_names), ignore_index=IGNORED, validate_args=False)
         self._class_names, self._confusion, self._windows = tuple(class_names), matrix.to(device), windows
@@ -71,15 +62,7 @@ class SegmentationEvaluator:
             self.count(labels_at(scores, (labels.shape[0], labels.shape[1]))[None], labels[None])
 
     def count(self, predicted: Tensor, target: Tensor) -> None:
-        """Count the pixels of some images.
-
-        Args:
-            predicted: `[B, H, W]` labels.
-            target: `[B, H, W]` labels, or `IGNORED`.
-
-        Raises:
-            ValueError: If their shapes differ.
-        """
+        """Count pixels by predicted and true labels (or `IGNORED`), `[B, H, W]` each; `ValueError` if they differ."""
         if predicted.shape != target.shape or predicted.is_floating_point():
             raise ValueError(
                 "predicted and true labels must be whole numbers of one shape, got "

@@ -24,13 +24,7 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation import IGNORED
 from inline_attention.support.settings import order_problem, setting
-from inline_attention.tasks.pyramid import (
-    DenseModel,
-    PaddedImages,
-    PyramidBackbone,
-    pad_images,
-    stack_padded,
-)
+from inline_attention.tasks.pyramid import DenseModel, PaddedImages, PyramidBackbone, pad_images, stack_padded
 
 POOLED_SIZES = (1, 2, 3, 6)
 DROPOUT = 0.1
