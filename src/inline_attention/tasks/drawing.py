@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from inline_attention.support.text import shortened
 from inline_attention.tasks.classification.prediction import Prediction
 from inline_attention.tasks.dense_prediction import FoundObject, SegmentationResult
-from inline_attention.tasks.detection.evaluation import whole_mask
+from inline_attention.tasks.detection.task import whole_mask
 
 GOLDEN_RATIO = 0.618033988749895  # steps of it around the color circle: any number of hues in a row differ clearly
 BRIGHTNESSES = (1.0, 0.8, 0.65)
