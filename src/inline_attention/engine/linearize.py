@@ -95,7 +95,7 @@ def fetch_teacher(name: str, path: Path) -> None:
 def linearize(
     config: TrainConfig, *, attention_epochs: int = 0, on_note: Callable[[str], None] = lambda _: None
 ) -> Linearized:
-    """Measure teacher and untrained conversion, distill, and measure the best checkpoint.
+    """Measure teacher and untrained conversion, distill, and measure the best checkpoint. Errors: see `train`.
 
     Figures of the start are kept in the run's folder, so that a resumed run does not measure them again.
 
@@ -103,10 +103,6 @@ def linearize(
         config: Settings with `distillation.match` and the teacher's weights.
         attention_epochs: Epochs of a first phase that matches each attention's output, a run in the run's folder.
         on_note: Called on rank 0 with what is done next.
-
-    Raises:
-        ConfigError: With all problems of settings and data, before anything is trained or written.
-        InterruptedBySignalError: After SIGTERM or SIGINT, and a checkpoint.
     """
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
         say = on_note if processes.is_main else (lambda _: None)

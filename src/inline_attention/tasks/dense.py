@@ -95,6 +95,14 @@ class DenseTask(Task, Generic[Options]):
             raise CheckpointError(f"{file.path} describes a model that is refused: {reason}") from error
         return task, class_names
 
+    @classmethod
+    def load(cls, file: Checkpoint) -> tuple[Self, DenseModel, list[str]]:
+        """Return the task of a file of weights, its model with these weights, and its class names."""
+        task, class_names = cls.of_checkpoint(file, DataSection())
+        model = task.build_model(class_names)
+        load_checkpoint(model, file)
+        return task, model, class_names
+
     def open(self) -> TaskData:
         """Open and check both splits."""
         choice = self._data

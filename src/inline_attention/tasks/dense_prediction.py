@@ -19,13 +19,11 @@ from torchvision.transforms.v2 import functional as transforms
 
 from inline_attention.data.dense import fitted_size
 from inline_attention.data.images import ImageError, load_image
-from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import DenseTask, normalization
 from inline_attention.tasks.detection.task import DetectionTask, at_original_size
 from inline_attention.tasks.segmentation.models import labels_at, scores_of
 from inline_attention.tasks.segmentation.task import SegmentationTask
-from inline_attention.tasks.task import DataSection
 
 DEFAULT_LEAST_SCORE = 0.5
 
@@ -71,9 +69,7 @@ class DensePredictor(ABC, Generic[Result]):
 
     def __init__(self, file: Checkpoint, *, shorter_side: int | None = None, device: torch.device | str = "cpu"):
         """Build the model of a file of weights, for images with a shorter side in pixels; None for that of training."""
-        task, self.class_names = self.task_type.of_checkpoint(file, DataSection())
-        model = task.build_model(self.class_names)
-        load_checkpoint(model, file)
+        task, model, self.class_names = self.task_type.load(file)
         self._device, self._options = torch.device(device), task.options
         self._model = model.eval().to(self._device)
         self._normalize = normalization(model).to(self._device)

@@ -248,13 +248,13 @@ class Collectives(Protocol):
 MetricTable: TypeAlias = Mapping[str, Mapping[str, float]]  # rows by name, of columns by name, in percent
 
 
-class Metrics(ABC):
+class Metrics:
     """The result of an evaluation; as text, one line for the user."""
 
     @property
-    @abstractmethod
     def figures(self) -> dict[str, float]:
-        """Metrics by the names of `Task.metrics`, which are columns of summary.csv."""
+        """Metrics by the names of `Task.metrics`, which are columns of summary.csv: all fields but the count."""
+        return {name: value for name, value in vars(self).items() if name != "count"}
 
     @property
     def tables(self) -> list[MetricTable]:
@@ -283,19 +283,12 @@ Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
 class Task(ABC):
-    """What a model learns: its data, model, loss and metrics.
-
-    Attributes:
-        name: Name, such as "detection".
-        metrics: Names of the metrics, the default one for the best checkpoint first, and whether higher is better.
-        start: Description of the initial weights after `build_model`; None for random ones.
-        notes: Sentences about the model for the user, after `build_model`.
-    """
+    """What a model learns: its data, model, loss and metrics."""
 
     name: ClassVar[str]
-    metrics: Mapping[str, bool]
-    start: str | None = None
-    notes: tuple[str, ...] = ()
+    metrics: Mapping[str, bool]  # by name, if higher is better; the first decides which checkpoint is the best
+    start: str | None = None  # description of the initial weights after `build_model`; None for random ones
+    notes: tuple[str, ...] = ()  # sentences about the model for the user, after `build_model`
 
     @abstractmethod
     def open(self) -> TaskData:

@@ -65,15 +65,10 @@ class DistillationSection:
 
 
 class DistillationTask(ClassificationTask):
-    """Classification, or features alone, learned from a teacher.
+    """Classification, or features alone, learned from a teacher. `build_model` makes the models of both."""
 
-    Attributes:
-        teacher: After `build_model`, the softmax model, in evaluation mode.
-        student: After `build_model`, the model with converted attention.
-    """
-
-    teacher: nn.Module
-    student: nn.Module
+    teacher: nn.Module  # the softmax model, in evaluation mode
+    student: nn.Module  # the model with converted attention
 
     def __init__(
         self,
@@ -81,19 +76,15 @@ class DistillationTask(ClassificationTask):
         model: ModelSection,
         augmentation: AugmentationSection | None,
         distillation: DistillationSection,
-        *,
-        smoothing: float = 0.0,
-        seed: int = 0,
+        **options: Any,
     ):
-        """Choose data, model and what to match."""
+        """Choose data, model and what to match. Options: see `ClassificationTask`."""
         source = distillation.teacher or model.initial_checkpoint
         if source is None:
             message = "expected the teacher's weights, got null; add --initial-checkpoint FILE"
             raise ConfigError([Problem("distillation.teacher", message)])
-        super().__init__(
-            data, replace(model, initial_checkpoint=model.initial_checkpoint or source), augmentation,
-            smoothing=smoothing, seed=seed,
-        )  # fmt: skip
+        model = replace(model, initial_checkpoint=model.initial_checkpoint or source)
+        super().__init__(data, model, augmentation, **options)
         self._settings, self._source = distillation, source
         self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
         if not distillation.uses_labels:
@@ -356,12 +347,6 @@ def token_layer(model: nn.Module) -> nn.Module:
     return model.get_submodule(names[-1].rpartition(".")[0])
 
 
-@torch.no_grad()
-def run_teacher(teacher: nn.Module, images: Tensor, size: Size | None) -> tuple[Tensor, Tensor]:
-    """Return the teacher's output `[B, K]` and tokens `[B, N, C]` for images `[B, 3, H, W]`, resized to its size."""
-    return run_with_tokens(teacher.to(images.device), resized_images(images, size))
-
-
 def resized_images(images: Tensor, size: Size | None) -> Tensor:
     """Return images `[B, 3, H, W]` in a size; None leaves them as they are."""
     if size is None or tuple(images.shape[-2:]) == tuple(size):
@@ -420,11 +405,6 @@ class FeatureMetrics(Metrics):
     output_r2: float
     count: int
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """All but the count."""
-        return {"token_r2": self.token_r2, "output_r2": self.output_r2}
-
     def __str__(self) -> str:
         shares = f"{self.token_r2:.3f} % of the teacher's tokens, {self.output_r2:.3f} % of its output"
         return f"agreement: {shares} explained (R²), {self.count} images"
@@ -438,10 +418,12 @@ class FeatureEvaluator:
         self._sums: dict[str, Variance] = {"tokens": Variance(), "output": Variance()}
         self._count = 0
 
+    @torch.no_grad()
     def add(self, model: nn.Module, batch: Batch) -> None:
         """Compare a batch."""
         output, tokens = run_with_tokens(model, batch.images)
-        expected, expected_tokens = run_teacher(self._teacher, batch.images, self._size)
+        teacher = self._teacher.to(batch.images.device)
+        expected, expected_tokens = run_with_tokens(teacher, resized_images(batch.images, self._size))
         count, pixels = expected_tokens.shape[1], batch.images.shape[-2:]
         prefix = getattr(model, "num_prefix_tokens", 0)
         tokens = resized_tokens(tokens, pixels, count, self._size, prefix)

@@ -51,18 +51,12 @@ class ImageResult:
 
 @dataclass(frozen=True)
 class Streaming:
-    """What to do with tiled files that are too large to decode whole. They run at full size, see `streamed`.
+    """What to do with tiled files that are too large to decode whole. They run at full size, see `streamed`."""
 
-    Attributes:
-        max_pixels: Larger images are streamed, or refused if they are not tiled.
-        level: Level to read of every tiled file, however small; None for the finest of those that are streamed.
-        memory: Memory for a run, see `streamed`.
-        on_start: Called with a sentence when a run starts; returns a function to call with shares of work done.
-    """
-
-    max_pixels: int = DEFAULT_MAX_PIXELS
-    level: int | None = None
-    memory: str | int = "4GiB"
+    max_pixels: int = DEFAULT_MAX_PIXELS  # larger images are streamed, or refused if they are not tiled
+    level: int | None = None  # to read of every tiled file, however small; None: the finest of those that are streamed
+    memory: str | int = "4GiB"  # for a run, see `streamed`
+    # Called with a sentence when a run starts; returns a function to call with shares of work done.
     on_start: Callable[[str], Callable[[float], None]] | None = None
 
     def applies_to(self, path: Path) -> bool:

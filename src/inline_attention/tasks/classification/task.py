@@ -129,11 +129,6 @@ class ClassificationMetrics(Metrics):
     loss: float
     count: int
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """All but the count."""
-        return {"top1": self.top1, "top5": self.top5, "loss": self.loss}
-
     def __str__(self) -> str:
         return f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} of {self.count} images"
 

@@ -115,16 +115,11 @@ class Detector(DenseModel):
         return tuple(self.backbone.strides[0] * 2**level for level in range(LEVELS))
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
-        """Return losses in training, objects otherwise.
+        """Return losses by name in training, the objects in each image otherwise.
 
-        Args:
-            images: `[3, H, W]` each, normalized, of any sizes.
-            targets: In training, for each image: boxes `[n, 4]` (left, top, right, bottom in pixels), labels `[n]` from
-                1 and, for Mask R-CNN, masks `[n, H, W]`.
-
-        Returns:
-            Losses by name in training. Otherwise for each image boxes, labels and scores `[n]`, the best first, and,
-            of Mask R-CNN, masks `[n, 1, 28, 28]`: the probability that a part of the box belongs to the object.
+        Images are `[3, H, W]`, normalized, of any sizes. Targets are boxes `[n, 4]` (left, top, right, bottom in
+        pixels), labels `[n]` from 1 and, for Mask R-CNN, masks `[n, H, W]`. Objects are boxes, labels and scores `[n]`,
+        the best first, and masks `[n, 1, 28, 28]`: the probability that a part of the box belongs to the object.
         """
         if self.training and targets is None:
             raise ValueError("training needs targets: boxes, labels and masks of each image; or call eval() first")

@@ -176,14 +176,9 @@ class Segmenter(DenseModel):
         self.decoder, self.auxiliary = decoder, auxiliary
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> Any:
-        """Return losses in training, scores otherwise.
+        """Return losses by name in training, scores `[K, H, W]` of each image otherwise.
 
-        Args:
-            images: `[3, H, W]` each, normalized, of any sizes.
-            targets: In training, `[H, W]` labels of each image, `IGNORED` where there is none.
-
-        Returns:
-            Losses by name in training. Otherwise scores `[K, H, W]` of each image.
+        Images are `[3, H, W]`, normalized, of any sizes; targets are their `[H, W]` labels, or `IGNORED`.
         """
         padded = pad_images(images)
         features = self.backbone(padded)
