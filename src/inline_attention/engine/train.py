@@ -73,10 +73,7 @@ def settings_of_start(path: Path) -> list[str]:
 
 
 def train(
-    config: TrainConfig,
-    *,
-    fit_batch: bool = False,
-    on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
+    config: TrainConfig, *, fit_batch: bool = False, on_epoch: Callable[[Mapping[str, Any]], None] | None = None
 ) -> tuple[Path, Metrics | None]:
     """Train or resume a run, on this rank and its peers.
 

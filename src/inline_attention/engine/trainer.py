@@ -93,7 +93,6 @@ class Trainer:
     """A run, on one of its ranks."""
 
     def __init__(self, resolved: ResolvedValues, task: Task, data: TaskData, folder: Path, processes: Processes):
-        """Build model, loaders, optimizer and schedule."""
         config = resolved.config
         self.resolved, self.config, self.folder, self.processes = resolved, config, folder, processes
         self.task, self.data, self.class_names = task, data, data.class_names
@@ -406,7 +405,7 @@ class Trainer:
 
         Gradients are the same on all ranks, so all decide alike.
         """
-        scaler = self.precision.scaler
+        scaler, clip = self.precision.scaler, self.config.training.clip_grad
         mean = self.processes.sum(loss) / self.processes.world_size
         scaler.unscale_(self.optimizer)
         norm = nn.utils.get_total_norm([weight.grad for weight in self.model.parameters() if weight.grad is not None])
@@ -414,7 +413,12 @@ class Trainer:
         found = torch.stack([mean, norm.to(mean)]).tolist()  # one synchronization with the device
         is_made = all(map(math.isfinite, found))
         if is_made:
-            self._update_weights(norm)
+            if clip is not None:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
+            scaler.step(self.optimizer)
+            scaler.update()
+            if self.ema is not None:
+                self.ema.update(self.model, step=self.position.updates)
             self.position.skipped_in_a_row = 0
         else:
             if scaler.is_enabled():  # lower the scale on all ranks: each knows only its own gradients
@@ -422,15 +426,6 @@ class Trainer:
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
         return found[0], is_made
-
-    def _update_weights(self, norm: torch.Tensor) -> None:
-        scaler, clip = self.precision.scaler, self.config.training.clip_grad
-        if clip is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
-        scaler.step(self.optimizer)
-        scaler.update()
-        if self.ema is not None:
-            self.ema.update(self.model, step=self.position.updates)
 
     def _skip(self) -> None:
         position, limit = self.position, self.config.limits.nan_losses_in_a_row

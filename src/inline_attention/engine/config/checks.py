@@ -220,7 +220,6 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_dense(config: TrainConfig) -> Iterator[Problem]:
-    """Check data, metrics and backbone of a detector or a segmenter."""
     task, name = config.task.name, config.model.name
     dataset, library = DENSE_TASKS[task].dataset, DENSE_TASKS[task].library
     if config.data.dataset != dataset:

@@ -230,7 +230,6 @@ class ImageClassifier:
         return self._native_transform(limit_aspect_ratio(image))  # pyright: ignore[reportReturnType, reportCallIssue]
 
     def _drain(self, batch: list[tuple[Path, torch.Tensor]], top: int) -> list[ImageResult]:
-        """Classify the batch and empty it."""
         if not batch:
             return []
         paths, images = zip(*batch, strict=True)

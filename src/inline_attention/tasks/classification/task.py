@@ -295,7 +295,6 @@ class ClassificationTask(Task):
         )
 
     def _described(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the model's arguments that a file may hold."""
         return describable(self._model.name, self._model.model_arguments(len(class_names)))
 
 
