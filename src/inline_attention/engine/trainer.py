@@ -135,9 +135,8 @@ class Trainer:
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
         if self.total_updates > 0:  # timm asserts that there are updates
-            self.scheduler, _ = create_scheduler_v2(
-                self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
-            )
+            schedule = schedule_arguments(resolved, self.updates_per_epoch)
+            self.scheduler, _ = create_scheduler_v2(self.optimizer, **schedule)
         self.precision = Precision(config.training.amp, processes.device)
         self.wrapped = self.strategy.wrap(self.model)
         self.runnable = self.wrapped

@@ -106,9 +106,7 @@ class ModelSection:
     in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
     drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
     initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
-    attention: Literal["inline", "linear"] | None = setting(
-        None, "Replace the model's softmax attention; null: keep it."
-    )
+    attention: Literal["inline", "linear"] | None = setting(None, "Replace the softmax attention; null: keep it.")
     keep_softmax: tuple[int, ...] = setting((), "Numbers of the attentions to keep softmax; -1: the last.")
     conversion_options: Mapping[str, Any] = setting(
         {}, "Options of the new attention, such as {local_residual: false}."

@@ -152,10 +152,8 @@ class ImageClassifier:
 
     def for_size(self, size: tuple[int, int]) -> ImageClassifier:
         """Return the same classifier for images that are resized and cropped to (height, width)."""
-        crop_pct: float = self._config["crop_pct"]
-        return ImageClassifier(
-            self.model, self.class_names, device=str(self.device), native_size=size, crop_pct=crop_pct
-        )
+        options: dict[str, Any] = {"device": str(self.device), "crop_pct": self._config["crop_pct"]}
+        return ImageClassifier(self.model, self.class_names, native_size=size, **options)
 
     def classify_files(
         self,
@@ -245,9 +243,8 @@ class ImageClassifier:
     def _result(self, path: Path, probabilities: list[float], indices: list[int]) -> ImageResult:
         if math.isnan(probabilities[0]):
             return ImageResult(path, error="gives NaN; are there NaN in the weights?")
-        return ImageResult(
-            path, tuple(Prediction(i, self.class_names[i], p) for i, p in zip(indices, probabilities, strict=True))
-        )
+        best = zip(indices, probabilities, strict=True)
+        return ImageResult(path, tuple(Prediction(index, self.class_names[index], share) for index, share in best))
 
 
 def _class_names(path: Path, names: list[str] | None, classes: int) -> list[str]:

@@ -42,12 +42,8 @@ class AugmentationSection:
     crop: Literal["resized", "padded"] = setting(
         "resized", "resized: random resized crop (scale, ratio). padded: pad by crop_padding, then crop."
     )
-    scale: tuple[float, float] = setting(
-        (0.08, 1.0), "Smallest and largest area share of a resized crop.", above=0, at_most=1
-    )
-    ratio: tuple[float, float] = setting(
-        (0.75, 1.3333333333333333), "Smallest and largest aspect ratio of a resized crop.", above=0
-    )
+    scale: tuple[float, float] = setting((0.08, 1.0), "Limits of the area share of a resized crop.", above=0, at_most=1)
+    ratio: tuple[float, float] = setting((0.75, 4 / 3), "Limits of the aspect ratio of a resized crop.", above=0)
     crop_padding: int = setting(4, "Pixels added on each side before a padded crop; 0: no crop.", at_least=0)
     hflip: float = setting(
         0.5, "Probability of a horizontal flip.", tasks=("classification", *DENSE), at_least=0, at_most=1
@@ -290,9 +286,8 @@ class ClassificationTask(Task):
 
     def _image_settings(self, model: nn.Module) -> dict[str, Any]:
         """Return timm's data settings: size, crop, interpolation, mean and standard deviation."""
-        return resolve_data_config(
-            {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}, model=model
-        )
+        own = {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}
+        return resolve_data_config(own, model=model)
 
     def _described(self, class_names: Sequence[str]) -> dict[str, Any]:
         return describable(self._model.name, self._model.model_arguments(len(class_names)))

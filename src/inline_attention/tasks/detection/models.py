@@ -184,19 +184,16 @@ class RCNNDetector(Detector):
             proposals, losses = self.heads.rpn(ImageList(images.canvas, images.sizes), named, targets)
             return self.heads.roi_heads(named, proposals, images.sizes, targets)[1] | losses
         proposals = self._propose(images, features)
-        levels = [
-            edges_extended(level, images, stride)
-            for level, stride in zip(features, self.backbone.strides, strict=False)
-        ]
+        pairs = zip(features, self.backbone.strides, strict=False)
+        levels = [edges_extended(level, images, stride) for level, stride in pairs]
         return self.heads.roi_heads(_named(levels), proposals, images.sizes)[0]
 
     def _propose(self, images: PaddedImages, features: list[Tensor]) -> list[Tensor]:
         """Boxes `[n, 4]` of each image that may hold an object."""
         network: Any = self.heads.rpn
         scores, shifts = network.head(features)
-        scores = [
-            filled(level, outside, -torch.inf) for level, outside in zip(scores, self._outside(images), strict=True)
-        ]
+        pairs = zip(scores, self._outside(images), strict=True)
+        scores = [filled(level, outside, -torch.inf) for level, outside in pairs]
         anchors = network.anchor_generator(ImageList(images.canvas, images.sizes), features)
         counts = [level[0].numel() for level in scores]
         scores, shifts = concat_box_prediction_layers(scores, shifts)
@@ -212,9 +209,8 @@ class RetinaNetDetector(Detector):
     def __init__(self, backbone: PyramidBackbone, num_classes: int, options: DetectionOptions):
         super().__init__(backbone, options.width, "convolved")
         sizes = [options.smallest_anchor * 2**level for level in range(LEVELS)]
-        anchors = _Anchors(
-            [(size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes], self.level_strides
-        )
+        sides = [(size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes]
+        anchors = _Anchors(sides, self.level_strides)
         # Every class has a score of its own: there is no background to count among them.
         self.heads = RetinaNet(_Channels(options.width), num_classes, anchor_generator=anchors, detections_per_img=100)
 

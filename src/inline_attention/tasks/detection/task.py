@@ -285,9 +285,8 @@ class DetectionTask(DenseTask[DetectionOptions]):
 
     def _training_samples(self, source: CocoSource) -> CocoSamples:
         options = self.options
-        return CocoSamples(
-            source, detection_training_transform(options.shorter_sides, options.longest_side, self._flip)
-        )
+        transform = detection_training_transform(options.shorter_sides, options.longest_side, self._flip)
+        return CocoSamples(source, transform)
 
     def _training_batches(self, source: CocoSource, reading: Reading) -> AspectRatioBatches:
         return AspectRatioBatches(source.sizes, reading.batch_size, seed=reading.seed, **reading.share)

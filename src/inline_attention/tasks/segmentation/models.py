@@ -64,12 +64,8 @@ class SegmentationOptions:
     scale: tuple[float, float] = setting(
         (0.5, 2.0), "Smallest and largest shorter side in training, relative to crop.", above=0, at_most=100
     )
-    inference: Literal["whole", "sliding"] = setting(
-        "whole", "Evaluate whole images, or sliding windows of the size of crops."
-    )
-    window_step: int | None = setting(
-        None, "Pixels between windows; null: two thirds of crop.", at_least=1, at_most=2**13
-    )
+    inference: Literal["whole", "sliding"] = setting("whole", "Evaluate whole images, or sliding windows of crop size.")
+    window_step: int | None = setting(None, "Pixels between windows; null: 2/3 of crop.", at_least=1, at_most=2**13)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield limits in the wrong order, and windows with gaps between them."""
