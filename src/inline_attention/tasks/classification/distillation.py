@@ -451,8 +451,7 @@ class Variance:
     def add(self, found: Tensor, expected: Tensor) -> None:
         """Add vectors `[..., C]`."""
         found, expected = (values.detach().flatten(0, -2).double() for values in (found, expected))
-        self.error += (found - expected).square().sum().item()
-        self.squares += expected.square().sum().item()
+        self.add_beyond(found, expected)
         self.sum = self.sum + expected.sum(0).cpu()
         self.number += len(expected)
 
@@ -466,10 +465,7 @@ class Variance:
         """Return the sum over ranks."""
         whole = cls()
         for part in parts:
-            whole.error += part.error
-            whole.squares += part.squares
-            whole.sum = whole.sum + part.sum
-            whole.number += part.number
+            vars(whole).update({name: value + vars(part)[name] for name, value in vars(whole).items()})
         return whole
 
     @property
