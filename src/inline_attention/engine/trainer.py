@@ -404,7 +404,7 @@ class Trainer:
 
         Gradients are the same on all ranks, so all decide alike.
         """
-        scaler, clip = self.precision.scaler, self.config.training.clip_grad
+        scaler = self.precision.scaler
         mean = self.processes.sum(loss) / self.processes.world_size
         scaler.unscale_(self.optimizer)
         norm = nn.utils.get_total_norm([weight.grad for weight in self.model.parameters() if weight.grad is not None])
@@ -412,12 +412,7 @@ class Trainer:
         found = torch.stack([mean, norm.to(mean)]).tolist()  # one synchronization with the device
         is_made = all(map(math.isfinite, found))
         if is_made:
-            if clip is not None:
-                nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
-            scaler.step(self.optimizer)
-            scaler.update()
-            if self.ema is not None:
-                self.ema.update(self.model, step=self.position.updates)
+            self._update_weights(norm)
             self.position.skipped_in_a_row = 0
         else:
             if scaler.is_enabled():  # lower the scale on all ranks: each knows only its own gradients
@@ -425,6 +420,15 @@ class Trainer:
             self._skip()
         self.optimizer.zero_grad(set_to_none=True)
         return found[0], is_made
+
+    def _update_weights(self, norm: torch.Tensor) -> None:
+        scaler, clip = self.precision.scaler, self.config.training.clip_grad
+        if clip is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
+        scaler.step(self.optimizer)
+        scaler.update()
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.position.updates)
 
     def _skip(self) -> None:
         position, limit = self.position, self.config.limits.nan_losses_in_a_row
