@@ -268,11 +268,7 @@ class Evaluator(Protocol):
         ...
 
     def compute(self, collectives: Collectives) -> Metrics:
-        """Compute the metrics over all ranks. All must call it, and get the same result.
-
-        Raises:
-            ValueError: If no sample was added.
-        """
+        """Compute the metrics over all ranks, which all call it and get the same; ValueError if there is no sample."""
         ...
 
 

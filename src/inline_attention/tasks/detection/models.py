@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -163,7 +164,8 @@ class RCNNDetector(Detector):
                 "mask_head": MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
                 "mask_predictor": MaskRCNNPredictor(width, width, num_classes + 1),
             }
-        self.heads = (MaskRCNN if options.finds_masks else FasterRCNN)(_Channels(width), **parts)
+        channels = SimpleNamespace(out_channels=width)  # all that torchvision reads of a backbone here
+        self.heads = (MaskRCNN if options.finds_masks else FasterRCNN)(channels, **parts)
         for name in ("rpn_head", "box_predictor", "mask_predictor"):
             if name in parts:
                 parts[name].register_forward_hook(_precise_output)
@@ -212,7 +214,8 @@ class RetinaNetDetector(Detector):
         sides = [(size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes]
         anchors = _Anchors(sides, self.level_strides)
         # Every class has a score of its own: there is no background to count among them.
-        self.heads = RetinaNet(_Channels(options.width), num_classes, anchor_generator=anchors, detections_per_img=100)
+        channels = SimpleNamespace(out_channels=options.width)  # all that torchvision reads of a backbone here
+        self.heads = RetinaNet(channels, num_classes, anchor_generator=anchors, detections_per_img=100)
 
     def run_without_values(self, images: Sequence[Tensor]) -> None:
         """Run the pyramid and the heads."""
@@ -252,14 +255,6 @@ def build_detector(
     """Build a detector with random weights around the model of that name and arguments."""
     kind = RetinaNetDetector if options.head == "retinanet" else RCNNDetector
     return kind(PyramidBackbone(backbone, arguments, kind.strides, options.width), num_classes, options)
-
-
-class _Channels(nn.Module):
-    """In place of a backbone: torchvision's constructors only read the number of its channels."""
-
-    def __init__(self, out_channels: int):
-        super().__init__()
-        self.out_channels = out_channels
 
 
 class _Anchors(AnchorGenerator):
