@@ -195,22 +195,11 @@ def export_classifier(
     dynamic: bool = False,
     int8: bool = False,
 ) -> list[Comparison]:
-    """Write a classifier to a file and compare it with the model. On an error there is no file.
+    """Write a classifier on a CPU to a file, "onnx" or "torch-export". On an error there is no file.
 
-    Args:
-        classifier: Model on a CPU.
-        path: File to write.
-        file_format: "onnx" or "torch-export".
-        images: Prepared images `[B, 3, H, W]` to compare on.
-        targets: Their classes `[B]`, if known.
-        dynamic: Export for every image size, not only for that of the images.
-        int8: Write linear layers in 8-bit integers (ONNX).
-
-    Returns:
-        The model, the exported file and the quantized file, on the same images.
-
-    Raises:
-        ExportError: If the file's scores differ from the model's.
+    Returns how the model, the exported file and the quantized file do on prepared images `[B, 3, H, W]` and, if known,
+    their classes `[B]`. `dynamic` exports for every image size, not only for that of the images; `int8` writes linear
+    layers in 8-bit integers (ONNX). `ExportError`: the file's scores differ from the model's.
     """
     size = images.shape[2], images.shape[3]
     program = trace(classifier.model, size, dynamic=dynamic)

@@ -129,17 +129,12 @@ class DetectionEvaluator:
         outputs: Sequence[Mapping[str, Tensor]],
         masks: Sequence[Iterable[Tensor]] | None = None,
     ) -> None:
-        """Add the detections of some images.
+        """Add the detections of some images, by COCO's ids. `ValueError`: an unknown image or label, a mask's size.
 
-        Args:
-            image_ids: COCO's id of each image.
-            outputs: For each image, as torchvision's detectors return it: boxes `[n, 4]` (left, top, right, bottom in
-                pixels of the original image), labels `[n]` from 1, scores `[n]` and masks `[n, 1, H, W]` from 0 to 1.
-            masks: For each image the `n` masks `[H, W]`, in place of those in `outputs`. They are taken one at a time,
-                and only run lengths are kept, so that an iterator needs memory for one of them.
-
-        Raises:
-            ValueError: If an image or a label is unknown, or masks are of another size than their image.
+        Outputs are those of torchvision's detectors: boxes `[n, 4]` (left, top, right, bottom in pixels of the original
+        image), labels `[n]` from 1, scores `[n]` and masks `[n, 1, H, W]` from 0 to 1. Other masks, `n` of `[H, W]` for
+        each image, may take the place of these. They are taken one at a time, and only run lengths are kept, so that an
+        iterator needs memory for one of them.
         """
         if masks is None:
             masks = [output["masks"] if self._masks else () for output in outputs]
