@@ -160,10 +160,7 @@ def evaluate_task(
     file: Checkpoint | None = None,
     described: Description | None = None,
 ) -> Metrics:
-    """Build a task's model, with the weights and preparation of a file if one is given, and evaluate it.
-
-    All ranks must call it.
-    """
+    """Build a task's model, with weights and preparation of a file if given, and evaluate it, on all ranks."""
     model = task.build_model(class_names)
     if file is not None:
         load_checkpoint(model, file)

@@ -120,10 +120,7 @@ class DenseTask(Task, Generic[Options]):
 
     @abstractmethod
     def open_validation(self, class_names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-        """Return the images of the validation split, which must have the classes of a model, and notes on repairs.
-
-        `DataError`: it cannot be used.
-        """
+        """Return the validation images, which must have a model's classes (`DataError`), and notes on repairs."""
 
     def build_model(self, class_names: Sequence[str]) -> DenseModel:
         """Build the model around its backbone."""
