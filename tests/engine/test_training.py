@@ -103,15 +103,15 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(tmp_path, stop_after, u
 def test_a_signal_during_an_evaluation_is_answered_at_its_next_batch(tmp_path, monkeypatch, number, code):
     extra = ["training.validation_batch_size=36", "ema.enabled=true"]
     whole, _ = train.train(config(tmp_path, "run.experiment=whole", *extra))
-    counted, count = [], task._count
+    counted, count = [], task.ClassificationEvaluator.add
 
-    def count_and_tell(logits, targets):
-        counted.append(len(targets))
+    def count_and_tell(evaluator, model, batch):
+        counted.append(len(batch.targets))
         if len(counted) == 13:  # the third of ten batches by which the average is evaluated
             os.kill(os.getpid(), number)
-        return count(logits, targets)
+        return count(evaluator, model, batch)
 
-    monkeypatch.setattr(task, "_count", count_and_tell)
+    monkeypatch.setattr(task.ClassificationEvaluator, "add", count_and_tell)
     with pytest.raises(InterruptedBySignalError) as stopped:
         train.train(config(tmp_path, "run.experiment=parts", *extra))
     assert stopped.value.exit_code == code

@@ -7,6 +7,7 @@ import logging
 import math
 import operator
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,12 +81,9 @@ class CheckpointStore:
         """Write a checkpoint, then remove those that need not be kept.
 
         A checkpoint of the same step is replaced. Other processes that save to this folder wait. Weights are state
-        dicts, and lose the name prefixes of DDP and `torch.compile`. `state` is plain data. A metric that is not finite
-        never counts as best.
-
-        Raises:
-            CheckpointWriteError: If the disk is full, read-only or broken.
-            TypeError: If the state contains anything but plain data. The message says where.
+        dicts, and lose the name prefixes of DDP and `torch.compile`. `state` is plain data, or a TypeError says where
+        it is not. A metric that is not finite never counts as best. `CheckpointWriteError`: the disk is full, read-only
+        or broken.
         """
         contents = {
             "step": operator.index(step),  # these three may come as NumPy numbers or tensors
@@ -155,8 +153,9 @@ class CheckpointStore:
         Damaged checkpoints stay until their step is saved again, as parts of them may be rescued.
         """
         with _only_warning(saved):
-            same_step = {path for path in self._folders() if _step_of(path) == saved.step and not path.is_symlink()}
-            replaced = same_step - {saved.path}
+            same_step = re.compile(rf"step-0*{saved.step}(-.*)?")
+            replaced = {path for path in self._folders() if same_step.fullmatch(path.name) and not path.is_symlink()}
+            replaced -= {saved.path}
             complete = [checkpoint for checkpoint in (*earlier, saved) if checkpoint.damage(contents=False) is None]
             current = [checkpoint for checkpoint in complete if checkpoint.path not in replaced]
             best = self._best_first(current)[: self.keep_best]
@@ -214,11 +213,6 @@ def _first_valid(checkpoints: Iterable[TrainingCheckpoint]) -> TrainingCheckpoin
             return checkpoint
         logger.warning("skipped a checkpoint: %s", printable(reason))
     return None
-
-
-def _step_of(folder: Path) -> int | None:
-    number = folder.name.split("-")[1]
-    return int(number) if number.isdecimal() else None
 
 
 def _rename_to_free_name(source: Path, target: Path) -> Path:

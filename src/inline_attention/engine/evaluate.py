@@ -58,14 +58,9 @@ def evaluate(
 
 
 def data_of_run(path: Path) -> DataSection | None:
-    """Return the data that a run was trained on, by its args.yaml; None if `path` is in no run.
+    """Return the data that a run was trained on, by its args.yaml (`ConfigError`); None if `path` is in no run.
 
-    Only what is read from a local folder: a stranger's run must not make us download anything, or read files outside
-    of the data folder.
-
-    Raises:
-        ConfigError: If args.yaml cannot be read.
-        ValueError: If it names data to download.
+    A stranger's run must not make us download anything (`ValueError`), or read files outside of the data folder.
     """
     run = find_run(path)
     if run is None or not (run / SETTINGS_FILE).is_file():
@@ -75,14 +70,8 @@ def data_of_run(path: Path) -> DataSection | None:
         advice = f"if you trust it, add --dataset {data.dataset}"
         raise ValueError(f"{run} was trained on {data.dataset}, which would be downloaded; {advice}")
     dataset = "folder" if data.dataset in {task.dataset for task in DENSE_TASKS.values()} else data.dataset
-    return DataSection(
-        dataset,
-        data.dir,
-        val_split=data.val_split,
-        repair=data.repair,
-        image_folder=data.image_folder,
-        map_folder=data.map_folder,
-    )
+    kept = ("dir", "val_split", "repair", "image_folder", "map_folder")
+    return DataSection(dataset, **{name: getattr(data, name) for name in kept})
 
 
 def describe_weights(file: Path) -> str:
@@ -110,6 +99,9 @@ def evaluate_checkpoint(
 ) -> Metrics | None:
     """Evaluate the model of a file of weights, a run or a training checkpoint. Returns None on all ranks but 0.
 
+    `CheckpointError`: the file cannot be read or does not fit. `DataError`: there is no such data. `ValueError`: the
+    file does not say which model it is of, or no data is named.
+
     Args:
         path: File, run or checkpoint.
         data: Validation data. Detectors and segmenters know its kind.
@@ -120,11 +112,6 @@ def evaluate_checkpoint(
         amp: "bf16", "fp16", "auto" or "off".
         device: "auto", "cpu", "cuda" or "cuda:N".
         on_note: Called on rank 0 with each note on repairs.
-
-    Raises:
-        CheckpointError: If the file cannot be read or does not fit.
-        DataError: If there is no such data.
-        ValueError: If the file does not say which model it is of, or no data is named.
     """
     if not path.is_file():
         path = find_weights(path, averaged=use_ema)
@@ -143,15 +130,18 @@ def evaluate_checkpoint(
         message = f"{path} is of a model for {kind}, whose data says where its images are"
         raise ValueError(f"{message}; leave out --image-folder and --map-folder")
     with joined_processes(device) as processes:
+        described = None
         if kind is None:
+            batch_size = batch_size or CLASSIFIERS_BATCH
             described, task, source, class_names = _classification(file, data, model_name, size)
         else:
-            described = None
-            task, source, class_names, notes = _dense(file, data, size)
+            batch_size = batch_size or OTHERS_BATCH
+            task, class_names = DENSE_TASKS.get(kind, SegmentationTask).of_checkpoint(file, data)
+            task.evaluation_side = size
+            source, notes = task.open_validation(class_names)
             if on_note is not None and processes.is_main:
                 for note in notes:
                     on_note(note)
-        batch_size = batch_size or (CLASSIFIERS_BATCH if kind is None else OTHERS_BATCH)
         metrics = evaluate_task(
             task, source, class_names, processes, data, batch_size, amp, file=file, described=described
         )
@@ -170,10 +160,7 @@ def evaluate_task(
     file: Checkpoint | None = None,
     described: Description | None = None,
 ) -> Metrics:
-    """Build a task's model, with the weights and preparation of a file if one is given, and evaluate it.
-
-    All ranks must call it.
-    """
+    """Build a task's model, with weights and preparation of a file if given, and evaluate it, on all ranks."""
     model = task.build_model(class_names)
     if file is not None:
         load_checkpoint(model, file)
@@ -204,12 +191,3 @@ def _classification(
     model = ModelSection.of(described.name, arguments, described.conversion)
     task = ClassificationTask(replace(data, crop_pct=described.crop_pct), model)
     return described, task, source, list(source.class_names)
-
-
-def _dense(file: Checkpoint, data: DataSection, size: int | None) -> tuple[Task, Any, list[str], tuple[str, ...]]:
-    """Return the task, its validation data, its class names and repair notes."""
-    kind = DENSE_TASKS.get(file.metadata[TASK], SegmentationTask)
-    task, class_names = kind.of_checkpoint(file, data)
-    task.evaluation_side = size
-    source, notes = task.open_validation(class_names)
-    return task, source, class_names, notes

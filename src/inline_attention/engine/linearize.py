@@ -52,9 +52,7 @@ class Linearized:
 def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
     """Return the settings `key=value` of the model in a run, checkpoint or file of weights, as teacher and start.
 
-    Raises:
-        CheckpointError: If the weights cannot be used.
-        ValueError: If its attention is converted already.
+    `CheckpointError`: the weights cannot be used. `ValueError`: the model's attention is converted already.
     """
     weights = find_weights(path)
     file = open_checkpoint(weights)
@@ -77,8 +75,7 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
 def fetch_teacher(name: str, path: Path) -> None:
     """Write timm's pretrained weights of a model to a file, unless it is there from an earlier start.
 
-    Raises:
-        ValueError: If there are none, they cannot be downloaded, or the model has no attention to convert.
+    `ValueError`: there are none, they cannot be downloaded, or the model has no attention to convert.
     """
     if path.exists():
         return
@@ -98,7 +95,7 @@ def fetch_teacher(name: str, path: Path) -> None:
 def linearize(
     config: TrainConfig, *, attention_epochs: int = 0, on_note: Callable[[str], None] = lambda _: None
 ) -> Linearized:
-    """Measure teacher and untrained conversion, distill, and measure the best checkpoint.
+    """Measure teacher and untrained conversion, distill, and measure the best checkpoint. Errors: see `train`.
 
     Figures of the start are kept in the run's folder, so that a resumed run does not measure them again.
 
@@ -106,10 +103,6 @@ def linearize(
         config: Settings with `distillation.match` and the teacher's weights.
         attention_epochs: Epochs of a first phase that matches each attention's output, a run in the run's folder.
         on_note: Called on rank 0 with what is done next.
-
-    Raises:
-        ConfigError: With all problems of settings and data, before anything is trained or written.
-        InterruptedBySignalError: After SIGTERM or SIGINT, and a checkpoint.
     """
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
         say = on_note if processes.is_main else (lambda _: None)
@@ -144,10 +137,9 @@ def linearize(
         say("measuring the result")
         result.figures[LINEARIZED] = _measure(task, data, config, processes)
         result.teacher, result.student = task.teacher, task.student
+        models = {TEACHER: task.teacher, CONVERTED: task.student, LINEARIZED: task.student}
         result.parameters = {
-            TEACHER: _parameters(task.teacher),
-            CONVERTED: _parameters(task.student),
-            LINEARIZED: _parameters(task.student),
+            stage: sum(weight.numel() for weight in model.parameters()) for stage, model in models.items()
         }
         _write(result)
         return result
@@ -180,10 +172,6 @@ def _measure(task: Task, data: Any, config: TrainConfig, processes: Processes) -
     batch = training.validation_batch_size or training.batch_size
     metrics = evaluate_task(task, data.validation, data.class_names, processes, config.data, batch, training.amp)
     return metrics.figures
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _write(result: Linearized, further: Mapping[str, Any] | None = None) -> None:

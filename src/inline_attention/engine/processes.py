@@ -57,8 +57,7 @@ class Processes:
     def divided(self, context: int, timeout_minutes: float) -> tuple[Processes, DeviceMesh | None]:
         """Form groups of `context` consecutive ranks that share the rows of their images. All ranks must call it.
 
-        Returns:
-            The ranks that have the same rows as this one, of other images, and the mesh of this rank's group.
+        Returns the ranks that have the same rows as this one, of other images, and the mesh of this rank's group.
         """
         if context == 1:
             return self, None
@@ -183,11 +182,7 @@ class BrokenReport:
         return len(self) > self._known
 
     def share(self) -> None:
-        """Share the lists. All ranks must call it.
-
-        Raises:
-            BrokenImagesError: On all ranks, if a dataset has more than allowed.
-        """
+        """Share the lists. All ranks must call it. `BrokenImagesError` on all: a dataset has more than allowed."""
         gathered = self._processes.gather([list(images) for images in self._lists])
         try:
             for number, images in enumerate(self._lists):
@@ -223,11 +218,9 @@ class RankSync:
         return []
 
     def agree(self) -> None:
-        """Synchronize ranks. All must call it.
+        """Synchronize ranks. All must call it, and all raise the same error.
 
-        Raises:
-            InterruptedBySignalError: On all ranks, if one got a signal.
-            BrokenImagesError: On all ranks, if there are more broken images than allowed.
+        `InterruptedBySignalError`: one got a signal. `BrokenImagesError`: there are more broken images than allowed.
         """
         is_stopped, has_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
         if has_news:

@@ -74,12 +74,10 @@ class RunReport:
             self._curves.append(_weights_and_biases(folder, config))
 
     def __enter__(self) -> RunReport:
-        """Start the progress display."""
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the progress display."""
         self._progress.stop()
         for curves in self._curves:
             curves.close()

@@ -73,10 +73,7 @@ def settings_of_start(path: Path) -> list[str]:
 
 
 def train(
-    config: TrainConfig,
-    *,
-    fit_batch: bool = False,
-    on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
+    config: TrainConfig, *, fit_batch: bool = False, on_epoch: Callable[[Mapping[str, Any]], None] | None = None
 ) -> tuple[Path, Metrics | None]:
     """Train or resume a run, on this rank and its peers.
 
@@ -97,9 +94,7 @@ def train(
         resolved = resolve(config, processes.world_size)
         task = build_task(config)
         data = task.open()
-        config, resolved, batch_notes = _fit_batch(
-            config, resolved, len(data.train), processes.world_size, drop=fit_batch
-        )
+        config, resolved, dropped = _fit_batch(config, resolved, len(data.train), processes.world_size, drop=fit_batch)
         folder = run_folder(config, processes)
         _refuse(check_output(folder))
         with claimed(folder, processes):
@@ -119,7 +114,7 @@ def train(
                 sizes = f"{sizes}, {len(trainer.class_names)} classes ({origin})"
             with report, noted_interruptions() as interruption, closing(trainer):
                 plan = resolved.describe(processes.device)
-                for line in (*data.notes, f"run: {folder}", sizes, *batch_notes, *plan, *task.notes, *notes):
+                for line in (*data.notes, f"run: {folder}", sizes, *dropped, *plan, *task.notes, *notes):
                     report.say(line)
                 return folder, _run(trainer, report, interruption)
 
@@ -136,9 +131,8 @@ def _fit_batch(
     if drop and fitting.total_batch_size <= images:
         note = f"training.total_batch_size {total} is not used: there are {images} images, fewer than one update takes"
         return smaller, fitting, [note]
-    advice = (
-        f"add -b {max(1, min(config.training.batch_size, images // world_size))} --set training.total_batch_size=null"
-    )
+    batch = max(1, min(config.training.batch_size, images // world_size))
+    advice = f"add -b {batch} --set training.total_batch_size=null"
     message = f"expected at most the {images} images there are, got {total}; {advice}"
     raise ConfigError([Problem("training.total_batch_size", message)])
 
@@ -200,17 +194,13 @@ def run_folder(config: TrainConfig, processes: Processes) -> Path:
     settings = config.run
     resumed, name = settings.resume, settings.experiment
     if resumed not in (None, "auto"):
-        return _folder_of(Path(resumed))
+        if (folder := find_run(Path(resumed))) is not None:
+            return folder
+        message = f"expected auto, a run or one of its checkpoints, got {resumed}, which holds none"
+        raise ConfigError([Problem("run.resume", message)])
     if name is None:
         name = config.model.name if resumed == "auto" else time.strftime(f"%Y%m%d-%H%M%S-{config.model.name}")
     return processes.gather(Path(settings.output) / name)[0]  # clocks differ
-
-
-def _folder_of(path: Path) -> Path:
-    if (folder := find_run(path)) is not None:
-        return folder
-    message = f"expected auto, a run or one of its checkpoints, got {path}, which holds none"
-    raise ConfigError([Problem("run.resume", message)])
 
 
 def checkpoint_to_resume(config: TrainConfig, folder: Path) -> TrainingCheckpoint | None:

@@ -93,7 +93,6 @@ class Trainer:
     """A run, on one of its ranks."""
 
     def __init__(self, resolved: ResolvedValues, task: Task, data: TaskData, folder: Path, processes: Processes):
-        """Build model, loaders, optimizer and schedule."""
         config = resolved.config
         self.resolved, self.config, self.folder, self.processes = resolved, config, folder, processes
         self.task, self.data, self.class_names = task, data, data.class_names
@@ -137,9 +136,8 @@ class Trainer:
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
         if self.total_updates > 0:  # timm asserts that there are updates
-            self.scheduler, _ = create_scheduler_v2(
-                self.optimizer, **schedule_arguments(resolved, self.updates_per_epoch)
-            )
+            schedule = schedule_arguments(resolved, self.updates_per_epoch)
+            self.scheduler, _ = create_scheduler_v2(self.optimizer, **schedule)
         self.precision = Precision(config.training.amp, processes.device)
         self.wrapped = self.strategy.wrap(self.model)
         self.runnable = self.wrapped
@@ -292,7 +290,10 @@ class Trainer:
 
     def save(self, metric: float | None = None) -> None:
         """Write a checkpoint. All ranks must call it."""
-        generators = self.processes.gather(self._generators())
+        own = {"cpu": torch.get_rng_state()}
+        if self.processes.device.type == "cuda":
+            own["cuda"] = torch.cuda.get_rng_state(self.processes.device)
+        generators = self.processes.gather(own)
         weights = self.strategy.weights(self.model)
         ema_weights = None if self.ema is None else self.strategy.weights(self.ema.module)
         optimizer_state = self.strategy.optimizer_state(self.model, self.optimizer)
@@ -440,10 +441,3 @@ class Trainer:
                 f"{position.updates + 1}; lower optimizer.lr, use training.amp=bf16 or off, or set training.clip_grad. "
                 f"The last checkpoint in {self.folder / CHECKPOINTS} is from before"
             )
-
-    def _generators(self) -> dict[str, torch.Tensor]:
-        """Return the random states of this rank."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.processes.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.processes.device)
-        return states

@@ -26,7 +26,7 @@ from inline_attention.models.described import (
     parse_class_names,
     parse_note,
 )
-from inline_attention.models.reading import Checkpoint, open_checkpoint
+from inline_attention.models.reading import Checkpoint
 from inline_attention.models.running_cost import check_running_cost
 from inline_attention.support.settings import ConfigError, Problem, settings_of
 from inline_attention.support.text import printable, show_difference, some_of
@@ -58,8 +58,7 @@ class DenseTask(Task, Generic[Options]):
     def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
         """Return the task that a file of weights was trained for, and its class names.
 
-        Raises:
-            CheckpointError: If the file is of another task or version, or damaged, or describes a refused model.
+        `CheckpointError`: the file is of another task or version, or damaged, or describes a refused model.
         """
         recorded = file.metadata.get(TASK, "classification")
         if recorded != cls.name:
@@ -107,15 +106,10 @@ class DenseTask(Task, Generic[Options]):
     def open(self) -> TaskData:
         """Open and check both splits."""
         choice = self._data
+        options = {"repair": choice.repair, "allow_outside": choice.allow_outside_files}
+        splits = {"train_split": choice.train_split, "validation_split": choice.val_split}
         try:
-            opened = self._open(
-                choice.dir or "",
-                train_split=choice.train_split,
-                validation_split=choice.val_split,
-                num_classes=self._model.num_classes,
-                repair=choice.repair,
-                allow_outside=choice.allow_outside_files,
-            )
+            opened = self._open(choice.dir or "", num_classes=self._model.num_classes, **splits, **options)
         except DataError as error:
             raise ConfigError([Problem("data", str(error))], "the data") from error
         if opened.problems:
@@ -126,28 +120,19 @@ class DenseTask(Task, Generic[Options]):
 
     @abstractmethod
     def open_validation(self, class_names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-        """Return the images of the validation split, which must have the classes of a model, and notes on repairs.
-
-        Raises:
-            DataError: If it cannot be used.
-        """
+        """Return the validation images, which must have a model's classes (`DataError`), and notes on repairs."""
 
     def build_model(self, class_names: Sequence[str]) -> DenseModel:
         """Build the model around its backbone."""
         model = self.build(self.options, self._model.name, self._arguments, len(class_names))
         self.notes = (model.backbone.note,) if model.backbone.note else ()
-        path, conversion = self._model.initial_checkpoint, self._model.conversion
-        file = None if path is None else open_checkpoint(path)
-        converted = None if file is None else conversion_of(file)
-        conversion = conversion or converted
-        # Weights of softmax attention are loaded before the conversion, those of converted attention after it.
-        is_converted_later = file is not None and converted is None
-        if conversion is not None and not is_converted_later:
+        file, conversion, later_conversion = self._model.initial_weights()
+        if conversion is not None:
             conversion.apply(model.backbone.model)
         if file is not None:
             self.start = initialize_from(model, file, self.name)
-        if conversion is not None and is_converted_later:
-            conversion.apply(model.backbone.model)
+        if later_conversion is not None:
+            later_conversion.apply(model.backbone.model)
         return model
 
     def training_loader(
@@ -232,13 +217,10 @@ def check_same_classes(location: object, kind: str, found: Sequence[str], class_
 
 
 def initialize_from(model: DenseModel, file: Checkpoint, task: str) -> str:
-    """Load the weights of a file that fit the model, and return a description of them.
+    """Load the weights of a file that fit the model (`CheckpointMismatchError`), and return a description of them.
 
     A file of the same task with the same heads is loaded completely, except for layers that depend on the number of
     classes if that differs. From all other files, such as those of classifiers, the backbone is loaded.
-
-    Raises:
-        CheckpointMismatchError: If the weights do not fit.
     """
     own, recorded = model.state_dict(), file.metadata.get(TASK)
     if recorded == task and _head_shapes(own) == _head_shapes(file.weights):

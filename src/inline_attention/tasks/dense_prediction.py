@@ -21,8 +21,7 @@ from inline_attention.data.dense import fitted_size
 from inline_attention.data.images import ImageError, load_image
 from inline_attention.models.reading import Checkpoint
 from inline_attention.tasks.dense import DenseTask, normalization
-from inline_attention.tasks.detection.evaluation import at_original_size
-from inline_attention.tasks.detection.task import DetectionTask
+from inline_attention.tasks.detection.task import DetectionTask, at_original_size
 from inline_attention.tasks.segmentation.models import labels_at, scores_of
 from inline_attention.tasks.segmentation.task import SegmentationTask
 

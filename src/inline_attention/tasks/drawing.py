@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from inline_attention.support.text import shortened
 from inline_attention.tasks.classification.prediction import Prediction
 from inline_attention.tasks.dense_prediction import FoundObject, SegmentationResult
-from inline_attention.tasks.detection.evaluation import whole_mask
+from inline_attention.tasks.detection.task import whole_mask
 
 GOLDEN_RATIO = 0.618033988749895  # steps of it around the color circle: any number of hues in a row differ clearly
 BRIGHTNESSES = (1.0, 0.8, 0.65)
@@ -108,23 +108,20 @@ def annotate_pixels(image: Image.Image, result: SegmentationResult, class_names:
     assert result.labels is not None
     colors = np.array([class_color(number) for number in range(len(class_names))], dtype=np.uint8)
     colored = Image.blend(image, Image.fromarray(colors[result.labels]), PIXEL_OPACITY)
-    font, draw = _small_font(image), ImageDraw.Draw(colored)
-    height = math.ceil(draw.textbbox((0, 0), "Ag", font=font)[3])
+    font = _small_font(image)
+    height = math.ceil(ImageDraw.Draw(colored).textbbox((0, 0), "Ag", font=font)[3])
     line = round(1.4 * height)
-    names: list[tuple[str, tuple[int, int, int], int, int]] = []  # name, color, left and top below the picture
-    x = y = 0
+    canvas = Image.new("RGB", (image.width, image.height + MOST_NAMES * line), "white")
+    canvas.paste(colored, (0, 0))
+    draw = ImageDraw.Draw(canvas)
+    x, y = 0, image.height
     for class_name, _ in result.shares[:MOST_NAMES]:
         name = " ".join(class_name.split())  # on one line
         width = math.ceil(draw.textlength(name, font=font)) + 3 * height
         if x and x + width > image.width:
             x, y = 0, y + line
-        names.append((name, class_color(class_names.index(class_name)), x, y))
-        x += width
-    canvas = Image.new("RGB", (image.width, image.height + y + line), "white")
-    canvas.paste(colored, (0, 0))
-    draw = ImageDraw.Draw(canvas)
-    for name, color, x, y in names:
-        top = image.height + y + (line - height) // 2
+        top, color = y + (line - height) // 2, class_color(class_names.index(class_name))
         draw.rectangle((x + height // 2, top, x + 3 * height // 2, top + height), fill=color)
         draw.text((x + 2 * height, top), name, fill="black", font=font)
-    return canvas
+        x += width
+    return canvas.crop((0, 0, image.width, y + line))

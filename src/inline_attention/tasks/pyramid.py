@@ -102,16 +102,10 @@ class PyramidBackbone(nn.Module):
         strides: Sequence[int] = STRIDES,
         width: int = DEFAULT_WIDTH,
     ):
-        """Build it with random weights.
+        """Build the model of that name with random weights; `ValueError` if it is unknown, or has no such features.
 
-        Args:
-            name: Name of the model.
-            arguments: Arguments of the model.
-            strides: Strides to return, some of `STRIDES`; those of a plain model scale with its patches.
-            width: Channels of each level of a plain model.
-
-        Raises:
-            ValueError: If there is no such model, or it has no features for this.
+        `strides` to return are some of `STRIDES`; those of a plain model scale with its patches, and its levels have
+        `width` channels.
         """
         super().__init__()
         if (reason := unfit_reason(name)) is not None:

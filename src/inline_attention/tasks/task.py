@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
-from inline_attention.models.described import Conversion, conversion_problems
+from inline_attention.models.described import Conversion, conversion_of, conversion_problems
+from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.support.settings import setting
 from inline_attention.support.text import install_command
 
@@ -105,9 +106,7 @@ class ModelSection:
     in_chans: int = setting(3, "Image channels.", tasks=CLASSIFICATION, at_least=1)
     drop_path: float | None = setting(None, "Stochastic depth rate; null: the model's own.", at_least=0, below=1)
     initial_checkpoint: str | None = setting(None, "Weights to start from; a head of other classes is new.")
-    attention: Literal["inline", "linear"] | None = setting(
-        None, "Replace the model's softmax attention; null: keep it."
-    )
+    attention: Literal["inline", "linear"] | None = setting(None, "Replace the softmax attention; null: keep it.")
     keep_softmax: tuple[int, ...] = setting((), "Numbers of the attentions to keep softmax; -1: the last.")
     conversion_options: Mapping[str, Any] = setting(
         {}, "Options of the new attention, such as {local_residual: false}."
@@ -140,13 +139,8 @@ class ModelSection:
         if conversion is None:
             return cls(name, arguments)
         attention: Any = conversion.attention
-        return cls(
-            name,
-            arguments,
-            attention=attention,
-            keep_softmax=conversion.keep_softmax,
-            conversion_options=conversion.options,
-        )
+        own = cls(name, arguments, attention=attention)
+        return replace(own, keep_softmax=conversion.keep_softmax, conversion_options=conversion.options)
 
     @property
     def attention_kind(self) -> str:
@@ -159,6 +153,18 @@ class ModelSection:
         if self.attention is None:
             return None
         return Conversion(self.attention, self.keep_softmax, self.conversion_options)
+
+    def initial_weights(self) -> tuple[Checkpoint | None, Conversion | None, Conversion | None]:
+        """Return the initial weights, and the conversions before and after they are loaded.
+
+        Weights of softmax attention are loaded before the conversion, those of converted attention after it.
+        """
+        file = None if self.initial_checkpoint is None else open_checkpoint(self.initial_checkpoint)
+        converted = None if file is None else conversion_of(file)
+        conversion = self.conversion or converted
+        if self.conversion is not None and converted is not None and self.conversion.attention == converted.attention:
+            conversion = replace(self.conversion, options={**converted.options, **self.conversion.options})
+        return (file, conversion, None) if file is None or converted is not None else (file, None, conversion)
 
     def model_arguments(self, num_classes: int | None = None) -> dict[str, Any]:
         """Return the arguments of `create_model` besides the name; `num_classes` is used if the settings name none."""
@@ -242,13 +248,13 @@ class Collectives(Protocol):
 MetricTable: TypeAlias = Mapping[str, Mapping[str, float]]  # rows by name, of columns by name, in percent
 
 
-class Metrics(ABC):
+class Metrics:
     """The result of an evaluation; as text, one line for the user."""
 
     @property
-    @abstractmethod
     def figures(self) -> dict[str, float]:
-        """Metrics by the names of `Task.metrics`, which are columns of summary.csv."""
+        """Metrics by the names of `Task.metrics`, which are columns of summary.csv: all fields but the count."""
+        return {name: value for name, value in vars(self).items() if name != "count"}
 
     @property
     def tables(self) -> list[MetricTable]:
@@ -264,11 +270,7 @@ class Evaluator(Protocol):
         ...
 
     def compute(self, collectives: Collectives) -> Metrics:
-        """Compute the metrics over all ranks. All must call it, and get the same result.
-
-        Raises:
-            ValueError: If no sample was added.
-        """
+        """Compute the metrics over all ranks, which all call it and get the same; ValueError if there is no sample."""
         ...
 
 
@@ -277,27 +279,16 @@ Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
 class Task(ABC):
-    """What a model learns: its data, model, loss and metrics.
-
-    Attributes:
-        name: Name, such as "detection".
-        metrics: Names of the metrics, the default one for the best checkpoint first, and whether higher is better.
-        start: Description of the initial weights after `build_model`; None for random ones.
-        notes: Sentences about the model for the user, after `build_model`.
-    """
+    """What a model learns: its data, model, loss and metrics."""
 
     name: ClassVar[str]
-    metrics: Mapping[str, bool]
-    start: str | None = None
-    notes: tuple[str, ...] = ()
+    metrics: Mapping[str, bool]  # by name, if higher is better; the first decides which checkpoint is the best
+    start: str | None = None  # description of the initial weights after `build_model`; None for random ones
+    notes: tuple[str, ...] = ()  # sentences about the model for the user, after `build_model`
 
     @abstractmethod
     def open(self) -> TaskData:
-        """Open and check both splits.
-
-        Raises:
-            ConfigError: With all problems.
-        """
+        """Open and check both splits. `ConfigError` has all problems."""
 
     @abstractmethod
     def build_model(self, class_names: Sequence[str]) -> nn.Module:

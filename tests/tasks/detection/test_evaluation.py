@@ -16,7 +16,7 @@ import torch
 from inline_attention.data.coco.annotations import CocoAnnotations, CocoCategory, CocoImage, CocoObject
 from inline_attention.data.coco.masks import encode_mask
 from inline_attention.support.text import install_command
-from inline_attention.tasks.detection.evaluation import DetectionEvaluator
+from inline_attention.tasks.detection.task import DetectionEvaluator
 
 SIZE = (200, 260)
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from inline_attention.tasks.detection.evaluation import at_original_size, whole_mask, whole_masks
 from inline_attention.tasks.detection.models import DetectionOptions, build_detector
+from inline_attention.tasks.detection.task import at_original_size, whole_mask, whole_masks
 from inline_attention.tasks.pyramid import STRIDES, edges_extended, masked, pad_images
 from tasks.small_backbones import SWIN
 

@@ -10,7 +10,7 @@ import torch
 
 from inline_attention.data.segmentation import IGNORED
 from inline_attention.support.text import install_command
-from inline_attention.tasks.segmentation.evaluation import SegmentationEvaluator
+from inline_attention.tasks.segmentation.task import SegmentationEvaluator
 from tasks.largest_result import LargestResult
 
 NAMES = ("wall", "floor", "sky", "sea")

@@ -11,12 +11,7 @@ from inline_attention.engine.config.reading import (
     to_yaml,
     with_overrides,
 )
-from inline_attention.engine.config.resolving import (
-    ResolvedValues,
-    optimizer_arguments,
-    resolve,
-    schedule_arguments,
-)
+from inline_attention.engine.config.resolving import ResolvedValues, optimizer_arguments, resolve, schedule_arguments
 from inline_attention.engine.config.schema import FLAGS, SETTINGS, Flag, TrainConfig, TrainingSection
 from inline_attention.support.settings import ConfigError, Problem, Setting
 from inline_attention.tasks.task import DataSection, ModelSection

@@ -158,11 +158,9 @@ def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
 def _check_distillation(config: TrainConfig) -> Iterator[Problem]:
     settings = config.distillation
     if settings.match == "off":
-        if (given := to_mapping(config)["distillation"]) != to_mapping(TrainConfig())["distillation"]:
-            changed = next(name for name, value in given.items() if value != getattr(DistillationSection(), name))
-            yield Problem(
-                f"distillation.{changed}", "has no effect without distillation.match; set it, or leave it out"
-            )
+        changed = [name for name, value in vars(settings).items() if value != getattr(DistillationSection(), name)]
+        for name in changed[:1]:
+            yield Problem(f"distillation.{name}", "has no effect without distillation.match; set it, or leave it out")
         if config.data.dataset == "pictures":
             message = "has no classes to learn; use folder, with one folder per class"
             yield Problem("data.dataset", f"{message}, or set distillation.match=features")
@@ -222,7 +220,6 @@ def _check_classifier(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_dense(config: TrainConfig) -> Iterator[Problem]:
-    """Check data, metrics and backbone of a detector or a segmenter."""
     task, name = config.task.name, config.model.name
     dataset, library = DENSE_TASKS[task].dataset, DENSE_TASKS[task].library
     if config.data.dataset != dataset:

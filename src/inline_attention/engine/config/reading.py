@@ -32,16 +32,9 @@ def from_mapping(
     source: str = "the configuration",
     found: Iterable[Problem] = (),
 ) -> TrainConfig:
-    """Read settings from nested mappings.
+    """Read settings from nested mappings: section → field → value; `base` (or defaults) has what is missing.
 
-    Args:
-        content: Section → field → value; what is missing is taken from `base`.
-        base: Settings to change; None for the defaults.
-        source: Name of `content` in error messages.
-        found: Problems of `content` that are known already.
-
-    Raises:
-        ConfigError: With these problems, every unknown name and every bad value.
+    `ConfigError` has the problems found already, every unknown name and every bad value of the source of that name.
     """
     problems = list(found)
     sections = to_mapping(base or TrainConfig())
@@ -176,16 +169,11 @@ def _value_text(value: Any) -> str:
 
 
 def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
-    """Return a configuration with some settings changed.
+    """Return settings changed by overrides, `section.field=value` each. `ConfigError` has all that is wrong with them.
 
-    Args:
-        config: The settings to start from.
-        overrides: `section.field=value` each; later ones win. Numbers, lists and mappings are YAML. Text is taken as
-            it is, `#` and blanks included, but for quotes around all of it; `null` stands for nothing where a setting
-            allows that. `model.arguments.depth=4` sets one entry of a mapping.
-
-    Raises:
-        ConfigError: With everything that is wrong in any of them.
+    Later ones win. Numbers, lists and mappings are YAML. Text is taken as it is, `#` and blanks included, but for
+    quotes around all of it; `null` stands for nothing where a setting allows that. `model.arguments.depth=4` sets one
+    entry of a mapping.
     """
     content: dict[str, Any] = to_mapping(config)
     problems: list[Problem] = []
@@ -223,10 +211,7 @@ def _parse(path: str, text: str) -> Any:
 def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str) -> None:
     """Refuse what a stranger's recipe may not set: where to write, what to fetch, where to send, what to build.
 
-    Settings that the command line, `overrides`, sets as well are the user's own, and pass.
-
-    Raises:
-        ConfigError: With every setting that is refused.
+    Settings that the command line, `overrides`, sets as well are the user's own, and pass. `ConfigError` has the rest.
     """
     own = {override.partition("=")[0].strip() for override in overrides}
     problems = [

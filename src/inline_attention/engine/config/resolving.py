@@ -11,6 +11,7 @@ from timm.optim import get_optimizer_class, get_optimizer_info  # pyright: ignor
 
 from inline_attention.engine.config.schema import TrainConfig
 from inline_attention.support.settings import ConfigError, Problem
+from inline_attention.support.text import counted
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,7 @@ def _batches(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
 
 def _devices(config: TrainConfig, count: int) -> str:
     context = config.distributed.context_parallel
-    unit = "device" if context == 1 else "group"
-    return f"{count} {unit}{'s' if count > 1 else ''}" + (f" of {context} devices" if context > 1 else "")
+    return counted(count, "devices") if context == 1 else f"{counted(count, 'groups')} of {context} devices"
 
 
 def optimizer_arguments(resolved: ResolvedValues, device: torch.device | None = None) -> dict[str, Any]:

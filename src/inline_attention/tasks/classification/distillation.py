@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -73,10 +73,10 @@ class DistillationSection:
 
 
 class DistillationTask(ClassificationTask):
-    """Classification, or features alone, learned from a teacher.
+    """Classification, or features alone, learned from a teacher. `build_model` makes the models of both."""
 
-    After `build_model`, it has the models of both.
-    """
+    teacher: nn.Module  # the softmax model, in evaluation mode
+    student: nn.Module  # the model with converted attention
 
     def __init__(
         self,
@@ -84,38 +84,20 @@ class DistillationTask(ClassificationTask):
         model: ModelSection,
         augmentation: AugmentationSection | None,
         distillation: DistillationSection,
-        *,
-        smoothing: float = 0.0,
-        seed: int = 0,
+        **options: Any,
     ):
-        """Choose data, model and what to match."""
+        """Choose data, model and what to match. Options: see `ClassificationTask`."""
         source = distillation.teacher or model.initial_checkpoint
         if source is None:
             message = "expected the teacher's weights, got null; add --initial-checkpoint FILE"
             raise ConfigError([Problem("distillation.teacher", message)])
-        super().__init__(
-            data, replace(model, initial_checkpoint=model.initial_checkpoint or source), augmentation,
-            smoothing=smoothing, seed=seed,
-        )  # fmt: skip
+        model = replace(model, initial_checkpoint=model.initial_checkpoint or source)
+        super().__init__(data, model, augmentation, **options)
         self._settings, self._source = distillation, source
-        self._teacher: nn.Module | None = None
-        self._student: nn.Module | None = None
         self._pictures: ImageSource | None = None  # to train on
         self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
         if not distillation.uses_labels:
             self.metrics = FeatureMetrics.NAMES
-
-    @property
-    def teacher(self) -> nn.Module:
-        """The softmax model, in evaluation mode."""
-        assert self._teacher is not None, "build_model builds it"
-        return self._teacher
-
-    @property
-    def student(self) -> nn.Module:
-        """The model with converted attention."""
-        assert self._student is not None, "build_model builds it"
-        return self._student
 
     def open(self) -> TaskData:
         """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
@@ -132,8 +114,8 @@ class DistillationTask(ClassificationTask):
         if conversion_of(self._file) is not None:
             message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
             raise ConfigError([Problem("distillation.teacher", message)])
-        self._teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
-        student = self._student = self._build_student(class_names)
+        self.teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
+        student = self.student = self._build_student(class_names)
         if self._settings.match == "attention":
             student.requires_grad_(False)
             for name in converted_attentions(student):
@@ -148,10 +130,8 @@ class DistillationTask(ClassificationTask):
         task = ClassificationTask(self._data, replace(self._model, img_size=teacher_size))
         student: Any = task.build_model(class_names)
         if not hasattr(student, "set_input_size"):
-            message = (
-                f"expected {teacher_size}, the teacher's size, since {self._model.name} has a fixed size, got {size}"
-            )
-            raise ConfigError([Problem("model.img_size", message)])
+            expected = f"expected {teacher_size}, the teacher's size, since {self._model.name} has a fixed size"
+            raise ConfigError([Problem("model.img_size", f"{expected}, got {size}")])
         student.set_input_size(img_size=size)
         self.start, self._preparation = task.start, task._preparation
         return student
@@ -288,7 +268,7 @@ class DistillationObjective:
     ):
         """Attach to both models; `run_teacher` is the compiled teacher."""
         self._settings, self._size, self._labels = settings, teacher_size, labels
-        self._prefix = _prefix_tokens(student)
+        self._prefix = getattr(student, "num_prefix_tokens", 0)
         self._run_teacher = teacher if run_teacher is None else run_teacher
         self._tokens, self._expected_tokens = Recorder(), Recorder()
         if settings.features_weight:
@@ -323,22 +303,22 @@ class AttentionObjective:
 
     def __init__(self, teacher: nn.Module, student: nn.Module):
         self._teacher = teacher
-        self._names = converted_attentions(student)
-        self._outputs = {name: Recorder() for name in self._names}
+        self._outputs = {name: Recorder() for name in converted_attentions(student)}
         self._inputs: dict[str, Tensor] = {}
-        for name in self._names:
+        for name, recorder in self._outputs.items():
             layer = student.get_submodule(name)
             layer.register_forward_pre_hook(self._teachers_input(name))
-            self._outputs[name].attach(student, layer, training=True)
+            recorder.attach(student, layer, training=True)
 
     def __call__(self, runnable: nn.Module, batch: Batch) -> Tensor:
         """Return the unexplained share of the teacher's outputs, the mean over all attentions."""
-        expected: dict[str, Tensor] = {}
-        with torch.no_grad(), _recorded_calls(self._teacher, self._names, self._inputs, expected):
+        layers = {name: self._teacher.get_submodule(name) for name in self._outputs}
+        with torch.no_grad(), _recorded_calls(layers) as calls:
             self._teacher(batch.images)
+        self._inputs.update((name, arguments[0]) for name, (arguments, _) in calls.items())
         runnable(batch.images)
         self._inputs.clear()
-        shares = [unexplained_share(self._outputs[name].take(), expected[name]) for name in self._names]
+        shares = [unexplained_share(output.take(), calls[name][1]) for name, output in self._outputs.items()]
         return torch.stack(shares).mean()
 
     def _teachers_input(self, name: str) -> Any:
@@ -371,20 +351,16 @@ class Recorder:
 
 
 @contextmanager
-def _recorded_calls(
-    model: nn.Module, names: Sequence[str], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
-) -> Iterator[None]:
-    """Record the input and output tokens of layers, by name."""
+def _recorded_calls(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[tuple[Any, ...], Tensor]]]:
+    """Record the arguments and output tokens of layers, by name."""
+    calls: dict[str, tuple[tuple[Any, ...], Tensor]] = {}
 
-    def recorder(name: str) -> Any:
-        def record(_layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-            inputs[name], outputs[name] = arguments[0], output
+    def record(name: str, _layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        calls[name] = arguments, output
 
-        return record
-
-    handles = [model.get_submodule(name).register_forward_hook(recorder(name)) for name in names]
+    handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers.items()]
     try:
-        yield
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
@@ -406,12 +382,6 @@ def token_layer(model: nn.Module) -> nn.Module:
     return model.get_submodule(names[-1].rpartition(".")[0])
 
 
-@torch.no_grad()
-def run_teacher(teacher: nn.Module, images: Tensor, size: Size | None) -> tuple[Tensor, Tensor]:
-    """Return the teacher's output `[B, K]` and tokens `[B, N, C]` for images `[B, 3, H, W]`, resized to its size."""
-    return run_with_tokens(teacher.to(images.device), resized_images(images, size))
-
-
 def resized_images(images: Tensor, size: Size | None) -> Tensor:
     """Return images `[B, 3, H, W]` in a size; None leaves them as they are."""
     if size is None or tuple(images.shape[-2:]) == tuple(size):
@@ -421,17 +391,9 @@ def resized_images(images: Tensor, size: Size | None) -> Tensor:
 
 def run_with_tokens(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return a model's output `[B, K]` and final tokens `[B, N, C]`."""
-    found: list[Tensor] = []
-
-    def record(_layer: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
-        found.append(output)
-
-    handle = token_layer(model).register_forward_hook(record)
-    try:
+    with _recorded_calls({"tokens": token_layer(model)}) as calls:
         output = model(images)
-    finally:
-        handle.remove()
-    return output, found[0]
+    return output, calls["tokens"][1]
 
 
 def soft_cross_entropy(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
@@ -468,10 +430,6 @@ def _grid(count: int, pixels: Sequence[int]) -> Size:
     return height, count // height
 
 
-def _prefix_tokens(model: nn.Module) -> int:
-    return getattr(model, "num_prefix_tokens", 0)
-
-
 @dataclass(frozen=True)
 class FeatureMetrics(Metrics):
     """Share of the teacher's variance that the student explains, R² in percent, and number of images."""
@@ -481,11 +439,6 @@ class FeatureMetrics(Metrics):
     token_r2: float
     output_r2: float
     count: int
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """All but the count."""
-        return {"token_r2": self.token_r2, "output_r2": self.output_r2}
 
     def __str__(self) -> str:
         shares = f"{self.token_r2:.3f} % of the teacher's tokens, {self.output_r2:.3f} % of its output"
@@ -500,12 +453,15 @@ class FeatureEvaluator:
         self._sums: dict[str, Variance] = {"tokens": Variance(), "output": Variance()}
         self._count = 0
 
+    @torch.no_grad()
     def add(self, model: nn.Module, batch: Batch) -> None:
         """Compare a batch."""
         output, tokens = run_with_tokens(model, batch.images)
-        expected, expected_tokens = run_teacher(self._teacher, batch.images, self._size)
+        teacher = self._teacher.to(batch.images.device)
+        expected, expected_tokens = run_with_tokens(teacher, resized_images(batch.images, self._size))
         count, pixels = expected_tokens.shape[1], batch.images.shape[-2:]
-        tokens = resized_tokens(tokens, pixels, count, self._size, _prefix_tokens(model))
+        prefix = getattr(model, "num_prefix_tokens", 0)
+        tokens = resized_tokens(tokens, pixels, count, self._size, prefix)
         self._sums["tokens"].add(tokens, expected_tokens)
         self._sums["output"].add(output, expected)
         self._count += len(batch)
@@ -530,8 +486,7 @@ class Variance:
     def add(self, found: Tensor, expected: Tensor) -> None:
         """Add vectors `[..., C]`."""
         found, expected = (values.detach().flatten(0, -2).double() for values in (found, expected))
-        self.error += (found - expected).square().sum().item()
-        self.squares += expected.square().sum().item()
+        self.add_beyond(found, expected)
         self.sum = self.sum + expected.sum(0).cpu()
         self.number += len(expected)
 
@@ -545,10 +500,7 @@ class Variance:
         """Return the sum over ranks."""
         whole = cls()
         for part in parts:
-            whole.error += part.error
-            whole.squares += part.squares
-            whole.sum = whole.sum + part.sum
-            whole.number += part.number
+            vars(whole).update({name: value + vars(part)[name] for name, value in vars(whole).items()})
         return whole
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -20,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,22 +66,16 @@ def trace(model: nn.Module, size: tuple[int, int], *, dynamic: bool = False) -> 
         sizes |= {2: torch.export.Dim("height", min=smallest), 3: torch.export.Dim("width", min=smallest)}
         size = max(size[0], 64), max(size[0], 64) + 32  # two sides that differ, so that they stay two
     images = torch.zeros(2, getattr(model, "in_chans", 3), *size)
-    _check_size(model, images)
     with torch.no_grad(), warnings.catch_warnings():
+        try:
+            model.eval()(images)
+        except Exception as error:  # most of timm's models take their own size only
+            reason = f"{size[0]}×{size[1]}: {str(error).rstrip('.')}"
+            raise ExportError(f"the model does not take images of {reason}. Leave --size out") from error
         warnings.simplefilter("ignore")
-        program = torch.export.export(model.eval(), (images,), dynamic_shapes=(sizes,))
+        program = torch.export.export(model, (images,), dynamic_shapes=(sizes,))
     _simplify(program.graph_module)
     return program
-
-
-def _check_size(model: nn.Module, images: Tensor) -> None:
-    """Raise ExportError if a model does not take images of this size. Most of timm's take their own size only."""
-    try:
-        with torch.no_grad():
-            model.eval()(images)
-    except Exception as error:
-        size, reason = f"{images.shape[2]}×{images.shape[3]}", str(error).rstrip(".")
-        raise ExportError(f"the model does not take images of {size}: {reason}. Leave --size out") from error
 
 
 def _simplify(graph_module: torch.fx.GraphModule) -> None:
@@ -145,13 +140,10 @@ def write_onnx(
 
 
 def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> None:
-    """Write an ONNX file with linear layers in 8-bit integers.
+    """Write a file of `write_onnx` again, with linear layers in 8-bit integers.
 
-    Args:
-        source: File of `write_onnx`.
-        target: File to write.
-        images: Images `[B, 3, H, W]` that fix the ranges of activations. None to find them anew for every input, which
-            needs no images and is closer to the model.
+    Images `[B, 3, H, W]` fix the ranges of activations. Without them, the ranges are found anew for every input, which
+    is closer to the model.
     """
     import onnx
     from onnxruntime import quantization
@@ -171,7 +163,8 @@ def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> N
         if images is None:
             quantization.quantize_dynamic(source, target, **options)
         else:
-            reader = _calibration_images(images)
+            batches = ({"images": batch.numpy()} for batch in images.split(8))
+            reader: Any = SimpleNamespace(get_next=lambda: next(batches, None))
             quantization.quantize_static(source, target, reader, quant_format=quantization.QuantFormat.QDQ, **options)
     finally:
         logging.getLogger().removeFilter(_is_not_advice)
@@ -179,20 +172,6 @@ def quantize_onnx(source: Path, target: Path, images: Tensor | None = None) -> N
 
 def _is_not_advice(record: logging.LogRecord) -> bool:
     return "pre-processing" not in record.getMessage()  # `write_onnx` has done it
-
-
-def _calibration_images(images: Tensor) -> Any:
-    from onnxruntime import quantization
-
-    class Reader(quantization.CalibrationDataReader):
-        def __init__(self) -> None:
-            self.batches = iter(images.split(8))
-
-        def get_next(self) -> Any:
-            batch = next(self.batches, None)
-            return None if batch is None else {"images": batch.numpy()}
-
-    return Reader()
 
 
 def onnx_runner(path: Path) -> Runner:
@@ -216,22 +195,11 @@ def export_classifier(
     dynamic: bool = False,
     int8: bool = False,
 ) -> list[Comparison]:
-    """Write a classifier to a file and compare it with the model. On an error there is no file.
+    """Write a classifier on a CPU to a file, "onnx" or "torch-export". On an error there is no file.
 
-    Args:
-        classifier: Model on a CPU.
-        path: File to write.
-        file_format: "onnx" or "torch-export".
-        images: Prepared images `[B, 3, H, W]` to compare on.
-        targets: Their classes `[B]`, if known.
-        dynamic: Export for every image size, not only for that of the images.
-        int8: Write linear layers in 8-bit integers (ONNX).
-
-    Returns:
-        The model, the exported file and the quantized file, on the same images.
-
-    Raises:
-        ExportError: If the file's scores differ from the model's.
+    Returns how the model, the exported file and the quantized file do on prepared images `[B, 3, H, W]` and, if known,
+    their classes `[B]`. `dynamic` exports for every image size, not only for that of the images; `int8` writes linear
+    layers in 8-bit integers (ONNX). `ExportError`: the file's scores differ from the model's.
     """
     size = images.shape[2], images.shape[3]
     program = trace(classifier.model, size, dynamic=dynamic)
@@ -258,8 +226,7 @@ def write_compared_onnx(
 ) -> list[Comparison]:
     """Write a graph as ONNX, in 8-bit integers on request, and return the float32 form and the quantized one.
 
-    Raises:
-        ExportError: If the float32 form differs from the model.
+    `ExportError`: the float32 form differs from the model.
     """
     with TemporaryDirectory() as folder:
         exact = Path(folder, "exact.onnx") if int8 else path
@@ -299,13 +266,11 @@ class Comparer:
     def of_model(self) -> Comparison:
         """Run the model itself, whose size is that of its weights."""
         size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
-        return self._compare("PyTorch", size, self._model, self._expected)
+        return self("PyTorch", size, self._model, self._expected)
 
-    def __call__(self, name: str, size: int, runner: Runner | nn.Module) -> Comparison:
-        """Run one form of the model, whose file or weights have `size` bytes."""
-        return self._compare(name, size, runner, _scores(runner, self._images))
-
-    def _compare(self, name: str, size: int, runner: Runner | nn.Module, scores: Tensor) -> Comparison:
+    def __call__(self, name: str, size: int, runner: Runner | nn.Module, scores: Tensor | None = None) -> Comparison:
+        """Run one form of the model, whose file or weights have `size` bytes, unless its scores are known."""
+        scores = _scores(runner, self._images) if scores is None else scores
         classes, expected = scores.argmax(1), self._expected.argmax(1)
         largest = self._expected.abs().max().clamp(min=1.0)
         return Comparison(
@@ -327,9 +292,4 @@ def _scores(runner: Runner | nn.Module, images: Tensor) -> Tensor:
 @torch.no_grad()
 def _milliseconds(runner: Runner | nn.Module, image: Tensor) -> float:
     runner(image)
-    times: list[float] = []
-    for _ in range(TIMED_RUNS):
-        start = time.perf_counter()
-        runner(image)
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times)
+    return 1e3 * median(timeit.repeat(lambda: runner(image), number=1, repeat=TIMED_RUNS))

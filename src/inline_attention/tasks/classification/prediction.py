@@ -51,18 +51,12 @@ class ImageResult:
 
 @dataclass(frozen=True)
 class Streaming:
-    """What to do with tiled files that are too large to decode whole. They run at full size, see `streamed`.
+    """What to do with tiled files that are too large to decode whole. They run at full size, see `streamed`."""
 
-    Attributes:
-        max_pixels: Larger images are streamed, or refused if they are not tiled.
-        level: Level to read of every tiled file, however small; None for the finest of those that are streamed.
-        memory: Memory for a run, see `streamed`.
-        on_start: Called with a sentence when a run starts; returns a function to call with shares of work done.
-    """
-
-    max_pixels: int = DEFAULT_MAX_PIXELS
-    level: int | None = None
-    memory: str | int = "4GiB"
+    max_pixels: int = DEFAULT_MAX_PIXELS  # larger images are streamed, or refused if they are not tiled
+    level: int | None = None  # to read of every tiled file, however small; None: the finest of those that are streamed
+    memory: str | int = "4GiB"  # for a run, see `streamed`
+    # Called with a sentence when a run starts; returns a function to call with shares of work done.
     on_start: Callable[[str], Callable[[float], None]] | None = None
 
     def applies_to(self, path: Path) -> bool:
@@ -158,10 +152,8 @@ class ImageClassifier:
 
     def for_size(self, size: tuple[int, int]) -> ImageClassifier:
         """Return the same classifier for images that are resized and cropped to (height, width)."""
-        crop_pct: float = self._config["crop_pct"]
-        return ImageClassifier(
-            self.model, self.class_names, device=str(self.device), native_size=size, crop_pct=crop_pct
-        )
+        options: dict[str, Any] = {"device": str(self.device), "crop_pct": self._config["crop_pct"]}
+        return ImageClassifier(self.model, self.class_names, native_size=size, **options)
 
     def classify_files(
         self,
@@ -214,11 +206,7 @@ class ImageClassifier:
         return replace(self._results([path], logits, top)[0], level=level)
 
     def prepare(self, path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> torch.Tensor:
-        """Read, resize and normalize one picture: `[3, H, W]`.
-
-        Raises:
-            ImageError: If it cannot be read, or would become too large.
-        """
+        """Read, resize and normalize one picture: `[3, H, W]`. `ImageError`: unreadable, or it would be too large."""
         image = load_image(path, max_pixels=max_pixels)
         if self._size is None:
             return self.prepare_image(image)
@@ -226,9 +214,8 @@ class ImageClassifier:
             scale = self._size / min(image.size)
             height, width = round(image.height * scale), round(image.width * scale)
             if max(height, width) > LARGEST_RESIZED_ASPECT * min(height, width):
-                raise ImageError(
-                    path, f"is too long and thin to be enlarged to {width}×{height}; give height and width"
-                )
+                message = f"is too long and thin to be enlarged to {width}×{height}; give height and width"
+                raise ImageError(path, message)
         else:
             height, width = self._size
         if height * width > DEFAULT_MAX_PIXELS:
@@ -241,7 +228,6 @@ class ImageClassifier:
         return self._native_transform(limit_aspect_ratio(image))  # pyright: ignore[reportReturnType, reportCallIssue]
 
     def _drain(self, batch: list[tuple[Path, torch.Tensor]], top: int) -> list[ImageResult]:
-        """Classify the batch and empty it."""
         if not batch:
             return []
         paths, images = zip(*batch, strict=True)
@@ -257,9 +243,8 @@ class ImageClassifier:
     def _result(self, path: Path, probabilities: list[float], indices: list[int]) -> ImageResult:
         if math.isnan(probabilities[0]):
             return ImageResult(path, error="gives NaN; are there NaN in the weights?")
-        return ImageResult(
-            path, tuple(Prediction(i, self.class_names[i], p) for i, p in zip(indices, probabilities, strict=True))
-        )
+        best = zip(indices, probabilities, strict=True)
+        return ImageResult(path, tuple(Prediction(index, self.class_names[index], share) for index, share in best))
 
 
 def _class_names(path: Path, names: list[str] | None, classes: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,14 +28,8 @@ from inline_attention.data.on_device import (
 )
 from inline_attention.data.sources import ImageSource
 from inline_attention.data.transforms import SeededMixup, evaluation_options, evaluation_transform, training_transform
-from inline_attention.models.checkpoints import load_checkpoint, number_of_classes, open_checkpoint
-from inline_attention.models.described import (
-    conversion_of,
-    create_described_model,
-    describable,
-    note_preparation,
-    preparation_of,
-)
+from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
+from inline_attention.models.described import create_described_model, describable, note_preparation, preparation_of
 from inline_attention.support.files import read_bounded
 from inline_attention.support.settings import ConfigError, Problem, order_problem, setting
 from inline_attention.tasks.task import DENSE, Collectives, DataSection, Metrics, ModelSection, Reading, Task, TaskData
@@ -48,12 +42,8 @@ class AugmentationSection:
     crop: Literal["resized", "padded"] = setting(
         "resized", "resized: random resized crop (scale, ratio). padded: pad by crop_padding, then crop."
     )
-    scale: tuple[float, float] = setting(
-        (0.08, 1.0), "Smallest and largest area share of a resized crop.", above=0, at_most=1
-    )
-    ratio: tuple[float, float] = setting(
-        (0.75, 1.3333333333333333), "Smallest and largest aspect ratio of a resized crop.", above=0
-    )
+    scale: tuple[float, float] = setting((0.08, 1.0), "Limits of the area share of a resized crop.", above=0, at_most=1)
+    ratio: tuple[float, float] = setting((0.75, 4 / 3), "Limits of the aspect ratio of a resized crop.", above=0)
     crop_padding: int = setting(4, "Pixels added on each side before a padded crop; 0: no crop.", at_least=0)
     hflip: float = setting(
         0.5, "Probability of a horizontal flip.", tasks=("classification", *DENSE), at_least=0, at_most=1
@@ -80,10 +70,8 @@ class AugmentationSection:
         for name in ("scale", "ratio"):
             yield from order_problem(name, getattr(self, name))
         if self.auto_augment is not None and not is_known_policy(self.auto_augment):
-            message = (
-                f"expected timm's description of a policy, such as rand-m9-mstd0.5-inc1, got {self.auto_augment!r}"
-            )
-            yield "auto_augment", f"{message}; null turns it off"
+            message = "expected timm's description of a policy, such as rand-m9-mstd0.5-inc1"
+            yield "auto_augment", f"{message}, got {self.auto_augment!r}; null turns it off"
 
 
 def is_known_policy(description: str) -> bool:
@@ -137,11 +125,6 @@ class ClassificationMetrics(Metrics):
     loss: float
     count: int
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """All but the count."""
-        return {"top1": self.top1, "top5": self.top5, "loss": self.loss}
-
     def __str__(self) -> str:
         return f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} of {self.count} images"
 
@@ -150,11 +133,16 @@ class ClassificationEvaluator:
     """Counts right answers; see `Evaluator`."""
 
     def __init__(self, device: torch.device):
+        # Samples right at once and right among five, sum of losses, number of samples.
         self._totals = torch.zeros(4, dtype=torch.float64, device=device)
 
     def add(self, model: nn.Module, batch: Batch) -> None:
         """Classify a batch."""
-        self._totals += _count(model(batch.images).float(), batch.targets)
+        logits, targets = model(batch.images).float(), batch.targets
+        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        counts = torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, loss.new_tensor(len(targets))])
+        self._totals += counts.to(torch.float64)
 
     def compute(self, collectives: Collectives) -> ClassificationMetrics:
         """Compute the metrics over all ranks."""
@@ -162,15 +150,6 @@ class ClassificationEvaluator:
         if count == 0:
             raise ValueError("there is no sample to evaluate on; check the data's validation split")
         return ClassificationMetrics(100 * top1 / count, 100 * top5 / count, loss / count, int(count))
-
-
-def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Number of samples right at once and right among five, sum of losses, number of samples."""
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    hits = best == targets[:, None]
-    loss = F.cross_entropy(logits, targets, reduction="sum")
-    counts = torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, loss.new_tensor(len(targets))])
-    return counts.to(torch.float64)
 
 
 class ClassificationTask(Task):
@@ -219,16 +198,8 @@ class ClassificationTask(Task):
         arguments, described = self._model.model_arguments(len(class_names)), self._described(class_names)
         # Arguments that a file may not hold are the user's own.
         own = {name: value for name, value in arguments.items() if name not in described}
-        path, conversion = self._model.initial_checkpoint, self._model.conversion
-        file = None if path is None else open_checkpoint(path)
-        converted = None if file is None else conversion_of(file)
-        # Weights of softmax attention are loaded before the conversion, those of converted attention after it.
-        is_converted_later = file is not None and converted is None
-        if conversion is not None and converted is not None and conversion.attention == converted.attention:
-            conversion = replace(conversion, options={**converted.options, **conversion.options})
-        conversion = conversion or converted
-        built = None if is_converted_later else conversion
-        model = create_described_model(self._model.name, described, built, **own)
+        file, conversion, later_conversion = self._model.initial_weights()
+        model = create_described_model(self._model.name, described, conversion, **own)
         if file is not None:
             other_classes = (number_of_classes(file.weights, model) or 0) != getattr(model, "num_classes", 0)
             load_checkpoint(model, file, reinitialize_head=other_classes)
@@ -236,8 +207,8 @@ class ClassificationTask(Task):
                 self._preparation = preparation_of(file)
                 note_preparation(model, self._preparation)
             self.start = f"all of {file.path}" + (" but the head, which is of other classes" if other_classes else "")
-        if is_converted_later and conversion is not None:
-            conversion.apply(model)
+        if later_conversion is not None:
+            later_conversion.apply(model)
         return model
 
     def training_loader(
@@ -258,23 +229,13 @@ class ClassificationTask(Task):
         }
         if self._data.in_memory:
             images = _decoded(source, described, reading, broken)
-            return MemoryLoader(
-                images,
-                reading.training_batches(len(images)),
-                augmentation=training_augmentation(size, crop_padding=settings.crop_padding, **options),
-                device=reading.device,
-                seed=reading.seed,
-            )
+            augmentation = training_augmentation(size, crop_padding=settings.crop_padding, **options)
+            batches = reading.training_batches(len(images))
+            return MemoryLoader(images, batches, augmentation=augmentation, device=reading.device, seed=reading.seed)
         options |= {"scale": settings.scale, "ratio": settings.ratio, "interpolation": described["interpolation"]}
-        return ImageLoader(
-            source,
-            training_transform(size, **options),
-            reading.training_batches(len(source)),
-            normalize=Normalize(**statistics),
-            broken=broken,
-            replace_broken=True,
-            **reading.loading,
-        )
+        transform, batches = training_transform(size, **options), reading.training_batches(len(source))
+        loading = {"normalize": Normalize(**statistics), "broken": broken, **reading.loading}
+        return ImageLoader(source, transform, batches, replace_broken=True, **loading)
 
     def validation_loader(
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
@@ -286,15 +247,9 @@ class ClassificationTask(Task):
             images = _decoded(source, described, reading, broken)
             batches = reading.evaluation_batches(len(images))
             return MemoryLoader(images, batches, augmentation=BatchAugmentation([], normalize), device=reading.device)
-        return ImageLoader(
-            source,
-            evaluation_transform(described["input_size"][1:], **evaluation_options(described)),
-            reading.evaluation_batches(len(source)),
-            normalize=normalize,
-            broken=broken,
-            replace_broken=False,
-            **reading.loading,
-        )
+        transform = evaluation_transform(described["input_size"][1:], **evaluation_options(described))
+        batches, loading = reading.evaluation_batches(len(source)), {"broken": broken, **reading.loading}
+        return ImageLoader(source, transform, batches, normalize=normalize, replace_broken=False, **loading)
 
     def objective(self, class_names: Sequence[str], rank: int) -> Objective:
         """Return cross entropy."""
@@ -331,12 +286,10 @@ class ClassificationTask(Task):
 
     def _image_settings(self, model: nn.Module) -> dict[str, Any]:
         """Return timm's data settings: size, crop, interpolation, mean and standard deviation."""
-        return resolve_data_config(
-            {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}, model=model
-        )
+        own = {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}
+        return resolve_data_config(own, model=model)
 
     def _described(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the model's arguments that a file may hold."""
         return describable(self._model.name, self._model.model_arguments(len(class_names)))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -115,16 +116,11 @@ class Detector(DenseModel):
         return tuple(self.backbone.strides[0] * 2**level for level in range(LEVELS))
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
-        """Return losses in training, objects otherwise.
+        """Return losses by name in training, the objects in each image otherwise.
 
-        Args:
-            images: `[3, H, W]` each, normalized, of any sizes.
-            targets: In training, for each image: boxes `[n, 4]` (left, top, right, bottom in pixels), labels `[n]` from
-                1 and, for Mask R-CNN, masks `[n, H, W]`.
-
-        Returns:
-            Losses by name in training. Otherwise for each image boxes, labels and scores `[n]`, the best first, and,
-            of Mask R-CNN, masks `[n, 1, 28, 28]`: the probability that a part of the box belongs to the object.
+        Images are `[3, H, W]`, normalized, of any sizes. Targets are boxes `[n, 4]` (left, top, right, bottom in
+        pixels), labels `[n]` from 1 and, for Mask R-CNN, masks `[n, H, W]`. Objects are boxes, labels and scores `[n]`,
+        the best first, and masks `[n, 1, 28, 28]`: the probability that a part of the box belongs to the object.
         """
         if self.training and targets is None:
             raise ValueError("training needs targets: boxes, labels and masks of each image; or call eval() first")
@@ -168,7 +164,8 @@ class RCNNDetector(Detector):
                 "mask_head": MaskRCNNHeads(width, (width,) * MASK_LAYERS, 1),
                 "mask_predictor": MaskRCNNPredictor(width, width, num_classes + 1),
             }
-        self.heads = (MaskRCNN if options.finds_masks else FasterRCNN)(_Channels(width), **parts)
+        channels = SimpleNamespace(out_channels=width)  # all that torchvision reads of a backbone here
+        self.heads = (MaskRCNN if options.finds_masks else FasterRCNN)(channels, **parts)
         for name in ("rpn_head", "box_predictor", "mask_predictor"):
             if name in parts:
                 parts[name].register_forward_hook(_precise_output)
@@ -189,19 +186,16 @@ class RCNNDetector(Detector):
             proposals, losses = self.heads.rpn(ImageList(images.canvas, images.sizes), named, targets)
             return self.heads.roi_heads(named, proposals, images.sizes, targets)[1] | losses
         proposals = self._propose(images, features)
-        levels = [
-            edges_extended(level, images, stride)
-            for level, stride in zip(features, self.backbone.strides, strict=False)
-        ]
+        pairs = zip(features, self.backbone.strides, strict=False)
+        levels = [edges_extended(level, images, stride) for level, stride in pairs]
         return self.heads.roi_heads(_named(levels), proposals, images.sizes)[0]
 
     def _propose(self, images: PaddedImages, features: list[Tensor]) -> list[Tensor]:
         """Boxes `[n, 4]` of each image that may hold an object."""
         network: Any = self.heads.rpn
         scores, shifts = network.head(features)
-        scores = [
-            filled(level, outside, -torch.inf) for level, outside in zip(scores, self._outside(images), strict=True)
-        ]
+        pairs = zip(scores, self._outside(images), strict=True)
+        scores = [filled(level, outside, -torch.inf) for level, outside in pairs]
         anchors = network.anchor_generator(ImageList(images.canvas, images.sizes), features)
         counts = [level[0].numel() for level in scores]
         scores, shifts = concat_box_prediction_layers(scores, shifts)
@@ -217,11 +211,11 @@ class RetinaNetDetector(Detector):
     def __init__(self, backbone: PyramidBackbone, num_classes: int, options: DetectionOptions):
         super().__init__(backbone, options.width, "convolved")
         sizes = [options.smallest_anchor * 2**level for level in range(LEVELS)]
-        anchors = _Anchors(
-            [(size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes], self.level_strides
-        )
+        sides = [(size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in sizes]
+        anchors = _Anchors(sides, self.level_strides)
         # Every class has a score of its own: there is no background to count among them.
-        self.heads = RetinaNet(_Channels(options.width), num_classes, anchor_generator=anchors, detections_per_img=100)
+        channels = SimpleNamespace(out_channels=options.width)  # all that torchvision reads of a backbone here
+        self.heads = RetinaNet(channels, num_classes, anchor_generator=anchors, detections_per_img=100)
 
     def run_without_values(self, images: Sequence[Tensor]) -> None:
         """Run the pyramid and the heads."""
@@ -261,14 +255,6 @@ def build_detector(
     """Build a detector with random weights around the model of that name and arguments."""
     kind = RetinaNetDetector if options.head == "retinanet" else RCNNDetector
     return kind(PyramidBackbone(backbone, arguments, kind.strides, options.width), num_classes, options)
-
-
-class _Channels(nn.Module):
-    """In place of a backbone: torchvision's constructors only read the number of its channels."""
-
-    def __init__(self, out_channels: int):
-        super().__init__()
-        self.out_channels = out_channels
 
 
 class _Anchors(AnchorGenerator):

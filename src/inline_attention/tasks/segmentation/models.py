@@ -24,13 +24,7 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 from inline_attention.data.dense import LONGEST_TO_SHORTEST
 from inline_attention.data.segmentation import IGNORED
 from inline_attention.support.settings import order_problem, setting
-from inline_attention.tasks.pyramid import (
-    DenseModel,
-    PaddedImages,
-    PyramidBackbone,
-    pad_images,
-    stack_padded,
-)
+from inline_attention.tasks.pyramid import DenseModel, PaddedImages, PyramidBackbone, pad_images, stack_padded
 
 POOLED_SIZES = (1, 2, 3, 6)
 DROPOUT = 0.1
@@ -70,12 +64,8 @@ class SegmentationOptions:
     scale: tuple[float, float] = setting(
         (0.5, 2.0), "Smallest and largest shorter side in training, relative to crop.", above=0, at_most=100
     )
-    inference: Literal["whole", "sliding"] = setting(
-        "whole", "Evaluate whole images, or sliding windows of the size of crops."
-    )
-    window_step: int | None = setting(
-        None, "Pixels between windows; null: two thirds of crop.", at_least=1, at_most=2**13
-    )
+    inference: Literal["whole", "sliding"] = setting("whole", "Evaluate whole images, or sliding windows of crop size.")
+    window_step: int | None = setting(None, "Pixels between windows; null: 2/3 of crop.", at_least=1, at_most=2**13)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield limits in the wrong order, and windows with gaps between them."""
@@ -182,14 +172,9 @@ class Segmenter(DenseModel):
         self.decoder, self.auxiliary = decoder, auxiliary
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> Any:
-        """Return losses in training, scores otherwise.
+        """Return losses by name in training, scores `[K, H, W]` of each image otherwise.
 
-        Args:
-            images: `[3, H, W]` each, normalized, of any sizes.
-            targets: In training, `[H, W]` labels of each image, `IGNORED` where there is none.
-
-        Returns:
-            Losses by name in training. Otherwise scores `[K, H, W]` of each image.
+        Images are `[3, H, W]`, normalized, of any sizes; targets are their `[H, W]` labels, or `IGNORED`.
         """
         padded = pad_images(images)
         features = self.backbone(padded)
