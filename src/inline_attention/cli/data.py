@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import Output, OutsideFiles, Seed
 from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
@@ -27,16 +28,16 @@ class Task(StrEnum):
 @data_app.command("scenes")
 def scenes(
     output: Output,
-    images: Annotated[int, typer.Option(min=1, help="Number of training pictures.")] = 2000,
+    images: Annotated[int, Option(min=1, help="Number of training pictures.")] = 2000,
     validation_images: Annotated[
-        int | None, typer.Option(min=1, help="Number of validation pictures.", show_default="a tenth of --images")
+        int | None, Option(min=1, help="Number of validation pictures.", show_default="a tenth of --images")
     ] = None,
-    size: Annotated[int, typer.Option(min=64, max=4096, help="Longer side in pixels.")] = 320,
+    size: Annotated[int, Option(min=64, max=4096, help="Longer side in pixels.")] = 320,
     seed: Seed = 0,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Number of processes.", show_default="one per core")
+        int | None, Option("--workers", "-j", min=1, help="Number of processes.", show_default="one per core")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing scenes.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing scenes.")] = False,
 ) -> None:
     """Generate scenes of textured shapes as a dataset in COCO's and ADE20K's formats."""
     from inline_attention.data.scenes import ScenesPlan, leftovers, write_scenes
@@ -65,13 +66,13 @@ class LabelFormat(StrEnum):
 
 @data_app.command("convert")
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder with pictures and annotations.", show_default=False)],
+    source: Annotated[Path, Argument(help="Folder with pictures and annotations.", show_default=False)],
     output: Output,
     label_format: Annotated[
-        LabelFormat | None, typer.Option("--format", help="Annotation format.", show_default="by the files")
+        LabelFormat | None, Option("--format", help="Annotation format.", show_default="by the files")
     ] = None,
     validation_share: Annotated[
-        float, typer.Option(min=0.001, max=0.999, help="Share to validate on, if there are no splits.")
+        float, Option(min=0.001, max=0.999, help="Share to validate on, if there are no splits.")
     ] = 0.1,
     seed: Seed = 0,
     allow_outside_files: OutsideFiles = False,
@@ -104,11 +105,11 @@ def convert(
 @data_app.command("slides")
 def slides(
     output: Output,
-    images: Annotated[int, typer.Option(min=2, help="Number of training slides.")] = 32,
-    validation_images: Annotated[int, typer.Option(min=2, help="Number of validation slides.")] = 8,
-    size: Annotated[int, typer.Option(min=64, max=131072, help="Pixels of a side.")] = 4096,
+    images: Annotated[int, Option(min=2, help="Number of training slides.")] = 32,
+    validation_images: Annotated[int, Option(min=2, help="Number of validation slides.")] = 8,
+    size: Annotated[int, Option(min=64, max=131072, help="Pixels of a side.")] = 4096,
     mark_size: Annotated[
-        int | None, typer.Option(min=8, help="Pixels of a mark's side.", show_default="a 32nd of --size")
+        int | None, Option(min=8, help="Pixels of a mark's side.", show_default="a 32nd of --size")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -129,28 +130,26 @@ def slides(
 
 @data_app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Dataset folder.", show_default=False)],
+    folder: Annotated[Path, Argument(help="Dataset folder.", show_default=False)],
     task: Annotated[
-        Task | None, typer.Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default="by the files")
+        Task | None, Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default="by the files")
     ] = None,
     masks: Annotated[
         bool | None,
-        typer.Option(
-            "--masks/--boxes-only", help="Require a mask for each object.", show_default="if any object has one"
-        ),
+        Option("--masks/--boxes-only", help="Require a mask for each object.", show_default="if any object has one"),
     ] = None,
     class_file: Annotated[
-        Path | None, typer.Option(help="File of class names (segmentation).", show_default="FOLDER/classes.txt")
+        Path | None, Option(help="File of class names (segmentation).", show_default="FOLDER/classes.txt")
     ] = None,
     image_folder: Annotated[
         str | None,
-        typer.Option(help="Images below FOLDER, such as img/{split} (segmentation).", show_default="by usual names"),
+        Option(help="Images below FOLDER, such as img/{split} (segmentation).", show_default="by usual names"),
     ] = None,
     map_folder: Annotated[
-        str | None, typer.Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names")
+        str | None, Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names")
     ] = None,
     reduce_zero_label: Annotated[
-        bool, typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K).")
+        bool, Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K).")
     ] = False,
     allow_outside_files: OutsideFiles = False,
 ) -> None:

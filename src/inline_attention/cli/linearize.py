@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import parse_size
 from inline_attention.cli.printing import fail, make_console, make_table, say
@@ -39,23 +40,17 @@ def parse_kept(text: str) -> int | list[int]:
 def linearize(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="timm model, run of `inline train`, weights file or hub folder.", show_default=False)
+        str, Argument(help="timm model, run of `inline train`, weights file or hub folder.", show_default=False)
     ],
-    features: Annotated[bool, typer.Option("--features", help="Match features on pictures without labels.")] = False,
+    features: Annotated[bool, Option("--features", help="Match features on pictures without labels.")] = False,
     size: Annotated[
-        str | None,
-        typer.Option(help="Image size to deploy at: 512, or 384x640.", show_default="the teacher's"),
+        str | None, Option(help="Image size to deploy at: 512, or 384x640.", show_default="the teacher's")
     ] = None,
     keep_softmax: Annotated[
-        str | None,
-        typer.Option(help="Blocks that keep softmax: 4,8; or 2, the two that lose most.", show_default="none"),
+        str | None, Option(help="Blocks that keep softmax: 4,8; or 2, the two that lose most.", show_default="none")
     ] = None,
-    attention_epochs: Annotated[
-        int, typer.Option(min=0, help="Epochs of a first phase on each attention's output.")
-    ] = 0,
-    speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Measure images/s and memory by image size.")
-    ] = True,
+    attention_epochs: Annotated[int, Option(min=0, help="Epochs of a first phase on each attention's output.")] = 0,
+    speed: Annotated[bool, Option("--speed/--no-speed", help="Measure images/s and memory by image size.")] = True,
     settings: Settings = None,
 ) -> None:
     """Replace softmax by InLine attention in a trained model: `inline linearize MODEL --data-dir DIR`.

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.benchmark.model_size import PUBLISHED_TOP1, stored_model_sizes
 from inline_attention.cli.options import AsJson
@@ -18,8 +19,8 @@ recipes_app = typer.Typer(help="List what can be trained, with commands and resu
 
 
 def models(
-    pattern: Annotated[str | None, typer.Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
-    all_models: Annotated[bool, typer.Option("--all", help="List the softmax and linear twins too.")] = False,
+    pattern: Annotated[str | None, Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
+    all_models: Annotated[bool, Option("--all", help="List the softmax and linear twins too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the models: parameters and multiply-adds as we counted them, accuracy from the paper."""
@@ -97,7 +98,7 @@ def recipes(context: typer.Context) -> None:
 
 
 @recipes_app.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="Recipe name.", show_default=False)]) -> None:
+def recipes_show(name: Annotated[str, Argument(help="Recipe name.", show_default=False)]) -> None:
     """Print a recipe as YAML, to save, edit and pass to `inline train`."""
     from inline_attention.recipes import get_recipe
 
