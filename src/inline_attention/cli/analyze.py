@@ -243,14 +243,12 @@ def linearize(
     and if all blocks that lose less are converted too.
     """
     from inline_attention.analysis.linearize import draw_linearize, survey_linearize
-    from inline_attention.cli.analyze_runs import Survey, load_softmax_subjects
+    from inline_attention.cli.analyze_runs import Survey
     from inline_attention.cli.analyze_tables import linearize_table
     from inline_attention.cli.printing import say
 
-    survey = Survey(
-        "linearize", options, images=images, batch_size=batch_size, workers=workers, labelled=None,
-        load=load_softmax_subjects,
-    )  # fmt: skip
+    sample = {"images": images, "batch_size": batch_size, "workers": workers}
+    survey = Survey("linearize", options, **sample, labelled=None, of_softmax=True)
     found = survey.measure(survey_linearize)
     survey.finish(
         [linearize_table(found)],
@@ -302,41 +300,32 @@ def attention_map(
     from inline_attention.data.images import limit_aspect_ratio, load_image
     from inline_attention.tasks.classification.prediction import Streaming
 
-    streaming = Streaming(max_pixels, level, memory)
+    streaming, chosen = Streaming(max_pixels, level, memory), {"layer": layer, "heads": head}
     console = start(options.output, "attention-map")
-    if image is not None and streaming.applies_to(image):
-        subjects, found, shown = measure_slide(
-            options, image, streaming, evidence or (), layer=layer, heads=head, tokens=tokens
-        )
-        rows = {"weights": list(maps.weight_rows(found)), "kernels": []}
-        finish(
-            console, options.output, "attention-map", [map_table(found)], subjects,
-            rows | ({"evidence": list(maps.evidence_rows(shown))} if shown else {}),
-            options.described() | {"image": image.name, "level": level or 0},
-            lambda: maps.draw_attention_maps(found, image.name, weights_note(subjects), options.output),
-        )  # fmt: skip
-        return
-    if evidence:
-        fail("--evidence is shown on the page of a slide; give a tiled file, with --level 0 if it is small")
-    if image is None:
-        picture = digits("validation").load(options.seed % 360)
-    else:
-        picture = load_image(image, max_pixels=max_pixels)
     name = "a digit" if image is None else image.name
-    subjects = load_subjects(options, for_digits=image is None)
-    found: list[maps.AttentionMaps] = []
-    for subject in subjects:
-        pixels = subject.transform()(limit_aspect_ratio(picture))
-        # The others follow the first model: the same places of the picture, whatever their grids.
-        places = [item.token for item in found[0].maps] if found else tokens
-        grid = found[0].grid_size if found else None
-        found.append(
-            maps.measure_attention_maps(subject, pixels, layer=layer, heads=head, tokens=places, token_grid=grid)
-        )
+    settings, shown = options.described() | {"image": name}, []
+    if image is not None and streaming.applies_to(image):
+        subjects, found, shown = measure_slide(options, image, streaming, evidence or (), tokens=tokens, **chosen)
+        settings["level"] = level or 0
+    elif evidence:
+        fail("--evidence is shown on the page of a slide; give a tiled file, with --level 0 if it is small")
+    else:
+        if image is None:
+            picture = digits("validation").load(options.seed % 360)
+        else:
+            picture = load_image(image, max_pixels=max_pixels)
+        subjects, found = load_subjects(options, for_digits=image is None), []
+        for subject in subjects:
+            pixels = subject.transform()(limit_aspect_ratio(picture))
+            # The others follow the first model: the same places of the picture, whatever their grids.
+            places = [item.token for item in found[0].maps] if found else tokens
+            grid = found[0].grid_size if found else None
+            found.append(maps.measure_attention_maps(subject, pixels, tokens=places, token_grid=grid, **chosen))
+    rows = {"weights": list(maps.weight_rows(found)), "kernels": list(maps.kernel_rows(found))}
+    if shown:
+        rows["evidence"] = list(maps.evidence_rows(shown))
     finish(
-        console, options.output, "attention-map", [map_table(found)], subjects,
-        {"weights": list(maps.weight_rows(found)), "kernels": list(maps.kernel_rows(found))},
-        options.described() | {"image": name},
+        console, options.output, "attention-map", [map_table(found)], subjects, rows, settings,
         lambda: maps.draw_attention_maps(found, name, weights_note(subjects), options.output),
     )  # fmt: skip
 
@@ -364,17 +353,16 @@ def scaling(
     from inline_attention.cli.analyze_runs import finish, start
     from inline_attention.cli.analyze_tables import scaling_table
     from inline_attention.cli.bench import resolve_device
-    from inline_attention.cli.printing import progress_bar
+    from inline_attention.cli.printing import counting
     from inline_attention.models.registry import ATTENTIONS
 
     console = start(output, "scaling")
     place = resolve_device(device)
     image_sizes = image_sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
-    with progress_bar(console) as progress:
-        task = progress.add_task("measuring", total=(len(image_sizes) + len(window_sides)) * len(ATTENTIONS))
+    with counting("measuring", (len(image_sizes) + len(window_sides)) * len(ATTENTIONS), console) as advance:
         points = measure_scaling(
             model, sizes=image_sizes, windows=window_sides, batch=batch_size, device=place, seconds=seconds,
-            on_progress=lambda _: progress.advance(task),
+            on_progress=advance,
         )  # fmt: skip
     environment = describe_environment()
     machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"

@@ -11,18 +11,15 @@ import typer
 from typer import Argument, Option
 
 from inline_attention.cli.options import Output, OutsideFiles, Seed
-from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
+from inline_attention.cli.printing import counting, fail, make_console, say, writing_to
 from inline_attention.support.text import counted, some_of
 
 data_app = typer.Typer(no_args_is_help=True, help="Generate, convert and check datasets.")
 MOST_WORKERS = 16
 
 
-class Task(StrEnum):
-    """Task of a dataset."""
-
-    detection = "detection"
-    segmentation = "segmentation"
+Task = StrEnum("Task", {"detection": "detection", "segmentation": "segmentation"})
+LabelFormat = StrEnum("LabelFormat", {"voc": "voc", "yolo": "yolo"})
 
 
 @data_app.command("scenes")
@@ -43,25 +40,16 @@ def scenes(
     from inline_attention.data.scenes import ScenesPlan, leftovers, write_scenes
 
     plan = ScenesPlan(images, validation_images or max(1, images // 10), size, seed)
-    console = make_console(stderr=True)
     for path in leftovers(output):
-        console.print(
+        make_console(stderr=True).print(
             f"{path} is unfinished: a killed generation has left it, or one is running; "
             + ("removed" if overwrite else "--overwrite removes it")
         )
-    with writing_to(output), progress_bar(console) as progress:
-        task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
-        workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
-        write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
+    workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+    with writing_to(output), counting("drawing scenes", plan.images + plan.validation_images) as advance:
+        write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=advance)
     say(f"{counted(plan.images, 'pictures')} to train on, {plan.validation_images} to validate on")
     say(f"Scenes written to {output}: preview.png shows some")
-
-
-class LabelFormat(StrEnum):
-    """Format of boxes."""
-
-    voc = "voc"
-    yolo = "yolo"
 
 
 @data_app.command("convert")
@@ -83,12 +71,10 @@ def convert(
     """
     from inline_attention.data.coco.conversion import convert_to_coco
 
-    with writing_to(output), progress_bar(make_console(stderr=True)) as progress:
-        counter = progress.add_task("converting", total=None)
+    with writing_to(output), counting("converting", None) as advance:
         found = convert_to_coco(
             source, output, label_format=None if label_format is None else label_format.value,
-            validation_share=validation_share, seed=seed, allow_outside=allow_outside_files,
-            on_progress=lambda: progress.advance(counter),
+            validation_share=validation_share, seed=seed, allow_outside=allow_outside_files, on_progress=advance,
         )  # fmt: skip
     for report in found.reports:
         say(report)
@@ -121,9 +107,8 @@ def slides(
     from inline_attention.data.marked_slides import SlidesPlan, write_slides
 
     plan = SlidesPlan(images, validation_images, size, mark_size or max(8, size // 32), seed)
-    with writing_to(output), progress_bar(make_console(stderr=True)) as progress:
-        task = progress.add_task("drawing slides", total=images + validation_images)
-        write_slides(output, plan, on_progress=lambda: progress.advance(task))
+    with writing_to(output), counting("drawing slides", images + validation_images) as advance:
+        write_slides(output, plan, on_progress=advance)
     say(f"{images} slides to train on, {validation_images} to validate on; slides.csv lists their marks")
     say(f"Slides written to {output}: `inline train RECIPE --data-dir {output}` trains on them")
 
@@ -158,12 +143,7 @@ def check(
     from inline_attention.data.segmentation import open_and_check_pairs
 
     task = task or _task_of(folder, image_folder, map_folder)
-    with progress_bar(make_console(stderr=True)) as progress:
-        counter = progress.add_task("checking", total=None)
-
-        def advance() -> None:
-            progress.advance(counter)
-
+    with counting("checking", None) as advance:
         if task is Task.detection:
             opened = open_and_check_coco(
                 folder, masks=masks, allow_outside=allow_outside_files, decode=True, on_progress=advance

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from inline_attention.benchmark.cost import ATTENTIONS, DEFAULT_SIZES, CostPoint
 from inline_attention.benchmark.environment import describe_machine
 from inline_attention.benchmark.results import write_csv
 from inline_attention.benchmark.timing import torch_threads
-from inline_attention.cli.printing import make_console, make_table, progress_bar, say, writing_to
+from inline_attention.cli.printing import counting, make_console, make_folder, make_table, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST
@@ -67,9 +66,7 @@ def run_demo(
     """
     import matplotlib  # noqa: F401  # better to learn that it is missing now than after measuring
 
-    with writing_to(output):
-        output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output).close()
+    make_folder(output)
     console = make_console(log_width=None)
     written, cost = _show_injectivity_and_cost(output, console, sizes or DEFAULT_SIZES)
     runs: list[Path] = []
@@ -86,9 +83,8 @@ def _show_injectivity_and_cost(
 ) -> tuple[list[str], list[CostPoint]]:
     """Return the names of the files, and the cost of attention."""
     results = collision_cases.measure_injectivity()
-    with progress_bar(console) as progress:
-        task = progress.add_task("measuring time and memory", total=len(sizes) * len(ATTENTIONS))
-        points = measure_attention_cost(sizes=sizes, on_progress=lambda _: progress.advance(task))
+    with counting("measuring time and memory", len(sizes) * len(ATTENTIONS), console) as advance:
+        points = measure_attention_cost(sizes=sizes, on_progress=advance)
     console.print(_injectivity_table(results))
     console.print(_cost_table(points))
     machine = describe_machine()
@@ -214,10 +210,9 @@ def train_all(output: Path, console: Console, *, epochs: int | None = None) -> l
                 accuracy = "" if top1 is None else f": {top1:.1f} %"
                 progress.update(task, advance=1, description=f"{name}{accuracy}")
 
-            result = _train(attention, config, show)
-            trained.append(result)
+            trained.append(_train(attention, config, show))
             progress.remove_task(task)
-            console.print(f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s")
+            console.print(f"{name}: {trained[-1].top1:.1f} % after {planned} epochs and {trained[-1].seconds:.0f} s")
     return trained
 
 
