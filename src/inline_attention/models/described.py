@@ -229,8 +229,7 @@ _TIMM_RULES: dict[str, _Rule] = {
     **dict.fromkeys(("pos_drop_rate", "patch_drop_rate", "proj_drop", "drop_block_rate"), _optional(_RATE)),
     **dict.fromkeys(("init_values", "layer_scale_init_value", "ls_init_value"), _optional(_real(0.0, 100.0))),
     **dict.fromkeys(
-        ("class_token", "qkv_bias", "qk_norm", "no_embed_class", "pre_norm", "final_norm", "dynamic_img_size"),
-        _FLAG,
+        ("class_token", "qkv_bias", "qk_norm", "no_embed_class", "pre_norm", "final_norm", "dynamic_img_size"), _FLAG
     ),
     **dict.fromkeys(("dynamic_img_pad", "strict_img_size", "always_partition"), _FLAG),
     "fc_norm": _optional(_FLAG),

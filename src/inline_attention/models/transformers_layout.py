@@ -65,8 +65,7 @@ class _Family:
 
 
 _CLIP = _Family(
-    {"quick_gelu": "vit_base_patch16_clip_quickgelu_224", "gelu": "vit_base_patch16_clip_224"},
-    {"global_pool": "token"},
+    {"quick_gelu": "vit_base_patch16_clip_quickgelu_224", "gelu": "vit_base_patch16_clip_224"}, {"global_pool": "token"}
 )
 _SIGLIP = _Family(
     {"gelu_pytorch_tanh": "vit_base_patch32_siglip_256", "gelu": "vit_base_patch16_siglip_224"}, {"global_pool": "map"}
