@@ -105,9 +105,8 @@ class VisionModel(nn.Module):
         """Remove the levels after `last`."""
 
     @classmethod
-    def feature_levels(cls, **arguments: Any) -> tuple[int, ...]:
+    def feature_levels(cls, **_arguments: Any) -> tuple[int, ...]:
         """Return the levels that a `features_only` backbone returns by default, given the model's arguments."""
-        del arguments
         return 0, 1, 2, 3
 
     def num_head_tokens(self) -> int | None:
@@ -479,11 +478,8 @@ def _fit_positions(
     return resample_positions(positions, saved, grid, num_prefix_tokens)
 
 
-def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _convert_before_loading(model: VisionModel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
     """Make `load_state_dict` accept the authors' names. PyTorch's hooks change the dict in place."""
-    del unused
-    if not isinstance(model, VisionModel):
-        return
     own = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     for key, value in model.convert_state_dict(own).items():
         state_dict[prefix + key] = value

@@ -130,9 +130,8 @@ class InLineDeiT(VisionModel):
         return {"pos_embed": self.position_grid}
 
     @classmethod
-    def feature_levels(cls, depth: int = 12, **arguments: Any) -> tuple[int, ...]:
+    def feature_levels(cls, depth: int = 12, **_arguments: Any) -> tuple[int, ...]:
         """Return the last block of each quarter of the network."""
-        del arguments
         check_counts(depth=depth)
         return tuple(sorted({max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)}))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -65,10 +65,8 @@ class Conversion:
 
     def apply(self, model: nn.Module) -> list[str]:
         """Replace the model's attention in place. Returns and errors: see `convert_attention`."""
-        options: dict[str, Any] = dict(self.options)
-        return convert_attention(
-            model, attention=CONVERTED_ATTENTIONS[self.attention], keep_softmax=self.keep_softmax, **options
-        )
+        layer = CONVERTED_ATTENTIONS[self.attention]
+        return convert_attention(model, attention=layer, keep_softmax=self.keep_softmax, **self.options)
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,9 @@ def _integer(low: int, high: int) -> _Rule:
     return _Rule(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
-def _real(low: float, high: float) -> _Rule:
-    def accepts(value: Any) -> bool:
-        return type(value) in (int, float) and low <= value <= high  # false for NaN
-
-    return _Rule(accepts, f"a number from {low:g} to {high:g}")
+def _real(low: float, high: float) -> _Rule:  # NaN is in no range
+    rule = f"a number from {low:g} to {high:g}"
+    return _Rule(lambda value: type(value) in (int, float) and low <= value <= high, rule)
 
 
 def _word(*words: str) -> _Rule:
@@ -138,15 +134,14 @@ def _optional(rule: _Rule) -> _Rule:
 def _options(rules: Mapping[str, _Rule]) -> _Rule:
     def accepts(value: Any) -> bool:
         return isinstance(value, Mapping) and all(
-            isinstance(name, str) and name in rules and rules[name].accepts(item)
-            for name, item in cast("Mapping[Any, Any]", value).items()
+            isinstance(name, str) and name in rules and rules[name].accepts(item) for name, item in value.items()
         )
 
     return _Rule(accepts, "a mapping with " + "; ".join(f"{name}: {rule.expected}" for name, rule in rules.items()))
 
 
 def _fits_image(value: Any) -> bool:
-    sides = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else (value, value))
+    sides = value if isinstance(value, (list, tuple)) else (value, value)
     return len(sides) == 2 and all(map(_SIDE.accepts, sides)) and sides[0] * sides[1] <= MAX_PIXELS
 
 
@@ -166,24 +161,17 @@ _PREPARATION = {
     "std": _list_of(_real(1e-4, 1e3), 1, 3),
     "interpolation": _word("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"),
 }
-_POOL = _word("", "token", "avg", "avgmax", "max", "map")
-
 _EVERY_MODEL: dict[str, _Rule] = {
     "num_classes": _integer(0, 1_000_000),
     "in_chans": _integer(1, 1024),
     "img_size": _optional(_IMAGE_SIZE),
-    "global_pool": _POOL,
-    "drop_rate": _RATE,
-    "proj_drop_rate": _RATE,
-    "attn_drop_rate": _RATE,
-    "drop_path_rate": _RATE,
+    "global_pool": _word("", "token", "avg", "avgmax", "max", "map"),
+    **dict.fromkeys(("drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"), _RATE),
 }
 _LAYER: dict[str, _Rule] = {
     "feature_map": _word(*FEATURE_MAPS),
     "normalization": _word("subtract", "divide", "magnitude"),
-    "local_residual": _FLAG,
-    "static_local": _FLAG,
-    "softmax_prefix": _FLAG,
+    **dict.fromkeys(("local_residual", "static_local", "softmax_prefix"), _FLAG),
     "scale": _optional(_real(1e-6, 1e6)),
     "backend": _word(*BACKEND_NAMES),
 }
@@ -251,7 +239,7 @@ def argument_problems(name: str, arguments: object) -> dict[str, str]:
     family = model_family(name)
     rules = _TIMM_RULES if family is None else _FAMILY_RULES[family]
     problems: dict[str, str] = {}
-    for argument, value in cast("Mapping[Any, Any]", arguments).items():
+    for argument, value in arguments.items():
         if not isinstance(argument, str) or argument not in rules:
             shown = printable(argument)[:60]
             problems[shown] = (
@@ -317,7 +305,7 @@ def _build_on_meta(
     checked = check_model_name(name)
     if problems := argument_problems(checked, arguments):
         raise ModelDescriptionError(next(iter(problems.values())))
-    described = dict(cast("Mapping[str, Any]", arguments))
+    described: dict[str, Any] = dict(cast(Any, arguments))
     with torch.device("meta"):  # pretrained weights, which only a caller can ask for, are not needed to count
         model = _create(checked, described, {k: v for k, v in own.items() if not k.startswith("pretrained")})
         check_model_size(checked, model, weights)  # before the conversion, which tries single layers on the CPU
@@ -371,7 +359,7 @@ def parse_conversion(content: object) -> Conversion:
         raise ModelDescriptionError(
             f"expected a mapping of {', '.join(_CONVERSION)} as conversion, got {_shown(content)}"
         )
-    return Conversion(**cast("dict[str, Any]", dict(content)))
+    return Conversion(**content)
 
 
 def conversion_of(file: Checkpoint) -> Conversion | None:

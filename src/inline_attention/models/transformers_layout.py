@@ -12,15 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from inline_attention.models.errors import CheckpointError
+from inline_attention.models.hub_layout import CheckpointError
 from inline_attention.support.text import printable, some_of
 
-PREPROCESSOR = "preprocessor_config.json"
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # numbers of Pillow
 # Expressions for names in transformers, and the names in timm. The first that matches counts.
 _NAMES = [
@@ -117,7 +116,6 @@ def translate(
     tower = config.get("vision_config", config)
     if not isinstance(tower, Mapping):
         raise CheckpointError(f"{path} has a damaged config.json: expected a mapping as vision_config; fetch it again")
-    tower = cast("Mapping[str, Any]", tower)
     translated = _translate_weights(path, family, weights)
     is_gated = bool(tower.get("use_gated_mlp"))
     activation = str(tower.get("hidden_act", next(iter(family.names))))
@@ -173,22 +171,19 @@ def _sizes(path: Path, tower: Mapping[str, Any], weights: Mapping[str, Tensor]) 
 
 
 def _translate_weights(path: Path, family: _Family, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    unknown: list[str] = []
-    for name, value in weights.items():
-        short = _TOWER.sub("", name)
-        if _UNUSED.match(short) or (family is _CLIP and short.startswith("classifier.")):
-            continue  # CLIP's classifier reads tokens before the last norm, which timm's cannot
-        new = _translate_name(short, family)
-        if new is None:
-            unknown.append(printable(name)[:80])
-        else:
-            found[new] = value
-    if unknown:
+    translated = {
+        name: _translate_name(short, family)
+        for name in weights
+        if not _UNUSED.match(short := _TOWER.sub("", name))
+        # CLIP's classifier reads tokens before the last norm, which timm's cannot.
+        and not (family is _CLIP and short.startswith("classifier."))
+    }
+    if unknown := [printable(name)[:80] for name, new in translated.items() if new is None]:
         raise CheckpointError(
             f"{path} has weights that this kind of model has not in timm: {some_of(unknown)}; use "
             "convert_attention(model) in Python"
         )
+    found = {new: weights[name] for name, new in translated.items() if new is not None}
     for name in [name for name in found if re.search(r"\.q\.(weight|bias)$", name)]:
         _join(found, name.rpartition("q.")[0], name.rpartition(".")[2], family)
     if "attn_pool.qkv.weight" in found:
@@ -242,10 +237,9 @@ def _class_names(config: Mapping[str, Any], classes: int) -> list[str] | None:
     labels = config.get("id2label")
     if not isinstance(labels, Mapping) or not classes:
         return None
-    names = [cast("Mapping[str, Any]", labels).get(str(index)) for index in range(classes)]
-    if not all(isinstance(name, str) for name in names) or names == [f"LABEL_{index}" for index in range(classes)]:
-        return None
-    return cast("list[str]", names)
+    names: list[Any] = [labels.get(str(index)) for index in range(classes)]
+    is_made_up = names == [f"LABEL_{index}" for index in range(classes)]
+    return None if is_made_up or not all(isinstance(name, str) for name in names) else names
 
 
 def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,6 +258,5 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
 def _side(size: Any) -> int | None:
     """Return the side in pixels of a size, which is a number or a mapping."""
     if isinstance(size, Mapping):
-        given = cast("Mapping[str, Any]", size)
-        size = given.get("shortest_edge", given.get("height"))
+        size = size.get("shortest_edge", size.get("height"))
     return size if type(size) is int and size > 0 else None
