@@ -186,8 +186,7 @@ def report(settings: AttentionSettings | ModelSettings, output: Path, name: str)
     base, dtype = output / name, dtype_name(settings.dtype)
     if isinstance(settings, attention.AttentionSettings):
         measure, steps = partial(attention.measure_attention, settings), attention.count_steps(settings)
-        title = f"Attention from packed qkv, {dtype}"
-        _run(measure, tables.attention_tables, steps, base, title, plots.draw_attention)
+        _run(measure, tables.attention_tables, steps, base, f"Attention from packed qkv, {dtype}", plots.draw_attention)
     else:
         measure, steps = partial(models.measure_models, settings), models.count_steps(settings)
         _run(measure, tables.model_tables, steps, base, f"Models, {dtype}", plots.draw_models)

@@ -88,15 +88,10 @@ def _show_injectivity_and_cost(
     console.print(_injectivity_table(results))
     console.print(_cost_table(points))
     machine = describe_machine()
+    names = ("largest_difference", "smallest_difference", "verdict")
     rows = [
-        {
-            "queries": result.case.name,
-            "feature_map": result.feature_map_name,
-            "attention": result.kind,
-            "largest_difference": result.largest_difference,
-            "smallest_difference": result.smallest_difference,
-            "verdict": result.verdict,
-        }
+        {"queries": result.case.name, "feature_map": result.feature_map_name, "attention": result.kind}
+        | {name: getattr(result, name) for name in names}
         for result in results
     ]
     with writing_to(output):
@@ -127,17 +122,11 @@ def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[
 
 
 def _injectivity_table(results: Sequence[collision_cases.InjectivityResult]) -> Table:
-    rows = [
-        [
-            result.case.name,
-            result.feature_map_name,
-            KIND_LABELS[result.kind],
-            f"{result.largest_difference:.1e}",
-            f"{result.smallest_difference:.1e}",
-            Text(result.verdict, style="bold red" if result.verdict == "collide" else "green"),
-        ]
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        differences = [f"{value:.1e}" for value in (result.largest_difference, result.smallest_difference)]
+        verdict = Text(result.verdict, style="bold red" if result.verdict == "collide" else "green")
+        rows.append([result.case.name, result.feature_map_name, KIND_LABELS[result.kind], *differences, verdict])
     return make_table(
         ("queries on", "φ(x)", "attention", "max |Δw|", "min |Δw|", "verdict"),
         rows,
@@ -153,17 +142,12 @@ def _cost_table(points: Sequence[CostPoint]) -> Table:
     notes = [f"{ATTENTIONS[point.kind].label}, N = {point.tokens}: {point.note}" for point in points if point.note]
     notes.append("SDPA on a CPU never stores the N × N weights: its memory grows like N too")
     inline = {point.tokens: point for point in points if point.kind == "inline"}
-    rows = [
-        [
-            f"{point.tokens:,}",
-            ATTENTIONS[point.kind].label,
-            _number(point.milliseconds),
-            _ratio(point.milliseconds, inline[point.tokens].milliseconds),
-            _number(None if point.peak_bytes is None else point.peak_bytes / 2**20),
-            _ratio(point.peak_bytes, inline[point.tokens].peak_bytes),
-        ]
-        for point in points
-    ]
+    rows = []
+    for point in points:
+        ours, mebibytes = inline[point.tokens], None if point.peak_bytes is None else point.peak_bytes / 2**20
+        time_and_ratio = [_number(point.milliseconds), _ratio(point.milliseconds, ours.milliseconds)]
+        memory_and_ratio = [_number(mebibytes), _ratio(point.peak_bytes, ours.peak_bytes)]
+        rows.append([f"{point.tokens:,}", ATTENTIONS[point.kind].label, *time_and_ratio, *memory_and_ratio])
     return make_table(
         ("tokens N", "attention", "time\nms", "time\n÷ InLine", "peak memory\nMiB", "memory\n÷ InLine"),
         rows,
@@ -218,16 +202,10 @@ def train_all(output: Path, console: Console, *, epochs: int | None = None) -> l
 
 def accuracy_table(trained: Sequence[TrainedModel]) -> Table:
     """Return accuracy, size and speed of the three models, with the uncertainty."""
-    rows = [
-        [
-            KIND_LABELS[model.attention],
-            f"{model.parameters:,}",
-            f"{model.top1:.1f}",
-            f"{model.images_per_second:,.0f}",
-            f"{model.seconds:.0f}",
-        ]
-        for model in trained
-    ]
+    rows = []
+    for model in trained:
+        speed = [f"{model.images_per_second:,.0f}", f"{model.seconds:.0f}"]
+        rows.append([KIND_LABELS[model.attention], f"{model.parameters:,}", f"{model.top1:.1f}", *speed])
     best = max(trained, key=lambda model: model.top1)
     share = best.top1 / 100
     error = 100 * math.sqrt(share * (1 - share) / best.test_images)

@@ -224,15 +224,9 @@ def _read_pictures(
 
 
 def _table(results: list[Comparison], title: str) -> object:
-    rows = [
-        (
-            result.name,
-            f"{result.size / 2**20:.1f}",
-            f"{result.milliseconds:.1f}",
-            f"{result.difference:.1e}",
-            f"{result.agreement:.1%}",
-            "–" if result.accuracy is None else f"{result.accuracy:.1%}",
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        quality = [f"{result.difference:.1e}", f"{result.agreement:.1%}"]
+        quality += ["–" if result.accuracy is None else f"{result.accuracy:.1%}"]
+        rows.append([result.name, f"{result.size / 2**20:.1f}", f"{result.milliseconds:.1f}", *quality])
     return make_table(["", "MiB", "ms", "difference", "agreement", "accuracy"], rows, texts=1, title=title)

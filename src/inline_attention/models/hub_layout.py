@@ -72,19 +72,14 @@ def read_notes(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is damaged: expected mappings as pretrained_cfg and model_args; fetch it again")
     classes = config.get("num_classes", preparation.get("num_classes"))
     described = ({} if classes is None else {"num_classes": classes}) | dict(arguments)
-    notes: dict[str, Any] = {"model_arguments": described, "class_names": _class_names(config, preparation)}
+    names = config.get("label_names", preparation.get("label_names"))
+    if isinstance(names, Mapping):  # from every index to its name
+        indices = [str(index) for index in range(len(names))]
+        names = [names[index] for index in indices] if set(indices) == set(names) else None
+    notes: dict[str, Any] = {"model_arguments": described, "class_names": names}
     notes |= {key: preparation.get(key) for key in PREPARATION}
     texts = {key: json.dumps(value) for key, value in notes.items() if value is not None}
     return {"model": str(config["architecture"]), **texts}
-
-
-def _class_names(config: Mapping[str, Any], preparation: Mapping[str, Any]) -> Any:
-    """Return timm's `label_names`, which are a list, or a mapping from every index to its name."""
-    names = config.get("label_names", preparation.get("label_names"))
-    if isinstance(names, Mapping):
-        indices = [str(index) for index in range(len(names))]
-        return [names[index] for index in indices] if set(indices) == set(names) else None
-    return names
 
 
 def fetch(repository: str, cache_dir: str | Path | None = None) -> Path:
