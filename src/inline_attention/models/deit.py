@@ -7,7 +7,7 @@ data-efficient image transformers & distillation through attention", ICML 2021, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,14 +100,6 @@ class InLineDeiT(VisionModel):
         self.apply(initialize)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
-
-    def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
-        """Yield tokens and grid after each block; the last block returns the first `num_tokens`, or all."""
-        tokens, grid = self.embed(x, grid)
-        tokens = torch.cat([self.prefix_tokens().expand(tokens.shape[0], -1, -1), tokens], dim=1)
-        for index, block in enumerate(self.blocks[: last + 1]):
-            tokens = self.run_block(block, tokens, grid, num_tokens if index == last else None)
-            yield tokens, grid
 
     def embed(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """Return patches with their positions, without the class token."""
