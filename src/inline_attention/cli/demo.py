@@ -172,11 +172,8 @@ def _ratio(value: float | None, reference: float | None) -> str:
 def train_all(output: Path, console: Console, *, epochs: int | None = None) -> list[TrainedModel]:
     """Train InLine, softmax and linear attention with the recipe `digits`, one after the other.
 
-    The runs in `digits_runs/MODEL` replace those of an earlier demo.
-
-    Raises:
-        InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
-        OSError: If an earlier run cannot be removed, or nothing can be written.
+    The runs in `digits_runs/MODEL` replace those of an earlier demo. SIGTERM and SIGINT leave a last checkpoint and
+    raise `InterruptedBySignalError`.
     """
     configs = {attention: _config(attention, output / RUNS, epochs) for attention in KINDS}
     trained: list[TrainedModel] = []

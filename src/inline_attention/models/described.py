@@ -45,17 +45,11 @@ class ModelDescriptionError(ValueError):
 
 @dataclass(frozen=True)
 class Conversion:
-    """Attention that replaces the softmax attention of a model: arguments of `convert_attention`, as plain data.
+    """Attention that replaces the softmax attention of a model: arguments of `convert_attention`, as plain data."""
 
-    Attributes:
-        attention: "inline" or "linear".
-        keep_softmax: Numbers of the attentions that stay softmax.
-        options: Options of the layer, such as `local_residual`.
-    """
-
-    attention: str = "inline"
-    keep_softmax: tuple[int, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    attention: str = "inline"  # or "linear"
+    keep_softmax: tuple[int, ...] = ()  # numbers of the attentions that stay softmax
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the layer, such as `local_residual`
 
     def __post_init__(self) -> None:
         if problems := conversion_problems(self.attention, self.keep_softmax, self.options):
@@ -283,14 +277,8 @@ def check_description(
 ) -> tuple[str, dict[str, Any]]:
     """Return a model's name and arguments as a file gives them, if they describe an architecture of bearable size.
 
-    The model is built on the meta device, which takes no memory.
-
-    Args:
-        name: Name from the file.
-        arguments: Arguments from the file.
-        weights: Tensors of the same file. A model far larger than they are is refused.
-        conversion: Conversion of the model's attention.
-        **own: Arguments of the caller, which are trusted.
+    The model is built on the meta device, which takes no memory. It is refused if it is far larger than the `weights`
+    of the same file. `conversion` is that of its attention, and `own` are arguments of the caller, which are trusted.
     """
     return _build_on_meta(name, arguments, weights, conversion, own)[:2]
 
@@ -350,11 +338,7 @@ def conversion_problems(attention: object, keep_softmax: object, options: object
 
 
 def parse_conversion(content: object) -> Conversion:
-    """Return the conversion of a model's attention that a file describes.
-
-    Raises:
-        ModelDescriptionError: If it is not a mapping of `attention`, `keep_softmax` and `options`, or one is refused.
-    """
+    """Return the conversion that a file describes by `attention`, `keep_softmax` and `options`; refuse all else."""
     if not isinstance(content, Mapping) or not content.keys() <= _CONVERSION.keys():
         raise ModelDescriptionError(
             f"expected a mapping of {', '.join(_CONVERSION)} as conversion, got {_shown(content)}"
@@ -363,11 +347,7 @@ def parse_conversion(content: object) -> Conversion:
 
 
 def conversion_of(file: Checkpoint) -> Conversion | None:
-    """Return the conversion that a file of weights notes; None if its model has its own attention.
-
-    Raises:
-        CheckpointError: If the note is damaged or refused.
-    """
+    """Return the conversion that a file of weights notes, if that is not refused; None if the attention is its own."""
     try:
         content = parse_note(file, CONVERSION)
         return None if content is None else parse_conversion(content)
@@ -376,11 +356,7 @@ def conversion_of(file: Checkpoint) -> Conversion | None:
 
 
 def preparation_of(file: Checkpoint) -> dict[str, Any]:
-    """Return mean, std and interpolation of the images, as far as a file gives them.
-
-    Raises:
-        ModelDescriptionError: If one is refused.
-    """
+    """Return mean, std and interpolation of the images, as far as a file gives them; refuse what is out of bounds."""
     found = {name: value for name in _PREPARATION if (value := parse_note(file, name)) is not None}
     for name, value in found.items():
         if not _PREPARATION[name].accepts(value):
@@ -396,13 +372,8 @@ def note_preparation(model: nn.Module, preparation: Mapping[str, Any]) -> None:
 def read_description(file: Checkpoint, model_name: str | None = None) -> Description:
     """Return what a file says about its classifier.
 
-    Args:
-        file: Result of `open_checkpoint`.
-        model_name: Model that the user names. If the file names another, its arguments do not apply.
-
-    Raises:
-        CheckpointError: If no model is named, or the file describes one that must not be built.
-        ModelDescriptionError: If the user names a model that does not exist.
+    If the user names another `model_name` than the file, the file's arguments do not apply. `CheckpointError` if no
+    model is named or the file's must not be built, `ModelDescriptionError` if the user's does not exist.
     """
     noted = file.metadata.get("model")
     if not (model_name or noted):

@@ -153,15 +153,10 @@ def from_pretrained(source: str | os.PathLike[str], *, cache_dir: str | None = N
 
 
 def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False, **own: Any) -> nn.Module:
-    """Create the model that a folder in the hub's layout describes.
+    """Create the model that a folder in the hub's layout, or the best checkpoint of a run of `inline train`, describes.
 
-    Args:
-        folder: Folder with `config.json` and weights, or a run of `inline train` (its best checkpoint).
-        pretrained: Load the weights. A head for another `num_classes` is new.
-        **own: Arguments of the caller, which replace the stored ones.
-
-    Raises:
-        CheckpointError: If the folder cannot be read, or describes something else than an architecture.
+    `own` arguments of the caller replace the stored ones. With `pretrained` the weights are loaded; a head for another
+    `num_classes` is new. `CheckpointError` if the folder cannot be read, or describes something else than a model.
     """
     file = open_checkpoint(find_weights(Path(folder)))
     described = read_description(file)

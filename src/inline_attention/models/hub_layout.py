@@ -40,11 +40,7 @@ def weights_in(folder: Path) -> Path | None:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Return a JSON file that describes a model.
-
-    Raises:
-        CheckpointError: If it cannot be read, or is no mapping.
-    """
+    """Return a JSON file that describes a model; raise `CheckpointError` if it cannot be read, or is no mapping."""
     try:
         config = parse_json(read_bounded(path, MAX_CONFIG_BYTES), max_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
@@ -58,11 +54,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def read_notes(folder: Path) -> dict[str, str]:
-    """Return what `config.json` says about the model, as notes: model, model_arguments, class_names and preprocessing.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Return what `config.json` says about the model, as notes: model, model_arguments, class_names and preparation."""
     path, config = folder / CONFIG, read_config(folder / CONFIG)
     if not isinstance(config.get("architecture"), str):
         raise CheckpointError(f"{path} does not name an architecture, expected an entry such as inline_deit_tiny")
@@ -85,12 +77,7 @@ def read_notes(folder: Path) -> dict[str, str]:
 def fetch(repository: str, cache_dir: str | Path | None = None) -> Path:
     """Download configuration and weights of a model on the Hugging Face Hub, and return their folder in the cache.
 
-    Args:
-        repository: "USER/NAME", or "USER/NAME@REVISION".
-        cache_dir: Cache folder; by default that of huggingface_hub.
-
-    Raises:
-        CheckpointError: If it cannot be fetched.
+    `repository` is "USER/NAME" or "USER/NAME@REVISION". The cache is huggingface_hub's, unless `cache_dir` is given.
     """
     from huggingface_hub import snapshot_download
 

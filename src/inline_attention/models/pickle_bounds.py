@@ -60,10 +60,8 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 def check_pickle(stream: BinaryIO) -> list[str]:
     """Read one pickle's opcodes, up to and including its end; return the names that it would import.
 
-    Raises:
-        PickleBoundsError: If it would become nested more than `MAX_DEPTH` deep, hash more than `MAX_HASHED` parts, or
-            allocate more than it holds.
-        ValueError: If it is not a pickle.
+    `PickleBoundsError` if it would become nested more than `MAX_DEPTH` deep, hash more than `MAX_HASHED` parts, or
+    allocate more than it holds; another `ValueError` if it is not a pickle.
     """
     names: list[str] = []
     stack: list[_Item] = []

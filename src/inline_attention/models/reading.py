@@ -279,9 +279,8 @@ def _read_pickle(path: Path) -> Any:
 def check_pickle_file(path: Path) -> tuple[bool, list[str]]:
     """Refuse a file of `torch.save` that is damaged, or too deep or large to build.
 
-    Returns:
-        True for an archive (the format of torch since 1.6), and the names that the file would import. torch reports
-        other problems when it reads the file.
+    Returns True for an archive (the format of torch since 1.6), and the names that the file would import. torch reports
+    other problems when it reads the file.
     """
     names: list[str] = []
     with open_regular(path) as file:

@@ -95,16 +95,10 @@ _FAMILIES = {
 def translate(
     path: Path, config: Mapping[str, Any], preparation: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the notes and the weights of timm's model for what transformers has saved.
+    """Return the notes and the weights of timm's model for what transformers has saved in a folder.
 
-    Args:
-        path: Folder, for messages.
-        config: Content of `config.json`.
-        preparation: Content of `preprocessor_config.json`; empty if there is none.
-        weights: Weights by their names in transformers.
-
-    Raises:
-        CheckpointError: If the model is of another kind, or has parts that timm's has not.
+    `preparation` is the content of `preprocessor_config.json`, empty if there is none. `CheckpointError` if the model
+    is of another kind, or has parts that timm's has not.
     """
     kind = str(config.get("model_type"))
     family = _FAMILIES.get(kind)
