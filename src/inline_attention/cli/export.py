@@ -138,10 +138,8 @@ def export(
             classifier, target, file_format.value, found.images, found.targets, dynamic=is_dynamic, int8=int8
         )
     make_console().print(_table(results, f"{counted(len(found.images), 'pictures')} ({found.source})"))
-    if file_format is Format.web:
-        say(f"Page written to {target / 'index.html'}: open it in a browser")
-    else:
-        say(f"Model written to {target}.")
+    is_page = file_format is Format.web
+    say(f"Page written to {target / 'index.html'}: open it in a browser" if is_page else f"Model written to {target}.")
 
 
 def _find_checkpoint(given: Path) -> tuple[Path, Path]:

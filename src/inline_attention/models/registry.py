@@ -175,9 +175,7 @@ def converted_attention(pretrained: bool = False, **arguments: Any) -> nn.Module
     """
     from inline_attention.models.hub import create_from_hub  # it needs this module
 
-    config = arguments.pop("pretrained_cfg", None)
-    described = _described(config)
-    cache_dir = arguments.pop("cache_dir", None)
+    described, cache_dir = _described(arguments.pop("pretrained_cfg", None)), arguments.pop("cache_dir", None)
     if described.get("source") not in SOURCES:
         raise ValueError(
             "converted_attention stands for saved models: create one by local-dir:FOLDER or hf-hub:USER/NAME"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +58,24 @@ class _Family:
     """The network of timm that has the blocks of a family, by activation, and what its configuration fixes."""
 
     names: Mapping[str, str]
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    global_pool: str = "token"
     layer_scales: tuple[str, str] = ("ls1.gamma", "ls2.gamma")
     positions_of_prefix: bool = True  # False: the class token's position is added to the token
 
 
-_CLIP = _Family(
-    {"quick_gelu": "vit_base_patch16_clip_quickgelu_224", "gelu": "vit_base_patch16_clip_224"}, {"global_pool": "token"}
-)
+_CLIP = _Family({"quick_gelu": "vit_base_patch16_clip_quickgelu_224", "gelu": "vit_base_patch16_clip_224"})
 _SIGLIP = _Family(
-    {"gelu_pytorch_tanh": "vit_base_patch32_siglip_256", "gelu": "vit_base_patch16_siglip_224"}, {"global_pool": "map"}
+    {"gelu_pytorch_tanh": "vit_base_patch32_siglip_256", "gelu": "vit_base_patch16_siglip_224"}, global_pool="map"
 )
 _FAMILIES = {
-    "vit": _Family({"gelu": "vit_base_patch16_224"}, {"global_pool": "token"}),
-    "deit": _Family({"gelu": "deit_base_patch16_224"}, {"global_pool": "token"}),
-    "dinov2": _Family(
-        {"gelu": "vit_base_patch14_dinov2", "swiglu": "vit_giant_patch14_dinov2"}, {"global_pool": "token"}
-    ),
+    "vit": _Family({"gelu": "vit_base_patch16_224"}),
+    "deit": _Family({"gelu": "deit_base_patch16_224"}),
+    "dinov2": _Family({"gelu": "vit_base_patch14_dinov2", "swiglu": "vit_giant_patch14_dinov2"}),
     "dinov2_with_registers": _Family(
-        {"gelu": "vit_base_patch14_reg4_dinov2", "swiglu": "vit_giant_patch14_reg4_dinov2"},
-        {"global_pool": "token"},
-        positions_of_prefix=False,
+        {"gelu": "vit_base_patch14_reg4_dinov2", "swiglu": "vit_giant_patch14_reg4_dinov2"}, positions_of_prefix=False
     ),
     "dinov3_vit": _Family(
         {"gelu": "vit_small_patch16_dinov3_qkvb", "gated silu": "vit_small_plus_patch16_dinov3_qkvb"},
-        {"global_pool": "token"},
         layer_scales=("gamma_1", "gamma_2"),
     ),
     "clip": _CLIP,
@@ -125,7 +118,7 @@ def translate(
     if family is _SIGLIP and "head.weight" in translated:  # it classifies the mean of the tokens
         translated = {key: value for key, value in translated.items() if not key.startswith("attn_pool.")}
     classes = translated["head.weight"].shape[0] if "head.weight" in translated else 0
-    arguments = {**family.arguments, **_sizes(path, tower, translated), "num_classes": classes}
+    arguments = {"global_pool": family.global_pool, **_sizes(path, tower, translated), "num_classes": classes}
     fc1 = ".mlp.fc1_x." if is_gated else ".mlp.fc1."
     translated = {  # without registers, theirs is an empty tensor
         key.replace(".mlp.fc1.", fc1): value for key, value in translated.items() if value.numel()
