@@ -35,15 +35,7 @@ from inline_attention.layers.grids import Grid, GridRows, ceil_divide
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
 from inline_attention.models.base import Level, VisionModel
 from inline_attention.models.timm_vit import StreamedViT, unsupported_reason
-from inline_attention.ops.states import (
-    AttentionState,
-    SoftmaxState,
-    attention_state,
-    merge_softmax_states,
-    merge_states,
-    softmax_state,
-    state_weights,
-)
+from inline_attention.ops import states
 from inline_attention.support.files import free_bytes, replace_atomically
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -304,8 +296,8 @@ class _Summary:
         assert isinstance(block.attn, KernelAttention)
         self.block, self.attention = block, block.attn
         self._prefix = prefix
-        self._states: list[AttentionState] = []  # of bands
-        self._softmax: list[SoftmaxState] = []  # of bands
+        self._states: list[states.AttentionState] = []  # of bands
+        self._softmax: list[states.SoftmaxState] = []  # of bands
         self.local_input = _Mean(nn.Identity())
 
     @cached_property
@@ -320,24 +312,24 @@ class _Summary:
         if self.attention.residual is not None:
             self.local_input.add(x if self.block.local_from_input else normed)
         call = self.attention.project(normed)
-        self._states.append(attention_state(call.k, call.v, feature_map=self.attention.feature_map))
+        self._states.append(states.attention_state(call.k, call.v, feature_map=self.attention.feature_map))
         if self.prefix_queries is not None:
-            self._softmax.append(softmax_state(self.prefix_queries, call.k, call.v, scale=self.attention.scale))
+            self._softmax.append(states.softmax_state(self.prefix_queries, call.k, call.v, scale=self.attention.scale))
         if len(self._states) == STATES_AT_ONCE:
             self._states, self._softmax = [self.state], [*filter(None, [self.softmax])]
 
     @property
-    def state(self) -> AttentionState:
+    def state(self) -> states.AttentionState:
         """The state of all tokens that were added."""
         if len(self._states) > 1:
-            self._states = [merge_states(*self._states)]
+            self._states = [states.merge_states(*self._states)]
         return self._states[0]
 
     @property
-    def softmax(self) -> SoftmaxState | None:
+    def softmax(self) -> states.SoftmaxState | None:
         """Softmax attention of the prefix tokens over all tokens that were added; None if they attend as others do."""
         if len(self._softmax) > 1:
-            self._softmax = [merge_softmax_states(*self._softmax)]
+            self._softmax = [states.merge_softmax_states(*self._softmax)]
         return self._softmax[0] if self._softmax else None
 
     def attend(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
@@ -354,7 +346,7 @@ class _Summary:
         attention, state = self.attention, self.state
         k = attention.project(self.block.norm1(x)).k
         options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
-        found = state_weights(q, k, state, scale=attention.scale, **options)[0]
+        found = states.state_weights(q, k, state, scale=attention.scale, **options)[0]
         if self.softmax is not None and any(are_prefix):
             assert self.prefix_queries is not None
             first = self.softmax.weights(self.prefix_queries, k, attention.scale)[0, :, :1].to(found.dtype)
