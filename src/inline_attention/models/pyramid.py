@@ -108,11 +108,7 @@ def rename(state_dict: Mapping[str, Tensor], table: Sequence[tuple[str, str]]) -
     """Rename each key by the first pattern that matches its start; refuse two keys with the same new name."""
     origins: dict[str, str] = {}
     for key in state_dict:
-        name = key
-        for pattern, replacement in table:
-            if match := re.match(pattern, key):
-                name = match.expand(replacement) + key[match.end() :]
-                break
+        name = next((re.sub(pattern, new, key, count=1) for pattern, new in table if re.match(pattern, key)), key)
         if name in origins:
             raise CheckpointError(
                 f"the weights hold {name} twice, as {origins[name]!r} and as {key!r}; remove one of them"
