@@ -236,8 +236,9 @@ def _check_stored_arguments(name: str, arguments: Mapping[str, Any] | None, clas
 
 def list_models(pattern: str = "*") -> list[str]:
     """Return the names of this library's models that match a glob pattern."""
-    names = [name for family in FAMILIES for kind in ATTENTIONS for name in timm.list_models(f"{kind}_{family}_*")]
-    return [name for name in names if name in timm.list_models(pattern)]
+    matching = set(timm.list_models(pattern))
+    names = (name for family in FAMILIES for kind in ATTENTIONS for name in timm.list_models(f"{kind}_{family}_*"))
+    return [name for name in names if name in matching]
 
 
 def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
