@@ -25,7 +25,7 @@ from inline_attention.models.registry import ATTENTIONS, FAMILIES, create_model,
 from inline_attention.models.running_cost import RunningCostError, check_running_cost
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FEATURE_MAPS
-from inline_attention.support.text import did_you_mean, printable, some_of
+from inline_attention.support.text import did_you_mean, printable, shortened, some_of
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
 MAX_PIXELS = 2**26  # of `img_size`: 8192², less than Pillow's limit
@@ -472,5 +472,4 @@ def _shown(value: object) -> str:
         return "{" + some_of((f"{_shown(key)}: {_shown(item)}" for key, item in value.items()), 6) + "}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**15:
         return f"a number of about 10^{int(math.log10(abs(value)))}"
-    text = printable(repr(value) if not isinstance(value, (list, tuple)) else repr(value)[:200])
-    return text if len(text) <= 80 else text[:77] + "…"
+    return shortened(printable(repr(value)[:200] if isinstance(value, (list, tuple)) else repr(value)), 80)
