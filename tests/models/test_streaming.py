@@ -118,8 +118,8 @@ def test_the_memory_that_an_error_names_is_enough(name, size):
 
 def test_states_of_many_bands_are_merged_in_between(monkeypatch):
     monkeypatch.setattr(streaming, "STATES_AT_ONCE", 3)
-    merged, merge = [], streaming.merge_states
-    monkeypatch.setattr(streaming, "merge_states", lambda *states: merged.append(len(states)) or merge(*states))
+    merged, merge = [], streaming.states.merge_states
+    monkeypatch.setattr(streaming.states, "merge_states", lambda *states: merged.append(len(states)) or merge(*states))
     model, pixels = create("inline_deit_tiny"), image(230, 301)
     with torch.inference_mode():
         expected = model(pixels[None])

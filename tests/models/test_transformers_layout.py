@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from inline_attention.engine.linearize import describe_teacher
-from inline_attention.models.errors import CheckpointError
 from inline_attention.models.hub import from_pretrained
+from inline_attention.models.hub_layout import CheckpointError
 from inline_attention.models.reading import open_checkpoint
 
 transformers = pytest.importorskip("transformers")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import (
     DEFAULT_MAX_PIXELS,
@@ -30,13 +31,12 @@ analyze_app = typer.Typer(
     "Without --checkpoint and --model, small untrained models and handwritten digits are used.",
 )
 
-Images = Annotated[int, typer.Option("--images", "-n", min=1, help="Number of images, drawn at random.")]
+Images = Annotated[int, Option("--images", "-n", min=1, help="Number of images, drawn at random.")]
 Layers = Annotated[
-    list[int] | None,
-    typer.Option("--layer", help="Attention layer, from 0; -1 is the last; repeatable.", show_default="all"),
+    list[int] | None, Option("--layer", help="Attention layer, from 0; -1 is the last; repeatable.", show_default="all")
 ]
-Heads = Annotated[list[int] | None, typer.Option("--head", help="Head, from 0; repeatable.", show_default="all")]
-Workers = Annotated[int, typer.Option("--workers", "-j", min=0, help="Processes that read images.")]
+Heads = Annotated[list[int] | None, Option("--head", help="Head, from 0; repeatable.", show_default="all")]
+Workers = Annotated[int, Option("--workers", "-j", min=0, help="Processes that read images.")]
 
 
 @dataclass(kw_only=True)
@@ -45,15 +45,14 @@ class ModelOptions:
 
     checkpoint: Annotated[
         list[Path] | None,
-        typer.Option("--checkpoint", "-c", help="Run, checkpoint or weights file; repeatable.", show_default=False),
+        Option("--checkpoint", "-c", help="Run, checkpoint or weights file; repeatable.", show_default=False),
     ] = None
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Model name: untrained with its twins, or the checkpoint's model.", show_default=False),
+        Option(help="Model name: untrained with its twins, or the checkpoint's model.", show_default=False),
     ] = None
     size: Annotated[
-        str | None,
-        typer.Option(help="Image size in pixels: 224, or height and width, 192x320.", show_default="the model's"),
+        str | None, Option(help="Image size in pixels: 224, or height and width, 192x320.", show_default="the model's")
     ] = None
     device: Device = "auto"
     seed: Seed = 0
@@ -72,15 +71,15 @@ class ModelOptions:
 class PictureOptions(ModelOptions):
     """Options of analyses of models on a dataset."""
 
-    data_dir: Annotated[Path | None, typer.Option(help="Picture folder.", show_default=False)] = None
+    data_dir: Annotated[Path | None, Option(help="Picture folder.", show_default=False)] = None
     dataset: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="folder, digits, cifar10, hfds/NAME or wds/PATTERN.",
             show_default="folder with --data-dir, else digits",
         ),
     ] = None
-    split: Annotated[str, typer.Option(help="Split or subfolder of a dataset.")] = "validation"
+    split: Annotated[str, Option(help="Split or subfolder of a dataset.")] = "validation"
     source: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,10 +114,10 @@ def injectivity(
     images: Images = 2,
     layer: Annotated[
         list[int] | None,
-        typer.Option("--layer", help="Attention layer, from 0; repeatable.", show_default="first, middle, last"),
+        Option("--layer", help="Attention layer, from 0; repeatable.", show_default="first, middle, last"),
     ] = None,
     head: Heads = None,
-    queries: Annotated[int, typer.Option(min=1, help="Queries per head and image.")] = 8,
+    queries: Annotated[int, Option(min=1, help="Queries per head and image.")] = 8,
 ) -> None:
     """Search for different queries with equal weights, and check the rank of the keys.
 
@@ -149,9 +148,9 @@ def confusion(
     layer: Layers = None,
     head: Heads = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest relative difference of equal rows of weights.")
+        float, Option(min=0, max=1, help="Largest relative difference of equal rows of weights.")
     ] = 0.01,
-    worst: Annotated[int, typer.Option(min=1, help="Number of images to show per model.")] = 4,
+    worst: Annotated[int, Option(min=1, help="Number of images to show per model.")] = 4,
     batch_size: BatchSize = 8,
     workers: Workers = 2,
 ) -> None:
@@ -179,7 +178,7 @@ def locality(
     images: Images = 64,
     layer: Layers = None,
     head: Heads = None,
-    sides: Annotated[str, typer.Option(help="Odd sides of neighborhoods in tokens.")] = "3,5,7",
+    sides: Annotated[str, Option(help="Odd sides of neighborhoods in tokens.")] = "3,5,7",
     batch_size: BatchSize = 8,
     workers: Workers = 2,
 ) -> None:
@@ -203,7 +202,7 @@ def locality(
 def masking(
     options: PictureOptions,
     images: Images = 1000,
-    sides: Annotated[str, typer.Option(help="Odd sides of hidden neighborhoods in tokens.")] = "3,5,7",
+    sides: Annotated[str, Option(help="Odd sides of hidden neighborhoods in tokens.")] = "3,5,7",
     batch_size: BatchSize = 32,
     workers: Workers = 2,
 ) -> None:
@@ -232,7 +231,7 @@ def linearize(
     options: PictureOptions,
     images: Images = 64,
     free: Annotated[
-        float, typer.Option(min=0, max=100, help="Loss of the final tokens that counts as free, in percent.")
+        float, Option(min=0, max=100, help="Loss of the final tokens that counts as free, in percent.")
     ] = 10.0,
     batch_size: BatchSize = 8,
     workers: Workers = 2,
@@ -244,14 +243,12 @@ def linearize(
     and if all blocks that lose less are converted too.
     """
     from inline_attention.analysis.linearize import draw_linearize, survey_linearize
-    from inline_attention.cli.analyze_runs import Survey, load_softmax_subjects
+    from inline_attention.cli.analyze_runs import Survey
     from inline_attention.cli.analyze_tables import linearize_table
     from inline_attention.cli.printing import say
 
-    survey = Survey(
-        "linearize", options, images=images, batch_size=batch_size, workers=workers, labelled=None,
-        load=load_softmax_subjects,
-    )  # fmt: skip
+    sample = {"images": images, "batch_size": batch_size, "workers": workers}
+    survey = Survey("linearize", options, **sample, labelled=None, of_softmax=True)
     found = survey.measure(survey_linearize)
     survey.finish(
         [linearize_table(found)],
@@ -269,23 +266,20 @@ def linearize(
 @analysis
 def attention_map(
     options: ModelOptions,
-    image: Annotated[Path | None, typer.Argument(help="Picture file.", show_default="a digit")] = None,
+    image: Annotated[Path | None, Argument(help="Picture file.", show_default="a digit")] = None,
     token: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Row and column of a query token, such as 3,5; repeatable.",
             show_default="three where the picture has detail",
         ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Attention layer, from 0; -1 is the last.", show_default="the middle")
+        int | None, Option(help="Attention layer, from 0; -1 is the last.", show_default="the middle")
     ] = None,
-    head: Annotated[
-        list[int] | None, typer.Option(help="Head, from 0; several are averaged.", show_default="all")
-    ] = None,
+    head: Annotated[list[int] | None, Option(help="Head, from 0; several are averaged.", show_default="all")] = None,
     evidence: Annotated[
-        list[str] | None,
-        typer.Option(help="Class whose evidence the slide's page shows; repeatable.", show_default=False),
+        list[str] | None, Option(help="Class whose evidence the slide's page shows; repeatable.", show_default=False)
     ] = None,
     level: Level = None,
     max_pixels: MaxPixels = DEFAULT_MAX_PIXELS,
@@ -306,58 +300,48 @@ def attention_map(
     from inline_attention.data.images import limit_aspect_ratio, load_image
     from inline_attention.tasks.classification.prediction import Streaming
 
-    streaming = Streaming(max_pixels, level, memory)
+    streaming, chosen = Streaming(max_pixels, level, memory), {"layer": layer, "heads": head}
     console = start(options.output, "attention-map")
-    if image is not None and streaming.applies_to(image):
-        subjects, found, shown = measure_slide(
-            options, image, streaming, evidence or (), layer=layer, heads=head, tokens=tokens
-        )
-        rows = {"weights": list(maps.weight_rows(found)), "kernels": []}
-        finish(
-            console, options.output, "attention-map", [map_table(found)], subjects,
-            rows | ({"evidence": list(maps.evidence_rows(shown))} if shown else {}),
-            options.described() | {"image": image.name, "level": level or 0},
-            lambda: maps.draw_attention_maps(found, image.name, weights_note(subjects), options.output),
-        )  # fmt: skip
-        return
-    if evidence:
-        fail("--evidence is shown on the page of a slide; give a tiled file, with --level 0 if it is small")
-    if image is None:
-        picture = digits("validation").load(options.seed % 360)
-    else:
-        picture = load_image(image, max_pixels=max_pixels)
     name = "a digit" if image is None else image.name
-    subjects = load_subjects(options, for_digits=image is None)
-    found: list[maps.AttentionMaps] = []
-    for subject in subjects:
-        pixels = subject.transform()(limit_aspect_ratio(picture))
-        # The others follow the first model: the same places of the picture, whatever their grids.
-        places = [item.token for item in found[0].maps] if found else tokens
-        grid = found[0].grid_size if found else None
-        found.append(
-            maps.measure_attention_maps(subject, pixels, layer=layer, heads=head, tokens=places, token_grid=grid)
-        )
+    settings, shown = options.described() | {"image": name}, []
+    if image is not None and streaming.applies_to(image):
+        subjects, found, shown = measure_slide(options, image, streaming, evidence or (), tokens=tokens, **chosen)
+        settings["level"] = level or 0
+    elif evidence:
+        fail("--evidence is shown on the page of a slide; give a tiled file, with --level 0 if it is small")
+    else:
+        if image is None:
+            picture = digits("validation").load(options.seed % 360)
+        else:
+            picture = load_image(image, max_pixels=max_pixels)
+        subjects, found = load_subjects(options, for_digits=image is None), []
+        for subject in subjects:
+            pixels = subject.transform()(limit_aspect_ratio(picture))
+            # The others follow the first model: the same places of the picture, whatever their grids.
+            places = [item.token for item in found[0].maps] if found else tokens
+            grid = found[0].grid_size if found else None
+            found.append(maps.measure_attention_maps(subject, pixels, tokens=places, token_grid=grid, **chosen))
+    rows = {"weights": list(maps.weight_rows(found)), "kernels": list(maps.kernel_rows(found))}
+    if shown:
+        rows["evidence"] = list(maps.evidence_rows(shown))
     finish(
-        console, options.output, "attention-map", [map_table(found)], subjects,
-        {"weights": list(maps.weight_rows(found)), "kernels": list(maps.kernel_rows(found))},
-        options.described() | {"image": name},
+        console, options.output, "attention-map", [map_table(found)], subjects, rows, settings,
         lambda: maps.draw_attention_maps(found, name, weights_note(subjects), options.output),
     )  # fmt: skip
 
 
 @analyze_app.command()
 def scaling(
-    model: Annotated[str, typer.Option(help="Model name; its twins are measured too.")] = "inline_deit_tiny",
+    model: Annotated[str, Option(help="Model name; its twins are measured too.")] = "inline_deit_tiny",
     sizes: Annotated[
-        str | None, typer.Option(help="Image sizes in pixels.", show_default="224,448,896; on a GPU to 1792")
+        str | None, Option(help="Image sizes in pixels.", show_default="224,448,896; on a GPU to 1792")
     ] = None,
     windows: Annotated[
-        str | None,
-        typer.Option(help="Window sides in tokens, at the first size (Swin).", show_default="none"),
+        str | None, Option(help="Window sides in tokens, at the first size (Swin).", show_default="none")
     ] = None,
     batch_size: BatchSize = 1,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0, help="Seconds of measuring per size.")] = 2.0,
+    device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto",
+    seconds: Annotated[float, Option(min=0, help="Seconds of measuring per size.")] = 2.0,
     output: Output = Path("out/analyze"),
 ) -> None:
     """Measure time, memory and multiply-adds of a model and its twins as images or windows grow."""
@@ -369,17 +353,16 @@ def scaling(
     from inline_attention.cli.analyze_runs import finish, start
     from inline_attention.cli.analyze_tables import scaling_table
     from inline_attention.cli.bench import resolve_device
-    from inline_attention.cli.printing import progress_bar
+    from inline_attention.cli.printing import counting
     from inline_attention.models.registry import ATTENTIONS
 
     console = start(output, "scaling")
     place = resolve_device(device)
     image_sizes = image_sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
-    with progress_bar(console) as progress:
-        task = progress.add_task("measuring", total=(len(image_sizes) + len(window_sides)) * len(ATTENTIONS))
+    with counting("measuring", (len(image_sizes) + len(window_sides)) * len(ATTENTIONS), console) as advance:
         points = measure_scaling(
             model, sizes=image_sizes, windows=window_sides, batch=batch_size, device=place, seconds=seconds,
-            on_progress=lambda _: progress.advance(task),
+            on_progress=advance,
         )  # fmt: skip
     environment = describe_environment()
     machine = environment["machine"] if place.type == "cpu" else f"{environment['gpu']}, torch {environment['torch']}"

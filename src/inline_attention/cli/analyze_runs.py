@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from inline_attention.cli.printing import (
     draw_if_possible,
     fail,
     make_console,
+    make_folder,
     progress_bar,
     say,
     streaming_task,
@@ -71,9 +72,9 @@ class Survey:
         batch_size: int = 1,
         workers: int = 0,
         labelled: bool | None = False,
-        load: Callable[..., list[Subject]] | None = None,
+        of_softmax: bool = False,
     ):
-        """Open pictures, with classes if `labelled` (None: if they have any), and load models, by `load` if given."""
+        """Open pictures, with classes if `labelled` (None: if they have any), and load models, see `load_subjects`."""
         self._name, self._options = name, options
         self._console = start(options.output, name)
         in_memory = options.source == "digits"  # nothing to read: processes would only cost time
@@ -82,7 +83,7 @@ class Survey:
             source, images=images, seed=options.seed, batch_size=batch_size, workers=0 if in_memory else workers
         )
         arguments = {"num_classes": len(source.class_names)} if labelled else {}
-        self._subjects = (load or load_subjects)(options, for_digits=in_memory, **arguments)
+        self._subjects = load_subjects(options, for_digits=in_memory, of_softmax=of_softmax, **arguments)
         self._settings = options.described() | {"images": images}
         self.note = weights_note(self._subjects)
         self.styles = numbered_styles({subject.label: subject.kind for subject in self._subjects})
@@ -126,9 +127,7 @@ def start(output: Path, analysis: str) -> Console:
 
     It is better to learn all this before measuring.
     """
-    with writing_to(output):
-        output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output).close()
+    make_folder(output)
     earlier = output / f"{analysis}.json"
     if earlier.exists():
         warn(f"{earlier} and what belongs to it will be replaced; --output takes another folder")
@@ -162,26 +161,6 @@ def _open_source(options: PictureOptions, labelled: bool | None) -> ImageSource:
     return (open_dataset if labelled else open_pictures)(options.source, options.data_dir, options.split)
 
 
-def load_softmax_subjects(options: ModelOptions, *, for_digits: bool) -> list[Subject]:
-    """Return the softmax models of the options, or a small untrained one."""
-    common: dict[str, Any] = {"size": options.image_size, "device": options.device}
-    names = options.model or []
-    if options.checkpoint:
-        if len(names) > 1 or (names and len(options.checkpoint) > 1):
-            fail("--model names the model of one --checkpoint; analyze them separately")
-        model = names[0] if names else None
-        return with_distinct_labels([softmax_subject(path, model_name=model, **common) for path in options.checkpoint])
-    if not names and not for_digits:
-        fail("expected a softmax model with trained weights; name a run or a file with --checkpoint")
-    arguments = DIGITS.config.model.model_arguments() if for_digits and not names else {}
-    subjects = [
-        untrained_subject(name, seed=options.seed, prepare=as_probed_softmax, **common, **arguments)
-        for name in names or [SOFTMAX_MODEL]
-    ]
-    warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
-    return subjects
-
-
 def measure_slide(
     options: ModelOptions, path: Path, streaming: Streaming, classes: Sequence[str], **arguments: Any
 ) -> tuple[list[Subject], list[AttentionMaps], list[EvidenceMap]]:
@@ -212,8 +191,13 @@ def measure_slide(
     return subjects, found, evidence
 
 
-def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) -> list[Subject]:
-    """Return the models of the options, or small untrained twins; `arguments` are those of untrained models."""
+def load_subjects(
+    options: ModelOptions, *, for_digits: bool, of_softmax: bool = False, **arguments: Any
+) -> list[Subject]:
+    """Return the models of the options, or small untrained ones, with their twins unless they are `of_softmax`.
+
+    `arguments` are those of untrained models.
+    """
     common: dict[str, Any] = {"size": options.image_size, "device": options.device}
     checkpoints, models = options.checkpoint or [], options.model or []
     if checkpoints:
@@ -222,13 +206,18 @@ def load_subjects(options: ModelOptions, *, for_digits: bool, **arguments: Any) 
                 "--model names the model of one --checkpoint, "
                 f"got {len(models)} models and {len(checkpoints)} checkpoints; analyze them separately"
             )
-        name = models[0] if models else None
-        return with_distinct_labels([trained_subject(path, model_name=name, **common) for path in checkpoints])
+        load, name = softmax_subject if of_softmax else trained_subject, models[0] if models else None
+        return with_distinct_labels([load(path, model_name=name, **common) for path in checkpoints])
     if for_digits and not models:
         arguments = DIGITS.config.model.model_arguments()
-    names: dict[str, None] = {}  # an ordered set
-    for name in models or [DEFAULT_MODEL]:
-        names |= dict.fromkeys([name, *(twins_of(name).values() if name in list_models() else ())])
+    names, known = models or [SOFTMAX_MODEL if of_softmax else DEFAULT_MODEL], list_models()
+    if not of_softmax:
+        twins = ([name, *twins_of(name).values()] if name in known else [name] for name in names)
+        names = list(dict.fromkeys(chain(*twins)))
+    elif models or for_digits:
+        common["prepare"] = as_probed_softmax
+    else:
+        fail("expected a softmax model with trained weights; name a run or a file with --checkpoint")
     subjects = [untrained_subject(name, seed=options.seed, **common, **arguments) for name in names]
     warn(f"untrained weights: {', '.join(subject.label for subject in subjects)}; --checkpoint takes trained ones")
     return subjects

@@ -50,19 +50,10 @@ def condition_table(conditions: Mapping[str, Sequence[KeyCondition]]) -> Table:
         for layer, items in sorted(_grouped(of_model, lambda item: item.layer)):
             ranks = sorted({item.rank for item in items})
             ratio = median(item.condition for item in items)
-            rows.append(
-                [
-                    label,
-                    str(layer),
-                    items[0].attention,
-                    items[0].feature_map,
-                    _count_injective(items),
-                    f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
-                    str(items[0].needed),
-                    "∞" if ratio == float("inf") else f"{ratio:.3g}",
-                    min(items, key=lambda item: item.injective is not False).reason,
-                ]
-            )
+            row = [label, str(layer), items[0].attention, items[0].feature_map, _count_injective(items)]
+            row += [f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]), str(items[0].needed)]
+            row += ["∞" if ratio == float("inf") else f"{ratio:.3g}"]
+            rows.append([*row, min(items, key=lambda item: item.injective is not False).reason])
     return _table(
         "Is the attention of these layers one-to-one?",
         ("model", "layer", "attention", "φ", "one-to-one", "rank [K, 1]", "needed", "σ max ÷ min", "because"),

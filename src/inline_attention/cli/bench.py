@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer import Option
 
 from inline_attention.cli.options import Output, parse_numbers, split_names
 from inline_attention.cli.printing import (
@@ -35,9 +36,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LOG_WIDTH = 180
 Report = TypeVar("Report", "AttentionReport", "ModelReport", "EverydayReport")
 Name = TypeVar("Name", bound=str)
-Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
+Device = Annotated[str, Option("--device", help="auto, cuda or cpu.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="bf16, fp16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")
+    str | None, Option("--dtype", help="bf16, fp16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")
 ]
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
@@ -48,20 +49,19 @@ def bench_attention(
     device: Device = "auto",
     dtype: Dtype = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Values of N.", show_default="196,784,3136,16384,65536; on a CPU to 3136")
+        str | None, Option(help="Values of N.", show_default="196,784,3136,16384,65536; on a CPU to 3136")
     ] = None,
-    channels: Annotated[str | None, typer.Option(help="Values of C.", show_default="192,768; on a CPU 192")] = None,
-    head_dim: Annotated[str | None, typer.Option(help="Values of D.", show_default="32,64; on a CPU 32")] = None,
+    channels: Annotated[str | None, Option(help="Values of C.", show_default="192,768; on a CPU 192")] = None,
+    head_dim: Annotated[str | None, Option(help="Values of D.", show_default="32,64; on a CPU 32")] = None,
     elements: Annotated[
-        int | None,
-        typer.Option(min=1, help="B·N·C, which sets the batch size.", show_default="25 million; on a CPU 0.6"),
+        int | None, Option(min=1, help="B·N·C, which sets the batch size.", show_default="25 million; on a CPU 0.6")
     ] = None,
-    passes: Annotated[str, typer.Option(help="forward, forward+backward or both.")] = "forward,forward+backward",
+    passes: Annotated[str, Option(help="forward, forward+backward or both.")] = "forward,forward+backward",
     compiled: Annotated[
         str | None,
-        typer.Option(help="Cases to time with torch.compile: none, first or all.", show_default="first; on a CPU none"),
+        Option(help="Cases to time with torch.compile: none, first or all.", show_default="first; on a CPU none"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few, small sizes.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Few, small sizes.")] = False,
 ) -> None:
     """Time attention: softmax with PyTorch's kernels, InLine with every backend of this machine."""
     sizes = {
@@ -89,23 +89,23 @@ def bench_models(
     output: Output = Path("out/bench"),
     device: Device = "auto",
     dtype: Dtype = None,
-    names: Annotated[str, typer.Option("--models", help="InLine models to time.")] = "inline_deit_tiny",
+    names: Annotated[str, Option("--models", help="InLine models to time.")] = "inline_deit_tiny",
     sizes: Annotated[
-        str | None, typer.Option(help="Image sizes in pixels.", show_default="224,512,1024,2048; on a CPU 224")
+        str | None, Option(help="Image sizes in pixels.", show_default="224,512,1024,2048; on a CPU 224")
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--batch-size", "-b", min=1, help="Images per batch.", show_default="the pixels of 256 at 224²; on a CPU 4"
         ),
     ] = None,
-    mode: Annotated[str, typer.Option(help="inference, training or both.")] = "inference",
+    mode: Annotated[str, Option(help="inference, training or both.")] = "inference",
     rivals: Annotated[
-        str, typer.Option(help="timm (softmax), plain (InLine without kernels), softmax (our twin).")
+        str, Option(help="timm (softmax), plain (InLine without kernels), softmax (our twin).")
     ] = "timm,plain,softmax",
-    execution: Annotated[str, typer.Option(help="compiled, eager or both.")] = "compiled",
-    compile_mode: Annotated[str, typer.Option(help="Mode of torch.compile.")] = "default",
-    quick: Annotated[bool, typer.Option("--quick", help="Size 224 only, measured briefly.")] = False,
+    execution: Annotated[str, Option(help="compiled, eager or both.")] = "compiled",
+    compile_mode: Annotated[str, Option(help="Mode of torch.compile.")] = "default",
+    quick: Annotated[bool, Option("--quick", help="Size 224 only, measured briefly.")] = False,
 ) -> None:
     """Time whole models against their softmax rivals: images per second and peak memory."""
     image_sizes = parse_numbers(sizes, "--sizes")
@@ -131,11 +131,11 @@ def bench_models(
 @bench_app.command("everyday")
 def bench_everyday(
     output: Output = Path("out/bench"),
-    only: Annotated[str, typer.Option(help="Measure cells whose section or name contains this.")] = "",
-    budget: Annotated[float, typer.Option(min=0, help="Stop starting new cells after this many seconds.")] = math.inf,
-    processes: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
-    add: Annotated[bool, typer.Option("--add", help="Keep cells already measured in the output folder.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,
+    only: Annotated[str, Option(help="Measure cells whose section or name contains this.")] = "",
+    budget: Annotated[float, Option(min=0, help="Stop starting new cells after this many seconds.")] = math.inf,
+    processes: Annotated[int, Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
+    add: Annotated[bool, Option("--add", help="Keep cells already measured in the output folder.")] = False,
+    smoke: Annotated[bool, Option("--smoke", help="Tiny cells on a CPU, as a test.")] = False,
 ) -> None:
     """Time what users do every day on a GPU: training, converted ViTs, all head dims, masks, host time."""
     report_everyday(output, name="everyday", only=only, budget=budget, processes=processes, add=add, smoke=smoke)
@@ -186,8 +186,7 @@ def report(settings: AttentionSettings | ModelSettings, output: Path, name: str)
     base, dtype = output / name, dtype_name(settings.dtype)
     if isinstance(settings, attention.AttentionSettings):
         measure, steps = partial(attention.measure_attention, settings), attention.count_steps(settings)
-        title = f"Attention from packed qkv, {dtype}"
-        _run(measure, tables.attention_tables, steps, base, title, plots.draw_attention)
+        _run(measure, tables.attention_tables, steps, base, f"Attention from packed qkv, {dtype}", plots.draw_attention)
     else:
         measure, steps = partial(models.measure_models, settings), models.count_steps(settings)
         _run(measure, tables.model_tables, steps, base, f"Models, {dtype}", plots.draw_models)

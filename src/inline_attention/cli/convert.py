@@ -6,23 +6,23 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from inline_attention.cli.printing import fail, say, warn
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(help="Weights file, such as the authors' .pth.", show_default=False)],
-    model: Annotated[str, typer.Option(help="Model name.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.", show_default=False)],
+    file: Annotated[Path, Argument(help="Weights file, such as the authors' .pth.", show_default=False)],
+    model: Annotated[str, Option(help="Model name.", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="The .safetensors file to write.", show_default=False)],
     use_ema: Annotated[
         bool | None,
-        typer.Option("--use-ema/--no-ema", help="Require averaged or raw weights.", show_default="averaged if present"),
+        Option("--use-ema/--no-ema", help="Require averaged or raw weights.", show_default="averaged if present"),
     ] = None,
     num_classes: Annotated[
-        int | None, typer.Option(min=0, help="Number of classes in the file.", show_default="the model's 1000")
+        int | None, Option(min=0, help="Number of classes in the file.", show_default="the model's 1000")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Convert weights to safetensors. No code in the file is run."""
     if output.exists() and not force:

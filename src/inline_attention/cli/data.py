@@ -8,70 +8,59 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import Output, OutsideFiles, Seed
-from inline_attention.cli.printing import fail, make_console, progress_bar, say, writing_to
+from inline_attention.cli.printing import counting, fail, make_console, say, writing_to
 from inline_attention.support.text import counted, some_of
 
 data_app = typer.Typer(no_args_is_help=True, help="Generate, convert and check datasets.")
 MOST_WORKERS = 16
 
 
-class Task(StrEnum):
-    """Task of a dataset."""
-
-    detection = "detection"
-    segmentation = "segmentation"
+Task = StrEnum("Task", {"detection": "detection", "segmentation": "segmentation"})
+LabelFormat = StrEnum("LabelFormat", {"voc": "voc", "yolo": "yolo"})
 
 
 @data_app.command("scenes")
 def scenes(
     output: Output,
-    images: Annotated[int, typer.Option(min=1, help="Number of training pictures.")] = 2000,
+    images: Annotated[int, Option(min=1, help="Number of training pictures.")] = 2000,
     validation_images: Annotated[
-        int | None, typer.Option(min=1, help="Number of validation pictures.", show_default="a tenth of --images")
+        int | None, Option(min=1, help="Number of validation pictures.", show_default="a tenth of --images")
     ] = None,
-    size: Annotated[int, typer.Option(min=64, max=4096, help="Longer side in pixels.")] = 320,
+    size: Annotated[int, Option(min=64, max=4096, help="Longer side in pixels.")] = 320,
     seed: Seed = 0,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Number of processes.", show_default="one per core")
+        int | None, Option("--workers", "-j", min=1, help="Number of processes.", show_default="one per core")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing scenes.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing scenes.")] = False,
 ) -> None:
     """Generate scenes of textured shapes as a dataset in COCO's and ADE20K's formats."""
     from inline_attention.data.scenes import ScenesPlan, leftovers, write_scenes
 
     plan = ScenesPlan(images, validation_images or max(1, images // 10), size, seed)
-    console = make_console(stderr=True)
     for path in leftovers(output):
-        console.print(
+        make_console(stderr=True).print(
             f"{path} is unfinished: a killed generation has left it, or one is running; "
             + ("removed" if overwrite else "--overwrite removes it")
         )
-    with writing_to(output), progress_bar(console) as progress:
-        task = progress.add_task("drawing scenes", total=plan.images + plan.validation_images)
-        workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
-        write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=lambda: progress.advance(task))
+    workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+    with writing_to(output), counting("drawing scenes", plan.images + plan.validation_images) as advance:
+        write_scenes(output, plan, overwrite=overwrite, workers=workers, on_progress=advance)
     say(f"{counted(plan.images, 'pictures')} to train on, {plan.validation_images} to validate on")
     say(f"Scenes written to {output}: preview.png shows some")
 
 
-class LabelFormat(StrEnum):
-    """Format of boxes."""
-
-    voc = "voc"
-    yolo = "yolo"
-
-
 @data_app.command("convert")
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder with pictures and annotations.", show_default=False)],
+    source: Annotated[Path, Argument(help="Folder with pictures and annotations.", show_default=False)],
     output: Output,
     label_format: Annotated[
-        LabelFormat | None, typer.Option("--format", help="Annotation format.", show_default="by the files")
+        LabelFormat | None, Option("--format", help="Annotation format.", show_default="by the files")
     ] = None,
     validation_share: Annotated[
-        float, typer.Option(min=0.001, max=0.999, help="Share to validate on, if there are no splits.")
+        float, Option(min=0.001, max=0.999, help="Share to validate on, if there are no splits.")
     ] = 0.1,
     seed: Seed = 0,
     allow_outside_files: OutsideFiles = False,
@@ -82,12 +71,10 @@ def convert(
     """
     from inline_attention.data.coco.conversion import convert_to_coco
 
-    with writing_to(output), progress_bar(make_console(stderr=True)) as progress:
-        counter = progress.add_task("converting", total=None)
+    with writing_to(output), counting("converting", None) as advance:
         found = convert_to_coco(
             source, output, label_format=None if label_format is None else label_format.value,
-            validation_share=validation_share, seed=seed, allow_outside=allow_outside_files,
-            on_progress=lambda: progress.advance(counter),
+            validation_share=validation_share, seed=seed, allow_outside=allow_outside_files, on_progress=advance,
         )  # fmt: skip
     for report in found.reports:
         say(report)
@@ -104,11 +91,11 @@ def convert(
 @data_app.command("slides")
 def slides(
     output: Output,
-    images: Annotated[int, typer.Option(min=2, help="Number of training slides.")] = 32,
-    validation_images: Annotated[int, typer.Option(min=2, help="Number of validation slides.")] = 8,
-    size: Annotated[int, typer.Option(min=64, max=131072, help="Pixels of a side.")] = 4096,
+    images: Annotated[int, Option(min=2, help="Number of training slides.")] = 32,
+    validation_images: Annotated[int, Option(min=2, help="Number of validation slides.")] = 8,
+    size: Annotated[int, Option(min=64, max=131072, help="Pixels of a side.")] = 4096,
     mark_size: Annotated[
-        int | None, typer.Option(min=8, help="Pixels of a mark's side.", show_default="a 32nd of --size")
+        int | None, Option(min=8, help="Pixels of a mark's side.", show_default="a 32nd of --size")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -120,37 +107,34 @@ def slides(
     from inline_attention.data.marked_slides import SlidesPlan, write_slides
 
     plan = SlidesPlan(images, validation_images, size, mark_size or max(8, size // 32), seed)
-    with writing_to(output), progress_bar(make_console(stderr=True)) as progress:
-        task = progress.add_task("drawing slides", total=images + validation_images)
-        write_slides(output, plan, on_progress=lambda: progress.advance(task))
+    with writing_to(output), counting("drawing slides", images + validation_images) as advance:
+        write_slides(output, plan, on_progress=advance)
     say(f"{images} slides to train on, {validation_images} to validate on; slides.csv lists their marks")
     say(f"Slides written to {output}: `inline train RECIPE --data-dir {output}` trains on them")
 
 
 @data_app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Dataset folder.", show_default=False)],
+    folder: Annotated[Path, Argument(help="Dataset folder.", show_default=False)],
     task: Annotated[
-        Task | None, typer.Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default="by the files")
+        Task | None, Option(help="detection (as COCO) or segmentation (as ADE20K).", show_default="by the files")
     ] = None,
     masks: Annotated[
         bool | None,
-        typer.Option(
-            "--masks/--boxes-only", help="Require a mask for each object.", show_default="if any object has one"
-        ),
+        Option("--masks/--boxes-only", help="Require a mask for each object.", show_default="if any object has one"),
     ] = None,
     class_file: Annotated[
-        Path | None, typer.Option(help="File of class names (segmentation).", show_default="FOLDER/classes.txt")
+        Path | None, Option(help="File of class names (segmentation).", show_default="FOLDER/classes.txt")
     ] = None,
     image_folder: Annotated[
         str | None,
-        typer.Option(help="Images below FOLDER, such as img/{split} (segmentation).", show_default="by usual names"),
+        Option(help="Images below FOLDER, such as img/{split} (segmentation).", show_default="by usual names"),
     ] = None,
     map_folder: Annotated[
-        str | None, typer.Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names")
+        str | None, Option(help="Label maps below FOLDER (segmentation).", show_default="by usual names")
     ] = None,
     reduce_zero_label: Annotated[
-        bool, typer.Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K).")
+        bool, Option("--reduce-zero-label", help="Label 0 is no class, label 1 the first (ADE20K).")
     ] = False,
     allow_outside_files: OutsideFiles = False,
 ) -> None:
@@ -159,12 +143,7 @@ def check(
     from inline_attention.data.segmentation import open_and_check_pairs
 
     task = task or _task_of(folder, image_folder, map_folder)
-    with progress_bar(make_console(stderr=True)) as progress:
-        counter = progress.add_task("checking", total=None)
-
-        def advance() -> None:
-            progress.advance(counter)
-
+    with counting("checking", None) as advance:
         if task is Task.detection:
             opened = open_and_check_coco(
                 folder, masks=masks, allow_outside=allow_outside_files, decode=True, on_progress=advance

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from inline_attention.benchmark.cost import ATTENTIONS, DEFAULT_SIZES, CostPoint
 from inline_attention.benchmark.environment import describe_machine
 from inline_attention.benchmark.results import write_csv
 from inline_attention.benchmark.timing import torch_threads
-from inline_attention.cli.printing import make_console, make_table, progress_bar, say, writing_to
+from inline_attention.cli.printing import counting, make_console, make_folder, make_table, progress_bar, say, writing_to
 from inline_attention.cli.report import run_report
 from inline_attention.data.datasets import open_dataset
 from inline_attention.engine.checkpoints import LAST
@@ -67,9 +66,7 @@ def run_demo(
     """
     import matplotlib  # noqa: F401  # better to learn that it is missing now than after measuring
 
-    with writing_to(output):
-        output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output).close()
+    make_folder(output)
     console = make_console(log_width=None)
     written, cost = _show_injectivity_and_cost(output, console, sizes or DEFAULT_SIZES)
     runs: list[Path] = []
@@ -86,21 +83,15 @@ def _show_injectivity_and_cost(
 ) -> tuple[list[str], list[CostPoint]]:
     """Return the names of the files, and the cost of attention."""
     results = collision_cases.measure_injectivity()
-    with progress_bar(console) as progress:
-        task = progress.add_task("measuring time and memory", total=len(sizes) * len(ATTENTIONS))
-        points = measure_attention_cost(sizes=sizes, on_progress=lambda _: progress.advance(task))
+    with counting("measuring time and memory", len(sizes) * len(ATTENTIONS), console) as advance:
+        points = measure_attention_cost(sizes=sizes, on_progress=advance)
     console.print(_injectivity_table(results))
     console.print(_cost_table(points))
     machine = describe_machine()
+    names = ("largest_difference", "smallest_difference", "verdict")
     rows = [
-        {
-            "queries": result.case.name,
-            "feature_map": result.feature_map_name,
-            "attention": result.kind,
-            "largest_difference": result.largest_difference,
-            "smallest_difference": result.smallest_difference,
-            "verdict": result.verdict,
-        }
+        {"queries": result.case.name, "feature_map": result.feature_map_name, "attention": result.kind}
+        | {name: getattr(result, name) for name in names}
         for result in results
     ]
     with writing_to(output):
@@ -131,17 +122,11 @@ def _show_training(output: Path, console: Console, epochs: int | None) -> tuple[
 
 
 def _injectivity_table(results: Sequence[collision_cases.InjectivityResult]) -> Table:
-    rows = [
-        [
-            result.case.name,
-            result.feature_map_name,
-            KIND_LABELS[result.kind],
-            f"{result.largest_difference:.1e}",
-            f"{result.smallest_difference:.1e}",
-            Text(result.verdict, style="bold red" if result.verdict == "collide" else "green"),
-        ]
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        differences = [f"{value:.1e}" for value in (result.largest_difference, result.smallest_difference)]
+        verdict = Text(result.verdict, style="bold red" if result.verdict == "collide" else "green")
+        rows.append([result.case.name, result.feature_map_name, KIND_LABELS[result.kind], *differences, verdict])
     return make_table(
         ("queries on", "φ(x)", "attention", "max |Δw|", "min |Δw|", "verdict"),
         rows,
@@ -157,17 +142,12 @@ def _cost_table(points: Sequence[CostPoint]) -> Table:
     notes = [f"{ATTENTIONS[point.kind].label}, N = {point.tokens}: {point.note}" for point in points if point.note]
     notes.append("SDPA on a CPU never stores the N × N weights: its memory grows like N too")
     inline = {point.tokens: point for point in points if point.kind == "inline"}
-    rows = [
-        [
-            f"{point.tokens:,}",
-            ATTENTIONS[point.kind].label,
-            _number(point.milliseconds),
-            _ratio(point.milliseconds, inline[point.tokens].milliseconds),
-            _number(None if point.peak_bytes is None else point.peak_bytes / 2**20),
-            _ratio(point.peak_bytes, inline[point.tokens].peak_bytes),
-        ]
-        for point in points
-    ]
+    rows = []
+    for point in points:
+        ours, mebibytes = inline[point.tokens], None if point.peak_bytes is None else point.peak_bytes / 2**20
+        time_and_ratio = [_number(point.milliseconds), _ratio(point.milliseconds, ours.milliseconds)]
+        memory_and_ratio = [_number(mebibytes), _ratio(point.peak_bytes, ours.peak_bytes)]
+        rows.append([f"{point.tokens:,}", ATTENTIONS[point.kind].label, *time_and_ratio, *memory_and_ratio])
     return make_table(
         ("tokens N", "attention", "time\nms", "time\n÷ InLine", "peak memory\nMiB", "memory\n÷ InLine"),
         rows,
@@ -192,11 +172,8 @@ def _ratio(value: float | None, reference: float | None) -> str:
 def train_all(output: Path, console: Console, *, epochs: int | None = None) -> list[TrainedModel]:
     """Train InLine, softmax and linear attention with the recipe `digits`, one after the other.
 
-    The runs in `digits_runs/MODEL` replace those of an earlier demo.
-
-    Raises:
-        InterruptedBySignalError: After SIGTERM or SIGINT, and a last checkpoint.
-        OSError: If an earlier run cannot be removed, or nothing can be written.
+    The runs in `digits_runs/MODEL` replace those of an earlier demo. SIGTERM and SIGINT leave a last checkpoint and
+    raise `InterruptedBySignalError`.
     """
     configs = {attention: _config(attention, output / RUNS, epochs) for attention in KINDS}
     trained: list[TrainedModel] = []
@@ -214,25 +191,18 @@ def train_all(output: Path, console: Console, *, epochs: int | None = None) -> l
                 accuracy = "" if top1 is None else f": {top1:.1f} %"
                 progress.update(task, advance=1, description=f"{name}{accuracy}")
 
-            result = _train(attention, config, show)
-            trained.append(result)
+            trained.append(_train(attention, config, show))
             progress.remove_task(task)
-            console.print(f"{name}: {result.top1:.1f} % after {planned} epochs and {result.seconds:.0f} s")
+            console.print(f"{name}: {trained[-1].top1:.1f} % after {planned} epochs and {trained[-1].seconds:.0f} s")
     return trained
 
 
 def accuracy_table(trained: Sequence[TrainedModel]) -> Table:
     """Return accuracy, size and speed of the three models, with the uncertainty."""
-    rows = [
-        [
-            KIND_LABELS[model.attention],
-            f"{model.parameters:,}",
-            f"{model.top1:.1f}",
-            f"{model.images_per_second:,.0f}",
-            f"{model.seconds:.0f}",
-        ]
-        for model in trained
-    ]
+    rows = []
+    for model in trained:
+        speed = [f"{model.images_per_second:,.0f}", f"{model.seconds:.0f}"]
+        rows.append([KIND_LABELS[model.attention], f"{model.parameters:,}", f"{model.top1:.1f}", *speed])
     best = max(trained, key=lambda model: model.top1)
     share = best.top1 / 100
     error = 100 * math.sqrt(share * (1 - share) / best.test_images)

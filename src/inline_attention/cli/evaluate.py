@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
+from typer import Option
 
 from inline_attention.cli.options import Device, OutsideFiles
 from inline_attention.cli.printing import fail, say
@@ -20,47 +20,39 @@ if TYPE_CHECKING:
 
 def evaluate(
     checkpoint: Annotated[
-        Path,
-        typer.Option("--checkpoint", "-c", help="Weights file, checkpoint, run or shipped model.", show_default=False),
+        Path, Option("--checkpoint", "-c", help="Weights file, checkpoint, run or shipped model.", show_default=False)
     ],
-    data_dir: Annotated[Path | None, typer.Option(help="Data folder.", show_default="the run's")] = None,
+    data_dir: Annotated[Path | None, Option(help="Data folder.", show_default="the run's")] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(
-            help="folder, digits, cifar10, hfds/NAME or wds/PATTERN (classifiers).",
-            show_default="the run's, or folder",
+        Option(
+            help="folder, digits, cifar10, hfds/NAME or wds/PATTERN (classifiers).", show_default="the run's, or folder"
         ),
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Split or subfolder.", show_default="the run's, or validation")
-    ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Repair faults of dense annotations.")] = False,
+    split: Annotated[str | None, Option(help="Split or subfolder.", show_default="the run's, or validation")] = None,
+    repair: Annotated[bool, Option("--repair", help="Repair faults of dense annotations.")] = False,
     allow_outside_files: OutsideFiles = False,
-    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Image size in pixels.", show_default="the model's")] = None,
-    use_ema: Annotated[
-        bool, typer.Option("--use-ema", help="Use averaged weights (EMA); fail if there are none.")
-    ] = False,
+    model: Annotated[str | None, Option(help="Model name.", show_default="the file's")] = None,
+    size: Annotated[int | None, Option(min=1, help="Image size in pixels.", show_default="the model's")] = None,
+    use_ema: Annotated[bool, Option("--use-ema", help="Use averaged weights (EMA); fail if there are none.")] = False,
     image_folder: Annotated[
         str | None,
-        typer.Option(help="Images below --data-dir, such as img/{split} (segmenters).", show_default="by usual names"),
+        Option(help="Images below --data-dir, such as img/{split} (segmenters).", show_default="by usual names"),
     ] = None,
     map_folder: Annotated[
         str | None,
-        typer.Option(
-            help="Label maps below --data-dir, such as ann/{split} (segmenters).", show_default="by usual names"
-        ),
+        Option(help="Label maps below --data-dir, such as ann/{split} (segmenters).", show_default="by usual names"),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", "-b", min=1, help="Images per batch.", show_default="64 for a classifier, else 4"),
+        Option("--batch-size", "-b", min=1, help="Images per batch.", show_default="64 for a classifier, else 4"),
     ] = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-j", min=0, help="Processes that read images, at most one per core.")
+        int, Option("--workers", "-j", min=0, help="Processes that read images, at most one per core.")
     ] = 4,
-    amp: Annotated[str, typer.Option(help="bf16, fp16 or off.")] = "off",
+    amp: Annotated[str, Option(help="bf16, fp16 or off.")] = "off",
     device: Device = "auto",
-    results_file: Annotated[Path | None, typer.Option(help="Write the metrics to this JSON file.")] = None,
+    results_file: Annotated[Path | None, Option(help="Write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a checkpoint: top-1 and top-5 of a classifier, AP of a detector, mIoU of a segmenter."""
     if results_file is not None:  # before the work is done, not after

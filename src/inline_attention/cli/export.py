@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import parse_size
 from inline_attention.cli.printing import fail, make_console, make_table, say, warn
@@ -46,32 +46,28 @@ class Pictures(NamedTuple):
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Weights file, run, hub folder or shipped model.", show_default=False)
-    ],
+    checkpoint: Annotated[Path, Argument(help="Weights file, run, hub folder or shipped model.", show_default=False)],
     file_format: Annotated[
-        Format | None, typer.Option("--format", help="What to write.", show_default="onnx; torch-export for .pt2")
+        Format | None, Option("--format", help="What to write.", show_default="onnx; torch-export for .pt2")
     ] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="Linear layers in 8-bit integers (onnx, web).")] = False,
+    int8: Annotated[bool, Option("--int8", help="Linear layers in 8-bit integers (onnx, web).")] = False,
     size: Annotated[
-        str | None,
-        typer.Option(help="Side, height and width (192x320), or dynamic.", show_default="the model's"),
+        str | None, Option(help="Side, height and width (192x320), or dynamic.", show_default="the model's")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File or folder to write.", show_default="beside the checkpoint"),
+        Path | None, Option("--output", "-o", help="File or folder to write.", show_default="beside the checkpoint")
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Labeled pictures to compare on.", show_default="handwritten digits")
+        Path | None, Option(help="Labeled pictures to compare on.", show_default="handwritten digits")
     ] = None,
-    split: Annotated[str, typer.Option(help="Split or subfolder of --data-dir.")] = "validation",
+    split: Annotated[str, Option(help="Split or subfolder of --data-dir.")] = "validation",
     pictures: Annotated[
-        Path | None, typer.Option(help="Picture or folder of pictures to compare on, without labels.")
+        Path | None, Option(help="Picture or folder of pictures to compare on, without labels.")
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Number of pictures to compare on.")] = 32,
-    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Size slider beside softmax's twin (web).")] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
+    images: Annotated[int, Option(min=1, help="Number of pictures to compare on.")] = 32,
+    model: Annotated[str | None, Option(help="Model name.", show_default="the file's")] = None,
+    speed: Annotated[bool, Option("--speed/--no-speed", help="Size slider beside softmax's twin (web).")] = True,
+    force: Annotated[bool, Option("--force", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Export a classifier, and compare the file with the model on pictures.
 
@@ -142,10 +138,8 @@ def export(
             classifier, target, file_format.value, found.images, found.targets, dynamic=is_dynamic, int8=int8
         )
     make_console().print(_table(results, f"{counted(len(found.images), 'pictures')} ({found.source})"))
-    if file_format is Format.web:
-        say(f"Page written to {target / 'index.html'}: open it in a browser")
-    else:
-        say(f"Model written to {target}.")
+    is_page = file_format is Format.web
+    say(f"Page written to {target / 'index.html'}: open it in a browser" if is_page else f"Model written to {target}.")
 
 
 def _find_checkpoint(given: Path) -> tuple[Path, Path]:
@@ -228,15 +222,9 @@ def _read_pictures(
 
 
 def _table(results: list[Comparison], title: str) -> object:
-    rows = [
-        (
-            result.name,
-            f"{result.size / 2**20:.1f}",
-            f"{result.milliseconds:.1f}",
-            f"{result.difference:.1e}",
-            f"{result.agreement:.1%}",
-            "–" if result.accuracy is None else f"{result.accuracy:.1%}",
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        quality = [f"{result.difference:.1e}", f"{result.agreement:.1%}"]
+        quality += ["–" if result.accuracy is None else f"{result.accuracy:.1%}"]
+        rows.append([result.name, f"{result.size / 2**20:.1f}", f"{result.milliseconds:.1f}", *quality])
     return make_table(["", "MiB", "ms", "difference", "agreement", "accuracy"], rows, texts=1, title=title)

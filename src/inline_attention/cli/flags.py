@@ -69,7 +69,7 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
         if flag.num_values == 0:
             parser.add_argument(*flag.names, dest=str(number), action="store_const", const=())
         elif flag.bare is not None:
-            parser.add_argument(*flag.names, dest=str(number), nargs="?", type=_alone, const=(flag.bare,))
+            parser.add_argument(*flag.names, dest=str(number), nargs="?", type=lambda text: (text,), const=(flag.bare,))
         else:
             parser.add_argument(*flag.names, dest=str(number), nargs=flag.num_values)
     given, unknown = parser.parse_known_args(list(arguments))
@@ -90,10 +90,6 @@ def flags_help() -> str:
         usage = ", ".join(flag.names) + (values if flag.num_values else "")
         lines.append(f"{usage}: {flag.setting.documentation}")
     return "\n\n".join(lines)
-
-
-def _alone(value: str) -> tuple[str]:
-    return (value,)
 
 
 class _Parser(argparse.ArgumentParser):

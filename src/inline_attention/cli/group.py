@@ -97,7 +97,9 @@ def sentence(error: Exception) -> str:
     """Return what an error says to users."""
     text = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
-        return _missing_module(error)
+        package = (error.name or "").partition(".")[0]
+        command = install_command(EXTRAS[package]) if package in EXTRAS else f"pip install {package or 'it'}"
+        return f"this needs {package or error}, which is not installed: {command}"
     if isinstance(error, ConfigError):
         from inline_attention.cli.flags import with_flags
 
@@ -107,22 +109,11 @@ def sentence(error: Exception) -> str:
     if isinstance(error, MemoryError) or "can't allocate memory" in text:  # torch has no other name for it on a CPU
         return "memory is too small for this; try smaller images or a smaller --batch-size"
     if isinstance(error, OSError) and error.strerror:
-        return f"{_path(error)}{error.strerror}"
+        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+        return f"{' and '.join(names)}: {error.strerror}" if names else error.strerror
     if isinstance(error, (ValueError, OSError, ImportError)) or type(error).__module__.startswith("inline_attention"):
         return text
     return (
         f"unexpected {type(error).__name__}: {text.splitlines()[0]}; if this is a bug in inline-attention, "
         f"{TRACEBACK}=1 shows where"
     )
-
-
-def _missing_module(error: ModuleNotFoundError) -> str:
-    package = (error.name or "").partition(".")[0]
-    if package in EXTRAS:
-        return f"this needs {package}, which is not installed: {install_command(EXTRAS[package])}"
-    return f"this needs {package or error}, which is not installed: pip install {package or 'it'}"
-
-
-def _path(error: OSError) -> str:
-    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
-    return f"{' and '.join(names)}: " if names else ""

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import parse_size
-from inline_attention.cli.printing import fail, make_console, make_table, say
+from inline_attention.cli.printing import counting, fail, make_console, make_table, say
 from inline_attention.cli.train import Settings
 
 if TYPE_CHECKING:
@@ -39,23 +40,17 @@ def parse_kept(text: str) -> int | list[int]:
 def linearize(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="timm model, run of `inline train`, weights file or hub folder.", show_default=False)
+        str, Argument(help="timm model, run of `inline train`, weights file or hub folder.", show_default=False)
     ],
-    features: Annotated[bool, typer.Option("--features", help="Match features on pictures without labels.")] = False,
+    features: Annotated[bool, Option("--features", help="Match features on pictures without labels.")] = False,
     size: Annotated[
-        str | None,
-        typer.Option(help="Image size to deploy at: 512, or 384x640.", show_default="the teacher's"),
+        str | None, Option(help="Image size to deploy at: 512, or 384x640.", show_default="the teacher's")
     ] = None,
     keep_softmax: Annotated[
-        str | None,
-        typer.Option(help="Blocks that keep softmax: 4,8; or 2, the two that lose most.", show_default="none"),
+        str | None, Option(help="Blocks that keep softmax: 4,8; or 2, the two that lose most.", show_default="none")
     ] = None,
-    attention_epochs: Annotated[
-        int, typer.Option(min=0, help="Epochs of a first phase on each attention's output.")
-    ] = 0,
-    speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Measure images/s and memory by image size.")
-    ] = True,
+    attention_epochs: Annotated[int, Option(min=0, help="Epochs of a first phase on each attention's output.")] = 0,
+    speed: Annotated[bool, Option("--speed/--no-speed", help="Measure images/s and memory by image size.")] = True,
     settings: Settings = None,
 ) -> None:
     """Replace softmax by InLine attention in a trained model: `inline linearize MODEL --data-dir DIR`.
@@ -66,6 +61,7 @@ def linearize(
     """
     pixels, kept = None if size is None else parse_size(size), 0 if keep_softmax is None else parse_kept(keep_softmax)
     from inline_attention.cli.flags import overrides_of
+    from inline_attention.engine.config import with_overrides
     from inline_attention.engine.interruption import InterruptedBySignalError
     from inline_attention.engine.linearize import linearize as run
 
@@ -75,8 +71,13 @@ def linearize(
     given += [f"model.keep_softmax={kept}"] if isinstance(kept, list) else []
     config = read_linearize_settings(model, given, features=features)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    if isinstance(kept, int) and kept:
-        config = _keep_blocks_that_lose_most(config, kept, is_main=is_main)
+    if isinstance(kept, int) and kept:  # those that change the features most when they alone are converted
+        from inline_attention.analysis.linearize import blocks_that_lose_most
+
+        blocks = blocks_that_lose_most(config, kept, images=ANALYZED_IMAGES)
+        if is_main:
+            say(f"blocks that keep softmax: {', '.join(map(str, blocks))} (`inline analyze linearize` shows all)")
+        config = with_overrides(config, [f"model.keep_softmax={blocks}"])
     try:
         result = run(config, attention_epochs=attention_epochs, on_note=say)
     except InterruptedBySignalError as error:
@@ -131,32 +132,19 @@ def read_linearize_settings(model: str, given: Sequence[str], *, features: bool)
     return read_settings(recipe, [*place, *described, *given, *place])
 
 
-def _keep_blocks_that_lose_most(config: TrainConfig, count: int, *, is_main: bool) -> TrainConfig:
-    """Return the settings with those blocks kept that change the features most when they alone are converted."""
-    from inline_attention.analysis.linearize import blocks_that_lose_most
-    from inline_attention.engine.config import with_overrides
-
-    blocks = blocks_that_lose_most(config, count, images=ANALYZED_IMAGES)
-    if is_main:
-        say(f"blocks that keep softmax: {', '.join(map(str, blocks))} (`inline analyze linearize` shows all)")
-    return with_overrides(config, [f"model.keep_softmax={blocks}"])
-
-
 def _measure_speed(result: Linearized, config: TrainConfig) -> list[SpeedCell]:
     from dataclasses import asdict
 
     from inline_attention.benchmark.environment import describe_environment
     from inline_attention.benchmark.linearized import SIZES, measure_speed
-    from inline_attention.cli.printing import progress_bar
     from inline_attention.engine.linearize import LINEARIZED, TEACHER, write_speed
     from inline_attention.tasks.task import find_device
 
     assert result.teacher is not None
     assert result.student is not None
     models = {TEACHER: result.teacher.cpu(), LINEARIZED: result.student.cpu()}
-    with progress_bar(make_console(stderr=True)) as progress:
-        task = progress.add_task("measuring speed", total=len(models) * len(SIZES))
-        cells = measure_speed(models, find_device(config.run.device), on_cell=lambda _: progress.advance(task))
+    with counting("measuring speed", len(models) * len(SIZES)) as advance:
+        cells = measure_speed(models, find_device(config.run.device), on_cell=advance)
     write_speed(result, [asdict(cell) for cell in cells], describe_environment())
     return cells
 
@@ -178,13 +166,8 @@ def result_table(result: Linearized, cells: Sequence[SpeedCell]) -> Table:
     caption = ["R²: share of the teacher's variance that is explained."] if TEACHER not in result.figures else []
     if cells:
         caption.append("Memory: peak beyond weights and images, in batches of a constant number of pixels.")
-    return make_table(
-        ("", "softmax teacher", "converted, untrained", "linearized"),
-        rows,
-        texts=1,
-        title="Linearized",
-        caption="\n".join(caption),
-    )
+    header = ("", "softmax teacher", "converted, untrained", "linearized")
+    return make_table(header, rows, texts=1, title="Linearized", caption="\n".join(caption))
 
 
 def _cell(cell: Any, kind: str) -> str:

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.benchmark.model_size import PUBLISHED_TOP1, stored_model_sizes
 from inline_attention.cli.options import AsJson
@@ -18,8 +19,8 @@ recipes_app = typer.Typer(help="List what can be trained, with commands and resu
 
 
 def models(
-    pattern: Annotated[str | None, typer.Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
-    all_models: Annotated[bool, typer.Option("--all", help="List the softmax and linear twins too.")] = False,
+    pattern: Annotated[str | None, Argument(help="Names to list, such as '*swin*'.", show_default=False)] = None,
+    all_models: Annotated[bool, Option("--all", help="List the softmax and linear twins too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the models: parameters and multiply-adds as we counted them, accuracy from the paper."""
@@ -30,25 +31,16 @@ def models(
     ordered = [
         name for _, family in groupby(names, _family) for name in sorted(family, key=lambda name: sizes[name].macs)
     ]
-    if as_json:
-        say_json(
-            [
-                {
-                    "name": name,
-                    "param_count": round(sizes[name].param_count, 3),
-                    "gmacs": round(sizes[name].gmacs, 3),
-                    "input_size": sizes[name].input_size,
-                    "top1_paper": PUBLISHED_TOP1.get(name),
-                }
-                for name in ordered
-            ]
-        )
-        return
-    rows = []
+    rows, contents = [], []
     for name in ordered:
         size, top1 = sizes[name], PUBLISHED_TOP1.get(name)
+        counts = {"param_count": round(size.param_count, 3), "gmacs": round(size.gmacs, 3)}
+        contents.append({"name": name, **counts, "input_size": size.input_size, "top1_paper": top1})
         native = f"{size.input_size[1]}×{size.input_size[2]}"
         rows.append([name, f"{size.param_count:.2f}", f"{size.gmacs:.2f}", native, number(top1, 1)])
+    if as_json:
+        say_json(contents)
+        return
     header = ("model", "parameters\n(M)", "multiply-adds\n(GMACs)", "native\nsize", "top-1 (paper)")
     caption = "parameters and multiply-adds counted at the native size; top-1 on ImageNet-1K as the paper reports it"
     table = make_table(header, rows, texts=1, group_by=lambda row: _family(row[0]), caption=caption)
@@ -97,7 +89,7 @@ def recipes(context: typer.Context) -> None:
 
 
 @recipes_app.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="Recipe name.", show_default=False)]) -> None:
+def recipes_show(name: Annotated[str, Argument(help="Recipe name.", show_default=False)]) -> None:
     """Print a recipe as YAML, to save, edit and pass to `inline train`."""
     from inline_attention.recipes import get_recipe
 

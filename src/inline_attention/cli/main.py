@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from inline_attention import __version__
 from inline_attention.cli.analyze import analyze_app
@@ -50,7 +51,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def inline(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Injective linear attention (InLine) for vision."""
@@ -61,13 +62,12 @@ def inline(
 def demo(
     output: Output = Path("out/demo"),
     sizes: Annotated[
-        str | None,
-        typer.Option(help="Numbers of tokens to measure, such as 64,256.", show_default="196,784,3136,12544"),
+        str | None, Option(help="Numbers of tokens to measure, such as 64,256.", show_default="196,784,3136,12544")
     ] = None,
     training: Annotated[
-        bool, typer.Option("--train/--no-train", help="Train InLine and its twins on handwritten digits.")
+        bool, Option("--train/--no-train", help="Train InLine and its twins on handwritten digits.")
     ] = True,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs.", show_default="the recipe's")] = None,
+    epochs: Annotated[int | None, Option(min=1, help="Number of epochs.", show_default="the recipe's")] = None,
 ) -> None:
     """Measure, draw and train InLine, softmax and linear attention on a CPU, in 3 minutes.
 
@@ -85,14 +85,14 @@ def ablate(
     recipe: Recipe,
     axes: Annotated[
         list[str],
-        typer.Option("--axis", help="What to vary, such as feature_map or heads=2,4; repeatable.", show_default=False),
+        Option("--axis", help="What to vary, such as feature_map or heads=2,4; repeatable.", show_default=False),
     ],
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per combination.")] = 3,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Output folder. Existing runs there are resumed.")
-    ] = Path("out/ablation"),
+    seeds: Annotated[int, Option(min=1, help="Number of seeds per combination.")] = 3,
+    output: Annotated[Path, Option("--output", "-o", help="Output folder. Existing runs there are resumed.")] = Path(
+        "out/ablation"
+    ),
     settings: Settings = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs in parallel. With several, no speeds are recorded.")] = 1,
+    at_once: Annotated[int, Option(min=1, help="Runs in parallel. With several, no speeds are recorded.")] = 1,
 ) -> None:
     """Train variants of a recipe with several seeds and compare them: `inline ablate digits --axis feature_map`.
 
@@ -106,11 +106,9 @@ def ablate(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that contain runs.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
-    ablation: Annotated[
-        list[Path] | None, typer.Option(help="Folder or JSON file of `inline ablate`; repeatable.")
-    ] = None,
+    runs: Annotated[list[Path], Argument(help="Run folders, or folders that contain runs.", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+    ablation: Annotated[list[Path] | None, Option(help="Folder or JSON file of `inline ablate`; repeatable.")] = None,
     device: Device = "auto",
 ) -> None:
     """Write a page that checks the argument for InLine on your own runs: `inline report out/demo/digits_runs`.

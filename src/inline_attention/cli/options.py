@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder; created if missing.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images per batch.")]
+Output = Annotated[Path, Option("--output", "-o", help="Output folder; created if missing.")]
+Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")]
+Seed = Annotated[int, Option(help="Random seed.")]
+BatchSize = Annotated[int, Option("--batch-size", "-b", min=1, help="Images per batch.")]
 Level = Annotated[
-    int | None,
-    typer.Option(min=0, help="Level of tiled files to stream. 0 is the finest.", show_default="0 if streamed"),
+    int | None, Option(min=0, help="Level of tiled files to stream. 0 is the finest.", show_default="0 if streamed")
 ]
-MaxPixels = Annotated[int, typer.Option(min=1, help="Pixels above which tiled files are streamed and others refused.")]
-Memory = Annotated[str, typer.Option(help="Memory for streaming, such as 512MiB.")]
+MaxPixels = Annotated[int, Option(min=1, help="Pixels above which tiled files are streamed and others refused.")]
+Memory = Annotated[str, Option(help="Memory for streaming, such as 512MiB.")]
 DEFAULT_MAX_PIXELS = 200_000_000  # that of `data.images`, which is slow to import
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-OutsideFiles = Annotated[bool, typer.Option("--allow-outside-files", help="Also read files outside the data folder.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+OutsideFiles = Annotated[bool, Option("--allow-outside-files", help="Also read files outside the data folder.")]
 
 
 def split_names(text: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.options import (
     DEFAULT_MAX_PIXELS,
@@ -31,23 +32,23 @@ WRITABLE = (".jpg", ".jpeg", ".png", ".webp")
 
 
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="Pictures and folders of pictures.", show_default=False)],
+    images: Annotated[list[Path], Argument(help="Pictures and folders of pictures.", show_default=False)],
     checkpoint: Annotated[
         Path | None,
-        typer.Option("--checkpoint", "-c", help="Weights file, run or hub folder.", show_default="the shipped model"),
+        Option("--checkpoint", "-c", help="Weights file, run or hub folder.", show_default="the shipped model"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the file's")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of classes or objects to print.")] = 5,
-    least_score: Annotated[float, typer.Option(min=0, max=1, help="Hide detections below this score.")] = 0.5,
+    model: Annotated[str | None, Option(help="Model name.", show_default="the file's")] = None,
+    top: Annotated[int, Option(min=1, help="Number of classes or objects to print.")] = 5,
+    least_score: Annotated[float, Option(min=0, max=1, help="Hide detections below this score.")] = 0.5,
     size: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Shorter side (1024), or height and width (800x1333); no crop.",
             show_default="the model's, with its crop",
         ),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write annotated pictures to this file or folder.", show_default=False)
+        Path | None, Option(help="Write annotated pictures to this file or folder.", show_default=False)
     ] = None,
     level: Level = None,
     max_pixels: MaxPixels = DEFAULT_MAX_PIXELS,

@@ -40,9 +40,7 @@ def build_predictor(
 ) -> Predictor:
     """Build the predictor of a weights file, a run or a training checkpoint.
 
-    Raises:
-        CheckpointError: If the file cannot be used.
-        ValueError: If the options do not fit the model, or there is no such device.
+    `CheckpointError` if the file cannot be used, `ValueError` if the options do not fit the model or the machine.
     """
     path = find_weights(checkpoint)
     file = open_checkpoint(path)

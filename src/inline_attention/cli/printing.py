@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +31,9 @@ LOG_WIDTH = 140  # columns of a table in a log, which has no width of its own
 
 def say(message: object, *, err: bool = False, color: str | None = None, bold: bool = False, nl: bool = True) -> None:
     """Print text, colored if the stream is a terminal and NO_COLOR is not set."""
-    text = printable_lines(message)
-    if (color or bold) and _takes_color(sys.stderr if err else sys.stdout):
+    text, stream = printable_lines(message), sys.stderr if err else sys.stdout
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if (color or bold) and stream.isatty() and not is_plain:
         text = typer.style(text, fg=color, bold=bold or None)
     typer.echo(text, err=err, nl=nl)
 
@@ -180,13 +182,24 @@ def draw_if_possible(draw: Callable[[], Result]) -> Result | None:
 
 
 @contextmanager
+def counting(description: str, total: int | None, console: Console | None = None) -> Iterator[Callable[..., None]]:
+    """Show a bar while something is counted, and yield the function to call for each item."""
+    with progress_bar(console or make_console(stderr=True)) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda *_: progress.advance(task)
+
+
+def make_folder(output: Path) -> None:
+    """Create a folder, and fail now, not after the work, if nothing can be written there."""
+    with writing_to(output):
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()
+
+
+@contextmanager
 def writing_to(output: Path) -> Iterator[None]:
     """Turn the system's refusal to write into one sentence."""
     try:
         yield
     except OSError as error:
         fail(f"cannot write to {output}: {error.strerror}; choose another folder with --output, or free some space")
-
-
-def _takes_color(stream: Any) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

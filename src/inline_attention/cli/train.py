@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from inline_attention.cli.printing import fail, say
 
 ANY_MODEL = "finetune"  # the recipe that takes the model of its initial checkpoint
 TAKES_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-Recipe = Annotated[str, typer.Argument(help="Recipe name (`inline recipes`) or YAML file.", show_default=False)]
+Recipe = Annotated[str, Argument(help="Recipe name (`inline recipes`) or YAML file.", show_default=False)]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Setting as key=value, such as optimizer.lr=1e-3; repeatable.")
+    list[str] | None, Option("--set", help="Setting as key=value, such as optimizer.lr=1e-3; repeatable.")
 ]
 
 
@@ -33,7 +34,7 @@ def train(
     recipe: Recipe,
     settings: Settings = None,
     list_flags: Annotated[
-        bool, typer.Option("--flags", callback=_print_flags, is_eager=True, help="List timm's flags and exit.")
+        bool, Option("--flags", callback=_print_flags, is_eager=True, help="List timm's flags and exit.")
     ] = False,
 ) -> None:
     """Train a model: `inline train digits`, `inline train deit_tiny --data-dir IMAGENET -b 512`.

@@ -86,15 +86,24 @@ class VisionModel(nn.Module):
         self.register_load_state_dict_pre_hook(_convert_before_loading)
 
     @abstractmethod
+    def network(self) -> list[Level]:
+        """Return the modules of all levels in order: a block of a ViT, or a stage of a pyramid."""
+
     def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
-        """Yield tokens `[B, N, C]` and their grid after each level 0 … last: a block of a ViT, or a stage of a pyramid.
+        """Yield tokens `[B, N, C]` and their grid after each level 0 … last.
 
         The last level returns its first `num_tokens` tokens, or all. `x` are images, `grid` is the grid of pixels.
         """
-
-    @abstractmethod
-    def network(self) -> list[Level]:
-        """Return the modules of all levels in order, for code that runs them differently from `levels`."""
+        tokens = x
+        for index, level in enumerate(self.network()[: last + 1]):
+            if level.embed is not None:
+                tokens, grid = level.embed(grid.to_map(tokens) if index else x, grid)
+            if self.num_prefix_tokens and index == 0:
+                tokens = torch.cat([self.prefix_tokens().expand(tokens.shape[0], -1, -1), tokens], dim=1)
+            for number, block in enumerate(level.blocks, start=1):
+                is_last = index == last and number == len(level.blocks)
+                tokens = self.run_block(block, tokens, grid, num_tokens if is_last else None)
+            yield tokens, grid
 
     def prefix_tokens(self) -> Tensor:
         """Return the prefix tokens `[1, P, C]` that precede the grid of the first level."""
@@ -105,9 +114,8 @@ class VisionModel(nn.Module):
         """Remove the levels after `last`."""
 
     @classmethod
-    def feature_levels(cls, **arguments: Any) -> tuple[int, ...]:
+    def feature_levels(cls, **_arguments: Any) -> tuple[int, ...]:
         """Return the levels that a `features_only` backbone returns by default, given the model's arguments."""
-        del arguments
         return 0, 1, 2, 3
 
     def num_head_tokens(self) -> int | None:
@@ -479,11 +487,8 @@ def _fit_positions(
     return resample_positions(positions, saved, grid, num_prefix_tokens)
 
 
-def _convert_before_loading(model: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _convert_before_loading(model: VisionModel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
     """Make `load_state_dict` accept the authors' names. PyTorch's hooks change the dict in place."""
-    del unused
-    if not isinstance(model, VisionModel):
-        return
     own = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     for key, value in model.convert_state_dict(own).items():
         state_dict[prefix + key] = value

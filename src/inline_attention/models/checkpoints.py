@@ -24,10 +24,8 @@ from inline_attention.support.files import replace_atomically
 from inline_attention.support.text import printable, some_of
 from inline_attention.support.untrusted import parse_json
 
-# Metadata key of the grids of position embeddings, as JSON.
-POSITION_GRIDS = "position_grids"
-# Metadata key of what `convert_attention` did, as JSON. `described` checks it.
-CONVERSION = "conversion"
+# Metadata keys, of JSON: the grids of position embeddings, and what `convert_attention` did, which `described` checks.
+POSITION_GRIDS, CONVERSION = "position_grids", "conversion"
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -47,9 +45,7 @@ class CheckpointMismatchError(CheckpointError):
         mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]] = (),
     ):
         super().__init__(message)
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.mismatched = tuple(mismatched)
+        self.missing, self.unexpected, self.mismatched = tuple(missing), tuple(unexpected), tuple(mismatched)
 
 
 @dataclass(frozen=True)
@@ -196,9 +192,7 @@ def convert_checkpoint(
         CheckpointError: If the source cannot be read, does not fit the model, or the target cannot be written.
     """
     file = open_checkpoint(source, use_ema=use_ema)
-    weights = file.weights
-    if model is not None:
-        weights, _ = _fit(model, file, strict=True, reinitialize_head=None)
+    weights = file.weights if model is None else _fit(model, file, strict=True, reinitialize_head=None)[0]
     nonfinite = _warn_of_nonfinite(file.path, weights)
     save_weights(weights, target, metadata={**file.metadata, **model_metadata(model), "source": file.path.name})
     return LoadReport(file.path, file.origin, tuple(weights), nonfinite=nonfinite)
@@ -308,15 +302,12 @@ def _is_converted(model: nn.Module) -> bool:
 def _head_advice(in_file: int | None, in_model: int | None, *, can_reinitialize: bool) -> list[str]:
     if in_file == in_model:
         return []
+    heads = f"a head for {in_file} classes, the model {f'one for {in_model}' if in_model else 'none'}"
     if in_file is None:
-        heads = f"no head, the model one for {in_model} classes"
-    else:
-        heads = f"a head for {in_file} classes, the model {f'one for {in_model}' if in_model else 'none'}"
-    classes = in_file or 0
-    other = (
-        ", or pass reinitialize_head=True" if can_reinitialize else f" (--num-classes {classes} on the command line)"
-    )
-    return [f"the file has {heads}: create the model with num_classes={classes}{other}"]
+        heads, in_file = f"no head, the model one for {in_model} classes", 0
+    flag = f" (--num-classes {in_file} on the command line)"
+    other = ", or pass reinitialize_head=True" if can_reinitialize else flag
+    return [f"the file has {heads}: create the model with num_classes={in_file}{other}"]
 
 
 def _config(model: object) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ data-efficient image transformers & distillation through attention", ICML 2021, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,14 +101,6 @@ class InLineDeiT(VisionModel):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
-    def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
-        """Yield tokens and grid after each block; the last block returns the first `num_tokens`, or all."""
-        tokens, grid = self.embed(x, grid)
-        tokens = torch.cat([self.prefix_tokens().expand(tokens.shape[0], -1, -1), tokens], dim=1)
-        for index, block in enumerate(self.blocks[: last + 1]):
-            tokens = self.run_block(block, tokens, grid, num_tokens if index == last else None)
-            yield tokens, grid
-
     def embed(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """Return patches with their positions, without the class token."""
         tokens, grid = self.patch_embed(x, grid)
@@ -130,9 +122,8 @@ class InLineDeiT(VisionModel):
         return {"pos_embed": self.position_grid}
 
     @classmethod
-    def feature_levels(cls, depth: int = 12, **arguments: Any) -> tuple[int, ...]:
+    def feature_levels(cls, depth: int = 12, **_arguments: Any) -> tuple[int, ...]:
         """Return the last block of each quarter of the network."""
-        del arguments
         check_counts(depth=depth)
         return tuple(sorted({max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)}))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from inline_attention.models.registry import ATTENTIONS, FAMILIES, create_model,
 from inline_attention.models.running_cost import RunningCostError, check_running_cost
 from inline_attention.ops.dispatch import BACKEND_NAMES
 from inline_attention.ops.feature_maps import FEATURE_MAPS
-from inline_attention.support.text import did_you_mean, printable, some_of
+from inline_attention.support.text import did_you_mean, printable, shortened, some_of
 from inline_attention.support.untrusted import UntrustedDataError, parse_json
 
 MAX_PIXELS = 2**26  # of `img_size`: 8192², less than Pillow's limit
@@ -45,17 +45,11 @@ class ModelDescriptionError(ValueError):
 
 @dataclass(frozen=True)
 class Conversion:
-    """Attention that replaces the softmax attention of a model: arguments of `convert_attention`, as plain data.
+    """Attention that replaces the softmax attention of a model: arguments of `convert_attention`, as plain data."""
 
-    Attributes:
-        attention: "inline" or "linear".
-        keep_softmax: Numbers of the attentions that stay softmax.
-        options: Options of the layer, such as `local_residual`.
-    """
-
-    attention: str = "inline"
-    keep_softmax: tuple[int, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    attention: str = "inline"  # or "linear"
+    keep_softmax: tuple[int, ...] = ()  # numbers of the attentions that stay softmax
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the layer, such as `local_residual`
 
     def __post_init__(self) -> None:
         if problems := conversion_problems(self.attention, self.keep_softmax, self.options):
@@ -65,10 +59,8 @@ class Conversion:
 
     def apply(self, model: nn.Module) -> list[str]:
         """Replace the model's attention in place. Returns and errors: see `convert_attention`."""
-        options: dict[str, Any] = dict(self.options)
-        return convert_attention(
-            model, attention=CONVERTED_ATTENTIONS[self.attention], keep_softmax=self.keep_softmax, **options
-        )
+        layer = CONVERTED_ATTENTIONS[self.attention]
+        return convert_attention(model, attention=layer, keep_softmax=self.keep_softmax, **self.options)
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,9 @@ def _integer(low: int, high: int) -> _Rule:
     return _Rule(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
-def _real(low: float, high: float) -> _Rule:
-    def accepts(value: Any) -> bool:
-        return type(value) in (int, float) and low <= value <= high  # false for NaN
-
-    return _Rule(accepts, f"a number from {low:g} to {high:g}")
+def _real(low: float, high: float) -> _Rule:  # NaN is in no range
+    rule = f"a number from {low:g} to {high:g}"
+    return _Rule(lambda value: type(value) in (int, float) and low <= value <= high, rule)
 
 
 def _word(*words: str) -> _Rule:
@@ -138,15 +128,14 @@ def _optional(rule: _Rule) -> _Rule:
 def _options(rules: Mapping[str, _Rule]) -> _Rule:
     def accepts(value: Any) -> bool:
         return isinstance(value, Mapping) and all(
-            isinstance(name, str) and name in rules and rules[name].accepts(item)
-            for name, item in cast("Mapping[Any, Any]", value).items()
+            isinstance(name, str) and name in rules and rules[name].accepts(item) for name, item in value.items()
         )
 
     return _Rule(accepts, "a mapping with " + "; ".join(f"{name}: {rule.expected}" for name, rule in rules.items()))
 
 
 def _fits_image(value: Any) -> bool:
-    sides = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else (value, value))
+    sides = value if isinstance(value, (list, tuple)) else (value, value)
     return len(sides) == 2 and all(map(_SIDE.accepts, sides)) and sides[0] * sides[1] <= MAX_PIXELS
 
 
@@ -166,25 +155,17 @@ _PREPARATION = {
     "std": _list_of(_real(1e-4, 1e3), 1, 3),
     "interpolation": _word("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"),
 }
-_POOL = _word("", "token", "avg", "avgmax", "max", "map")
-
 _EVERY_MODEL: dict[str, _Rule] = {
     "num_classes": _integer(0, 1_000_000),
     "in_chans": _integer(1, 1024),
     "img_size": _optional(_IMAGE_SIZE),
-    "global_pool": _POOL,
-    "drop_rate": _RATE,
-    "proj_drop_rate": _RATE,
-    "attn_drop_rate": _RATE,
-    "drop_path_rate": _RATE,
+    "global_pool": _word("", "token", "avg", "avgmax", "max", "map"),
+    **dict.fromkeys(("drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"), _RATE),
 }
 _LAYER: dict[str, _Rule] = {
     "feature_map": _word(*FEATURE_MAPS),
     "normalization": _word("subtract", "divide", "magnitude"),
-    "local_residual": _FLAG,
-    "static_local": _FLAG,
-    "softmax_prefix": _FLAG,
-    "prefix_gain": _FLAG,
+    **dict.fromkeys(("local_residual", "static_local", "softmax_prefix", "prefix_gain"), _FLAG),
     "scale": _optional(_real(1e-6, 1e6)),
     "backend": _word(*BACKEND_NAMES),
 }
@@ -230,8 +211,7 @@ _TIMM_RULES: dict[str, _Rule] = {
     **dict.fromkeys(("pos_drop_rate", "patch_drop_rate", "proj_drop", "drop_block_rate"), _optional(_RATE)),
     **dict.fromkeys(("init_values", "layer_scale_init_value", "ls_init_value"), _optional(_real(0.0, 100.0))),
     **dict.fromkeys(
-        ("class_token", "qkv_bias", "qk_norm", "no_embed_class", "pre_norm", "final_norm", "dynamic_img_size"),
-        _FLAG,
+        ("class_token", "qkv_bias", "qk_norm", "no_embed_class", "pre_norm", "final_norm", "dynamic_img_size"), _FLAG
     ),
     **dict.fromkeys(("dynamic_img_pad", "strict_img_size", "always_partition"), _FLAG),
     "fc_norm": _optional(_FLAG),
@@ -253,7 +233,7 @@ def argument_problems(name: str, arguments: object) -> dict[str, str]:
     family = model_family(name)
     rules = _TIMM_RULES if family is None else _FAMILY_RULES[family]
     problems: dict[str, str] = {}
-    for argument, value in cast("Mapping[Any, Any]", arguments).items():
+    for argument, value in arguments.items():
         if not isinstance(argument, str) or argument not in rules:
             shown = printable(argument)[:60]
             problems[shown] = (
@@ -297,14 +277,8 @@ def check_description(
 ) -> tuple[str, dict[str, Any]]:
     """Return a model's name and arguments as a file gives them, if they describe an architecture of bearable size.
 
-    The model is built on the meta device, which takes no memory.
-
-    Args:
-        name: Name from the file.
-        arguments: Arguments from the file.
-        weights: Tensors of the same file. A model far larger than they are is refused.
-        conversion: Conversion of the model's attention.
-        **own: Arguments of the caller, which are trusted.
+    The model is built on the meta device, which takes no memory. It is refused if it is far larger than the `weights`
+    of the same file. `conversion` is that of its attention, and `own` are arguments of the caller, which are trusted.
     """
     return _build_on_meta(name, arguments, weights, conversion, own)[:2]
 
@@ -319,7 +293,7 @@ def _build_on_meta(
     checked = check_model_name(name)
     if problems := argument_problems(checked, arguments):
         raise ModelDescriptionError(next(iter(problems.values())))
-    described = dict(cast("Mapping[str, Any]", arguments))
+    described: dict[str, Any] = dict(cast(Any, arguments))
     with torch.device("meta"):  # pretrained weights, which only a caller can ask for, are not needed to count
         model = _create(checked, described, {k: v for k, v in own.items() if not k.startswith("pretrained")})
         check_model_size(checked, model, weights)  # before the conversion, which tries single layers on the CPU
@@ -364,24 +338,16 @@ def conversion_problems(attention: object, keep_softmax: object, options: object
 
 
 def parse_conversion(content: object) -> Conversion:
-    """Return the conversion of a model's attention that a file describes.
-
-    Raises:
-        ModelDescriptionError: If it is not a mapping of `attention`, `keep_softmax` and `options`, or one is refused.
-    """
+    """Return the conversion that a file describes by `attention`, `keep_softmax` and `options`; refuse all else."""
     if not isinstance(content, Mapping) or not content.keys() <= _CONVERSION.keys():
         raise ModelDescriptionError(
             f"expected a mapping of {', '.join(_CONVERSION)} as conversion, got {_shown(content)}"
         )
-    return Conversion(**cast("dict[str, Any]", dict(content)))
+    return Conversion(**content)
 
 
 def conversion_of(file: Checkpoint) -> Conversion | None:
-    """Return the conversion that a file of weights notes; None if its model has its own attention.
-
-    Raises:
-        CheckpointError: If the note is damaged or refused.
-    """
+    """Return the conversion that a file of weights notes, if that is not refused; None if the attention is its own."""
     try:
         content = parse_note(file, CONVERSION)
         return None if content is None else parse_conversion(content)
@@ -390,11 +356,7 @@ def conversion_of(file: Checkpoint) -> Conversion | None:
 
 
 def preparation_of(file: Checkpoint) -> dict[str, Any]:
-    """Return mean, std and interpolation of the images, as far as a file gives them.
-
-    Raises:
-        ModelDescriptionError: If one is refused.
-    """
+    """Return mean, std and interpolation of the images, as far as a file gives them; refuse what is out of bounds."""
     found = {name: value for name in _PREPARATION if (value := parse_note(file, name)) is not None}
     for name, value in found.items():
         if not _PREPARATION[name].accepts(value):
@@ -410,13 +372,8 @@ def note_preparation(model: nn.Module, preparation: Mapping[str, Any]) -> None:
 def read_description(file: Checkpoint, model_name: str | None = None) -> Description:
     """Return what a file says about its classifier.
 
-    Args:
-        file: Result of `open_checkpoint`.
-        model_name: Model that the user names. If the file names another, its arguments do not apply.
-
-    Raises:
-        CheckpointError: If no model is named, or the file describes one that must not be built.
-        ModelDescriptionError: If the user names a model that does not exist.
+    If the user names another `model_name` than the file, the file's arguments do not apply. `CheckpointError` if no
+    model is named or the file's must not be built, `ModelDescriptionError` if the user's does not exist.
     """
     noted = file.metadata.get("model")
     if not (model_name or noted):
@@ -515,5 +472,4 @@ def _shown(value: object) -> str:
         return "{" + some_of((f"{_shown(key)}: {_shown(item)}" for key, item in value.items()), 6) + "}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**15:
         return f"a number of about 10^{int(math.log10(abs(value)))}"
-    text = printable(repr(value) if not isinstance(value, (list, tuple)) else repr(value)[:200])
-    return text if len(text) <= 80 else text[:77] + "…"
+    return shortened(printable(repr(value)[:200] if isinstance(value, (list, tuple)) else repr(value)), 80)

@@ -35,8 +35,7 @@ from inline_attention.models.described import (
     create_described_model,
     read_description,
 )
-from inline_attention.models.errors import CheckpointError
-from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHTS, fetch
+from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHTS, CheckpointError, fetch
 from inline_attention.models.reading import find_weights
 from inline_attention.models.registry import PAPER, converted_attention, list_models
 from inline_attention.support.files import write_atomically
@@ -53,9 +52,7 @@ class ModelCard:
     description: str = ""
     datasets: Sequence[str] = ()
     figures: Mapping[str, object] = field(default_factory=dict[str, object])  # such as {"CIFAR-10 top-1": "92.1 %"}
-    training: Mapping[str, object] = field(
-        default_factory=dict[str, object]
-    )  # such as {"recipe": "cifar10", "seed": 0}
+    training: Mapping[str, object] = field(default_factory=dict[str, object])  # such as {"epochs": 30, "seed": 0}
 
 
 def save_pretrained(
@@ -92,7 +89,10 @@ def save_pretrained(
         raise CheckpointError(f"expected {arguments['num_classes']} class_names, got {len(class_names)}")
     if problems := argument_problems(name, arguments):
         raise CheckpointError(f"no file can describe this model: {next(iter(problems.values()))}")
-    preparation = _preparation(model, arguments, crop_pct)
+    given: dict[str, Any] = {"crop_pct": crop_pct}
+    if (size := arguments.get("img_size")) is not None:
+        given["input_size"] = (arguments.get("in_chans", 3), *((size, size) if isinstance(size, int) else size))
+    preparation = resolve_data_config(given, model=model)  # at the model's native size
     described = {"model_arguments": arguments, "class_names": None if class_names is None else list(class_names)}
     described |= {key: preparation[key] for key in PREPARATION}
     texts = {key: json.dumps(value) for key, value in described.items() if value is not None}
@@ -153,15 +153,10 @@ def from_pretrained(source: str | os.PathLike[str], *, cache_dir: str | None = N
 
 
 def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False, **own: Any) -> nn.Module:
-    """Create the model that a folder in the hub's layout describes.
+    """Create the model that a folder in the hub's layout, or the best checkpoint of a run of `inline train`, describes.
 
-    Args:
-        folder: Folder with `config.json` and weights, or a run of `inline train` (its best checkpoint).
-        pretrained: Load the weights. A head for another `num_classes` is new.
-        **own: Arguments of the caller, which replace the stored ones.
-
-    Raises:
-        CheckpointError: If the folder cannot be read, or describes something else than an architecture.
+    `own` arguments of the caller replace the stored ones. With `pretrained` the weights are loaded; a head for another
+    `num_classes` is new. `CheckpointError` if the folder cannot be read, or describes something else than a model.
     """
     file = open_checkpoint(find_weights(Path(folder)))
     described = read_description(file)
@@ -199,14 +194,6 @@ def recorded_arguments(model: nn.Module) -> dict[str, Any]:
     current = {name: getattr(model, name, None) for name in ("num_classes", "in_chans", "global_pool")}
     recorded |= {name: value for name, value in current.items() if isinstance(value, (int, str))}
     return {name: value for name, value in recorded.items() if "drop" not in name}
-
-
-def _preparation(model: nn.Module, arguments: Mapping[str, Any], crop_pct: float | None) -> dict[str, Any]:
-    """Return how images are prepared, at the model's native size."""
-    given: dict[str, Any] = {"crop_pct": crop_pct}
-    if (size := arguments.get("img_size")) is not None:
-        given["input_size"] = (arguments.get("in_chans", 3), *((size, size) if isinstance(size, int) else size))
-    return resolve_data_config(given, model=model)
 
 
 def _config(
@@ -247,10 +234,14 @@ def _card_text(model: nn.Module, name: str, conversion: str | None, folder: Path
         license=card.license,
         datasets=list(card.datasets) or None,
     )
+    facts: dict[str, object] = {"architecture": f"`{name}`"}
+    if conversion is not None:
+        noted: Mapping[str, Any] = json.loads(conversion)
+        attention = "InLine" if noted["attention"] == "inline" else noted["attention"]
+        kept = f"; softmax is kept in blocks {', '.join(map(str, noted['keep_softmax']))}"
+        facts["attention"] = f"{attention}, by `convert_attention`" + kept * bool(noted["keep_softmax"])
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    facts: dict[str, object] = {
-        "architecture": f"`{name}`",
-        **_conversion_facts(conversion),
+    facts |= {
         "parameters": f"{parameters / 1e6:.2f} M",
         "weights": f"{(folder / WEIGHTS).stat().st_size / 2**20:.1f} MiB, {next(model.parameters()).dtype}",
         "images": images,
@@ -270,20 +261,6 @@ def _card_text(model: nn.Module, name: str, conversion: str | None, folder: Path
     return "\n".join(part for part in parts if part)
 
 
-def _conversion_facts(conversion: str | None) -> dict[str, object]:
-    """Return how the attention was converted, for the card."""
-    if conversion is None:
-        return {}
-    noted: Mapping[str, Any] = json.loads(conversion)
-    kept = ", ".join(map(str, noted["keep_softmax"]))
-    attention = "InLine" if noted["attention"] == "inline" else noted["attention"]
-    return {"attention": f"{attention}, by `convert_attention`" + (f"; softmax is kept in blocks {kept}" * bool(kept))}
-
-
 def _table(rows: Mapping[str, object]) -> str:
-    lines = (f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
-    return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
-
-
-def _cell(value: object) -> str:
-    return printable(value).replace("|", "\\|")
+    cells = ([printable(cell).replace("|", "\\|") for cell in row] for row in rows.items())
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]) + "\n"

@@ -10,18 +10,21 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from inline_attention.models.errors import CheckpointError
-from inline_attention.models.transformers_layout import PREPROCESSOR
 from inline_attention.support.files import read_bounded
 from inline_attention.support.untrusted import parse_json
 
 CONFIG, WEIGHTS, PICKLED_WEIGHTS, CARD = "config.json", "model.safetensors", "pytorch_model.bin", "README.md"
+PREPROCESSOR = "preprocessor_config.json"  # of transformers
 PREPARATION = ("crop_pct", "mean", "std", "interpolation")  # of images, as timm names it
 MAX_CONFIG_BYTES = 2**24  # ImageNet-21k's class names take 1 MB
 SOURCES = ("local-dir", "hf-hub")  # prefixes of model names, as in timm
 _REPOSITORY = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?(@\w[\w.\-/]*)?")
+
+
+class CheckpointError(RuntimeError):
+    """Weights cannot be read, fetched or written, or do not fit the model."""
 
 
 def split_source(name: str) -> tuple[str | None, str]:
@@ -37,11 +40,7 @@ def weights_in(folder: Path) -> Path | None:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Return a JSON file that describes a model.
-
-    Raises:
-        CheckpointError: If it cannot be read, or is no mapping.
-    """
+    """Return a JSON file that describes a model; raise `CheckpointError` if it cannot be read, or is no mapping."""
     try:
         config = parse_json(read_bounded(path, MAX_CONFIG_BYTES), max_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
@@ -51,15 +50,11 @@ def read_config(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}; fetch it again") from error
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{path} is damaged: expected a mapping; fetch it again")
-    return cast("Mapping[str, Any]", config)
+    return config
 
 
 def read_notes(folder: Path) -> dict[str, str]:
-    """Return what `config.json` says about the model, as notes: model, model_arguments, class_names and preprocessing.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Return what `config.json` says about the model, as notes: model, model_arguments, class_names and preparation."""
     path, config = folder / CONFIG, read_config(folder / CONFIG)
     if not isinstance(config.get("architecture"), str):
         raise CheckpointError(f"{path} does not name an architecture, expected an entry such as inline_deit_tiny")
@@ -67,34 +62,22 @@ def read_notes(folder: Path) -> dict[str, str]:
     arguments = config.get("model_args") or {}
     if not isinstance(preparation, Mapping) or not isinstance(arguments, Mapping):
         raise CheckpointError(f"{path} is damaged: expected mappings as pretrained_cfg and model_args; fetch it again")
-    preparation = cast("Mapping[str, Any]", preparation)
     classes = config.get("num_classes", preparation.get("num_classes"))
-    described = ({} if classes is None else {"num_classes": classes}) | dict(cast("Mapping[str, Any]", arguments))
-    notes: dict[str, Any] = {"model_arguments": described, "class_names": _class_names(config, preparation)}
+    described = ({} if classes is None else {"num_classes": classes}) | dict(arguments)
+    names = config.get("label_names", preparation.get("label_names"))
+    if isinstance(names, Mapping):  # from every index to its name
+        indices = [str(index) for index in range(len(names))]
+        names = [names[index] for index in indices] if set(indices) == set(names) else None
+    notes: dict[str, Any] = {"model_arguments": described, "class_names": names}
     notes |= {key: preparation.get(key) for key in PREPARATION}
     texts = {key: json.dumps(value) for key, value in notes.items() if value is not None}
     return {"model": str(config["architecture"]), **texts}
 
 
-def _class_names(config: Mapping[str, Any], preparation: Mapping[str, Any]) -> Any:
-    """Return timm's `label_names`, which are a list, or a mapping from every index to its name."""
-    names = config.get("label_names", preparation.get("label_names"))
-    if isinstance(names, Mapping):
-        by_index = cast("Mapping[str, Any]", names)
-        indices = [str(index) for index in range(len(by_index))]
-        return [by_index[index] for index in indices] if set(indices) == set(by_index) else None
-    return names
-
-
 def fetch(repository: str, cache_dir: str | Path | None = None) -> Path:
     """Download configuration and weights of a model on the Hugging Face Hub, and return their folder in the cache.
 
-    Args:
-        repository: "USER/NAME", or "USER/NAME@REVISION".
-        cache_dir: Cache folder; by default that of huggingface_hub.
-
-    Raises:
-        CheckpointError: If it cannot be fetched.
+    `repository` is "USER/NAME" or "USER/NAME@REVISION". The cache is huggingface_hub's, unless `cache_dir` is given.
     """
     from huggingface_hub import snapshot_download
 
@@ -104,10 +87,8 @@ def fetch(repository: str, cache_dir: str | Path | None = None) -> Path:
     try:
         for weights in (WEIGHTS, PICKLED_WEIGHTS):
             wanted = [CONFIG, PREPROCESSOR, weights]
-            folder = Path(
-                snapshot_download(name, revision=revision or None, cache_dir=cache_dir, allow_patterns=wanted)
-            )
-            if weights_in(folder) is not None:
+            options = {"revision": revision or None, "cache_dir": cache_dir, "allow_patterns": wanted}
+            if weights_in(folder := Path(snapshot_download(name, **options))) is not None:
                 return folder
     except (OSError, ValueError, RuntimeError) as error:  # huggingface_hub's errors are kinds of these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -34,6 +34,18 @@ class _Item:
     has_number: bool = False
     allocates: bool = False
 
+    def take(self, parts: list[_Item]) -> _Item:
+        """Put parts into the object, and return it."""
+        depth = 1 + max((part.depth for part in parts), default=0)
+        if depth > MAX_DEPTH:
+            raise PickleBoundsError(f"it is nested more than {MAX_DEPTH} deep")
+        self.depth = max(self.depth, depth)
+        self.size = min(self.size + 1 + sum(part.size for part in parts), _MAX_SIZE)
+        self.cost = min(self.cost + 64 + sum(part.cost for part in parts), _MAX_SIZE)
+        self.has_number |= any(part.has_number for part in parts)
+        self.allocates |= any(part.allocates for part in parts)
+        return self
+
 
 _ALLOCATES = ("builtins.bytearray", "__builtin__.bytearray")
 _COPIES = "torch._utils._rebuild_device_tensor_from_cpu_tensor"  # of a tensor that may repeat its memory
@@ -48,10 +60,8 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 def check_pickle(stream: BinaryIO) -> list[str]:
     """Read one pickle's opcodes, up to and including its end; return the names that it would import.
 
-    Raises:
-        PickleBoundsError: If it would become nested more than `MAX_DEPTH` deep, hash more than `MAX_HASHED` parts, or
-            allocate more than it holds.
-        ValueError: If it is not a pickle.
+    `PickleBoundsError` if it would become nested more than `MAX_DEPTH` deep, hash more than `MAX_HASHED` parts, or
+    allocate more than it holds; another `ValueError` if it is not a pickle.
     """
     names: list[str] = []
     stack: list[_Item] = []
@@ -74,7 +84,7 @@ def check_pickle(stream: BinaryIO) -> list[str]:
             parts = pop(_CONTAINERS[name])
             if name == "DICT":
                 _check_hashed(parts[::2])
-            stack.append(_around(parts))
+            stack.append(_container(parts))
         elif name in _INTO:
             parts = pop(_INTO[name])
             if name in ("SETITEM", "SETITEMS"):
@@ -82,24 +92,19 @@ def check_pickle(stream: BinaryIO) -> list[str]:
             elif name == "ADDITEMS":
                 _check_hashed(parts)
             if stack:
-                grown = _around(parts)
-                stack[-1].depth = max(stack[-1].depth, grown.depth)
-                stack[-1].size = min(stack[-1].size + grown.size, _MAX_SIZE)
-                stack[-1].cost = min(stack[-1].cost + grown.cost, _MAX_SIZE)
-                stack[-1].has_number |= grown.has_number
-                stack[-1].allocates |= grown.allocates
+                stack[-1].take(parts)
         elif name in _CALLS:
             if name == "INST":
                 names.append(str(argument).replace(" ", "."))
             parts = pop(_CALLS[name])
             _check_hashed(parts)
-            stack.append(called := _around(parts))
+            stack.append(called := _container(parts))
             copied += called.cost
             if copied > MAX_COPIED or (called.allocates and called.has_number):
                 raise PickleBoundsError("it would take far more memory than it holds")
             called.allocates = False
         elif name == "BUILD":  # sets attributes of the object below
-            _around(pop(1))
+            _container(pop(1))
         elif name in ("POP", "POP_MARK"):
             pop(1 if name == "POP" else None)
         elif name == "DUP":
@@ -113,7 +118,7 @@ def check_pickle(stream: BinaryIO) -> list[str]:
             names.append(".".join(item.text for item in pop(2)))
             stack.append(_Item(allocates=names[-1] in _ALLOCATES))
         elif name == "BINPERSID":
-            stack.append(_around(pop(1)))
+            stack.append(_container(pop(1)))
         elif opcode.stack_after:
             text = argument if isinstance(argument, str) else ""
             item = _Item(text=text, has_number=isinstance(argument, int))
@@ -127,17 +132,8 @@ def check_pickle(stream: BinaryIO) -> list[str]:
     return names
 
 
-def _around(parts: list[_Item]) -> _Item:
-    depth = 1 + max((part.depth for part in parts), default=0)
-    if depth > MAX_DEPTH:
-        raise PickleBoundsError(f"it is nested more than {MAX_DEPTH} deep")
-    return _Item(
-        depth,
-        min(1 + sum(part.size for part in parts), _MAX_SIZE),
-        cost=min(64 + sum(part.cost for part in parts), _MAX_SIZE),
-        has_number=any(part.has_number for part in parts),
-        allocates=any(part.allocates for part in parts),
-    )
+def _container(parts: list[_Item]) -> _Item:
+    return _Item(size=0, cost=0).take(parts)
 
 
 def _check_hashed(parts: list[_Item]) -> None:

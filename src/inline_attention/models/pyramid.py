@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from inline_attention.layers.attention import TokenAttention
 from inline_attention.layers.block import Block
-from inline_attention.layers.grids import Grid
 from inline_attention.models.base import Level, VisionModel, check_stages, drop_path_rates, image_sides, initialize
 from inline_attention.models.reading import CheckpointError
 
@@ -88,19 +87,6 @@ class PyramidModel(VisionModel):
         ]
         self.apply(initialize)
 
-    def levels(self, x: Tensor, grid: Grid, last: int, num_tokens: int | None = None) -> Iterator[tuple[Tensor, Grid]]:
-        """Yield tokens and grid after each stage; the last stage returns the first `num_tokens`, or all."""
-        for index, (embedding, stage) in enumerate(zip(self.embeddings, self.stages, strict=True)):
-            if index > last:
-                return
-            tokens, grid = embedding(x, grid)
-            blocks: list[nn.Module] = list(stage)  # pyright: ignore[reportArgumentType] - children() drops duplicates
-            for number, block in enumerate(blocks, start=1):
-                is_last = index == last and number == len(blocks)
-                tokens = self.run_block(block, tokens, grid, num_tokens if is_last else None)
-            yield tokens, grid
-            x = grid.to_map(tokens)
-
     def network(self) -> list[Level]:
         """Return one level per stage."""
         pairs: list[Any] = list(zip(self.embeddings, self.stages, strict=True))
@@ -122,11 +108,7 @@ def rename(state_dict: Mapping[str, Tensor], table: Sequence[tuple[str, str]]) -
     """Rename each key by the first pattern that matches its start; refuse two keys with the same new name."""
     origins: dict[str, str] = {}
     for key in state_dict:
-        name = key
-        for pattern, replacement in table:
-            if match := re.match(pattern, key):
-                name = match.expand(replacement) + key[match.end() :]
-                break
+        name = next((re.sub(pattern, new, key, count=1) for pattern, new in table if re.match(pattern, key)), key)
         if name in origins:
             raise CheckpointError(
                 f"the weights hold {name} twice, as {origins[name]!r} and as {key!r}; remove one of them"

@@ -20,17 +20,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch._C import PyTorchFileReader
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-from inline_attention.models.errors import CheckpointError
-from inline_attention.models.hub_layout import CONFIG, WEIGHTS, read_config, read_notes, weights_in
+from inline_attention.models.hub_layout import (
+    CONFIG,
+    PREPROCESSOR,
+    WEIGHTS,
+    CheckpointError,
+    read_config,
+    read_notes,
+    weights_in,
+)
 from inline_attention.models.pickle_bounds import PickleBoundsError, check_pickle
-from inline_attention.models.transformers_layout import PREPROCESSOR, translate
+from inline_attention.models.transformers_layout import translate
 from inline_attention.support.files import NotARegularFileError, follow_pointer, open_regular
 from inline_attention.support.text import printable, some_of
 
@@ -271,22 +279,24 @@ def _read_pickle(path: Path) -> Any:
 def check_pickle_file(path: Path) -> tuple[bool, list[str]]:
     """Refuse a file of `torch.save` that is damaged, or too deep or large to build.
 
-    Returns:
-        True for an archive (the format of torch since 1.6), and the names that the file would import. torch reports
-        other problems when it reads the file.
+    Returns True for an archive (the format of torch since 1.6), and the names that the file would import. torch reports
+    other problems when it reads the file.
     """
     names: list[str] = []
     with open_regular(path) as file:
         is_archive = file.read(4) == b"PK\x03\x04"
-    if is_archive:
-        _check_archive(path)
-    try:
-        for stream in _pickles(path, is_archive):
-            names += check_pickle(stream)
-    except PickleBoundsError as error:
-        raise _unreadable(path, error) from error
-    except Exception:
-        pass  # torch says what is wrong
+        file.seek(0)
+        if is_archive:
+            _check_archive(path)
+        try:
+            # Read by torch: Python's zipfile may see other names, such as of two records that differ in case only.
+            stream = io.BytesIO(PyTorchFileReader(file).get_record("data.pkl")) if is_archive else file
+            for _ in range(1 if is_archive else LEGACY_PICKLES):
+                names += check_pickle(stream)
+        except PickleBoundsError as error:
+            raise _unreadable(path, error) from error
+        except Exception:
+            pass  # torch says what is wrong
     return is_archive, names
 
 
@@ -315,18 +325,6 @@ def _refusal(path: Path, error: pickle.UnpicklingError, imported: list[str]) -> 
         "It was refused and nothing in it was run; ask its author for a .safetensors file, "
         "or for torch.save(model.state_dict(), ...)"
     )
-
-
-def _pickles(path: Path, is_archive: bool) -> Iterator[BinaryIO]:
-    """Yield a stream at the start of each pickle in a file of `torch.save`."""
-    if is_archive:
-        # Read by torch: Python's zipfile may see other names, such as of two records that differ in case only.
-        with open_regular(path) as file:
-            yield io.BytesIO(torch._C.PyTorchFileReader(file).get_record("data.pkl"))  # pyright: ignore[reportPrivateUsage]
-    else:
-        with open_regular(path) as file:
-            for _ in range(LEGACY_PICKLES):
-                yield file
 
 
 def _unreadable(path: Path, reason: object) -> CheckpointError:

@@ -37,21 +37,10 @@ class FeatureBackbone(FeatureGetterNet):
     """timm's `features_only` wrapper with support for unequal images."""
 
     def forward(self, x: Tensor, image_sizes: Any = None, pixel_mask: Tensor | None = None) -> list[Tensor]:
-        """Return features `[B, C, h, w]` at each stride of `feature_info.reduction()`.
-
-        Args:
-            x: Images `[B, in_chans, H, W]`.
-            image_sizes: Height and width in pixels of each image of a padded batch, see the model's `forward`.
-            pixel_mask: Mask instead of `image_sizes`.
-        """
+        """Return features `[B, C, h, w]` at each stride of `feature_info.reduction()`. Arguments: the model's."""
+        wanted = {"indices": self.out_indices, "norm": self.norm, "output_fmt": self.output_fmt}
         return self.model.forward_intermediates(  # pyright: ignore[reportCallIssue]
-            x,
-            indices=self.out_indices,
-            norm=self.norm,
-            output_fmt=self.output_fmt,
-            intermediates_only=True,
-            image_sizes=image_sizes,
-            pixel_mask=pixel_mask,
+            x, **wanted, intermediates_only=True, image_sizes=image_sizes, pixel_mask=pixel_mask
         )
 
 
@@ -60,10 +49,8 @@ def register_family(
 ) -> None:
     """Register each variant `inline_NAME` with timm, and its twins `softmax_NAME` and `linear_NAME`.
 
-    Args:
-        model_class: Class of the models. Its module gets their entry points and `default_cfgs`, as timm's modules have.
-        variants: Arguments of the class, by model name.
-        first_conv: Name of the first convolution, whose input channels timm adapts.
+    `variants` are arguments of the class by model name. The module of the class gets their entry points and
+    `default_cfgs`, as timm's modules have. timm adapts the input channels of `first_conv`.
     """
     module = sys.modules[model_class.__module__]
     configs: dict[str, dict[str, Any]] = vars(module).setdefault("default_cfgs", {})
@@ -188,9 +175,7 @@ def converted_attention(pretrained: bool = False, **arguments: Any) -> nn.Module
     """
     from inline_attention.models.hub import create_from_hub  # it needs this module
 
-    config = arguments.pop("pretrained_cfg", None)
-    described = _described(config)
-    cache_dir = arguments.pop("cache_dir", None)
+    described, cache_dir = _described(arguments.pop("pretrained_cfg", None)), arguments.pop("cache_dir", None)
     if described.get("source") not in SOURCES:
         raise ValueError(
             "converted_attention stands for saved models: create one by local-dir:FOLDER or hf-hub:USER/NAME"
@@ -251,8 +236,9 @@ def _check_stored_arguments(name: str, arguments: Mapping[str, Any] | None, clas
 
 def list_models(pattern: str = "*") -> list[str]:
     """Return the names of this library's models that match a glob pattern."""
-    names = [name for family in FAMILIES for kind in ATTENTIONS for name in timm.list_models(f"{kind}_{family}_*")]
-    return [name for name in names if name in timm.list_models(pattern)]
+    matching = set(timm.list_models(pattern))
+    names = (name for family in FAMILIES for kind in ATTENTIONS for name in timm.list_models(f"{kind}_{family}_*"))
+    return [name for name in names if name in matching]
 
 
 def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Module:

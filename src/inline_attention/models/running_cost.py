@@ -27,14 +27,9 @@ class RunningCostError(ValueError):
 
 
 def check_running_cost(run: Callable[[], object], weights: Mapping[str, Tensor]) -> None:
-    """Refuse a model that costs too much to run.
+    """Refuse a model if a tensor of its run on the meta device, or all operations, are out of proportion to its file.
 
-    Args:
-        run: Runs the model on the meta device.
-        weights: Tensors of the model's file.
-
-    Raises:
-        RunningCostError: If a tensor of the pass, or all operations together, are out of proportion to the weights.
+    That raises `RunningCostError`. `weights` are the tensors of the file.
     """
     meter = _Meter(
         LEAST_BYTES + BYTES_PER_BYTE * sum(value.nbytes for value in weights.values()),

@@ -17,6 +17,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
@@ -34,15 +35,7 @@ from inline_attention.layers.grids import Grid, GridRows, ceil_divide
 from inline_attention.layers.window_attention import StripeAttention, WindowAttention
 from inline_attention.models.base import Level, VisionModel
 from inline_attention.models.timm_vit import StreamedViT, unsupported_reason
-from inline_attention.ops.states import (
-    AttentionState,
-    SoftmaxState,
-    attention_state,
-    merge_softmax_states,
-    merge_states,
-    softmax_state,
-    state_weights,
-)
+from inline_attention.ops import states
 from inline_attention.support.files import free_bytes, replace_atomically
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -113,7 +106,7 @@ def streamed(
         )
     if model.training:
         raise ValueError("streamed takes a model in evaluation mode; call model.eval() first")
-    return StreamedModel(view, parse_bytes(memory), folder, on_progress)
+    return StreamedModel(view, parse_bytes(memory), folder, on_progress or (lambda _share: None))
 
 
 def parse_bytes(text: str | int) -> int:
@@ -125,20 +118,14 @@ def parse_bytes(text: str | int) -> int:
     return number
 
 
+@dataclass(frozen=True, eq=False)
 class StreamedModel:
     """A model that takes images in rows. Made by `streamed`."""
 
-    def __init__(
-        self,
-        model: VisionModel,
-        memory: int,
-        folder: str | os.PathLike[str] | None,
-        on_progress: Callable[[float], None] | None,
-    ) -> None:
-        self.model = model
-        self.memory = memory
-        self.folder = folder
-        self.on_progress = on_progress or (lambda _share: None)
+    model: VisionModel
+    memory: int  # bytes
+    folder: str | os.PathLike[str] | None
+    on_progress: Callable[[float], None]
 
     @property
     def blocks(self) -> list[Block]:
@@ -179,11 +166,10 @@ class StreamedModel:
             indices: Levels, as in `forward_intermediates`: a list, the last n, or None for all.
             norm: Apply the final norm to levels with its number of channels.
         """
-        information = self.model.feature_info
+        information, count = self.model.feature_info, len(self.model.feature_info)
         try:
-            take, last = feature_take_indices(len(information), indices)
+            take, last = feature_take_indices(count, indices)
         except (AssertionError, ValueError) as error:  # a level out of range, or an empty list
-            count = len(information)
             raise ValueError(
                 f"the model has {count} levels, 0 to {count - 1}, got indices={indices!r}; give a list of levels, "
                 f"the number of last levels from 1 to {count}, or None for all"
@@ -206,9 +192,7 @@ class StreamedModel:
 
     def grid_size(self, source: PixelSource | Tensor, layer: int) -> tuple[int, int]:
         """Return rows and columns of the tokens of an image in a block."""
-        block = self._block(layer)
-        level = next(i for i, item in enumerate(self.model.network()) if any(b is block for b in item.blocks))
-        return _Run(self, source, level).grids[-1]
+        return _Run(self, source, self._find_block(layer)[1]).grids[-1]
 
     def attention_maps(
         self, source: PixelSource | Tensor, layer: int, tokens: Sequence[tuple[int, int] | None], most_cells: int = 512
@@ -221,8 +205,7 @@ class StreamedModel:
             tokens: Row and column of each query token; None for the class token.
             most_cells: Largest side of the maps.
         """
-        block = self._block(layer)
-        level = next(i for i, item in enumerate(self.model.network()) if any(b is block for b in item.blocks))
+        block, level = self._find_block(layer)
         run = _Run(self, source, level)
         with torch.inference_mode():
             run.execute({}, until=block)
@@ -254,8 +237,7 @@ class StreamedModel:
         def classify(tokens: Tensor) -> Tensor:  # [1, n, C] → [classes, n]
             return F.linear(model.norm(tokens), weight, bias)[0].mT
 
-        last = self.blocks[-1]
-        run = _Run(self, source, len(model.feature_info) - 1)
+        last, run = self.blocks[-1], _Run(self, source, len(model.feature_info) - 1)
         with torch.no_grad():
             if model.global_pool == "avg":
                 pooled = _Mean(lambda tokens: classify(tokens).mT[None])
@@ -275,18 +257,18 @@ class StreamedModel:
             values, pixels = run.cells(evidence, last, 8 * len(classes) * last.attn.num_heads, most_cells)
             return ClassEvidence(pixels, values, logits.cpu())
 
-    def _block(self, layer: int) -> Block:
-        """Return the block of a layer, which must have linear-time attention."""
-        blocks = self.blocks
-        if not -len(blocks) <= layer < len(blocks):
-            raise ValueError(f"the model has {len(blocks)} layers, 0 to {len(blocks) - 1}, got {layer}")
-        if not isinstance(blocks[layer].attn, KernelAttention):
-            linear = [str(index) for index, block in enumerate(blocks) if isinstance(block.attn, KernelAttention)]
+    def _find_block(self, layer: int) -> tuple[Block, int]:
+        """Return the block of a layer, which must have linear-time attention, and its level."""
+        found = [(block, number) for number, level in enumerate(self.model.network()) for block in level.blocks]
+        if not -len(found) <= layer < len(found):
+            raise ValueError(f"the model has {len(found)} layers, 0 to {len(found) - 1}, got {layer}")
+        linear = [str(index) for index, (block, _) in enumerate(found) if isinstance(block.attn, KernelAttention)]
+        if str(layer % len(found)) not in linear:
             raise ValueError(
                 f"layer {layer} has softmax attention, whose weights need quadratic memory; "
                 + (f"choose one of the layers {', '.join(linear)}" if linear else "use an InLine model")
             )
-        return blocks[layer]
+        return found[layer]
 
 
 class _Mean:
@@ -314,8 +296,8 @@ class _Summary:
         assert isinstance(block.attn, KernelAttention)
         self.block, self.attention = block, block.attn
         self._prefix = prefix
-        self._states: list[AttentionState] = []  # of bands
-        self._softmax: list[SoftmaxState] = []  # of bands
+        self._states: list[states.AttentionState] = []  # of bands
+        self._softmax: list[states.SoftmaxState] = []  # of bands
         self.local_input = _Mean(nn.Identity())
 
     @cached_property
@@ -332,37 +314,31 @@ class _Summary:
         if self.attention.residual is not None:
             self.local_input.add(x if self.block.local_from_input else normed)
         call = self.attention.project(normed)
-        self._states.append(attention_state(call.k, call.v, feature_map=self.attention.feature_map))
+        self._states.append(states.attention_state(call.k, call.v, feature_map=self.attention.feature_map))
         if self.prefix_queries is not None:
-            self._softmax.append(softmax_state(self.prefix_queries, call.k, call.v, scale=self.attention.scale))
+            self._softmax.append(states.softmax_state(self.prefix_queries, call.k, call.v, scale=self.attention.scale))
         if len(self._states) == STATES_AT_ONCE:
             self._states, self._softmax = [self.state], [*filter(None, [self.softmax])]
 
     @property
-    def state(self) -> AttentionState:
+    def state(self) -> states.AttentionState:
         """The state of all tokens that were added."""
         if len(self._states) > 1:
-            self._states = [merge_states(*self._states)]
+            self._states = [states.merge_states(*self._states)]
         return self._states[0]
 
     @property
-    def softmax(self) -> SoftmaxState | None:
+    def softmax(self) -> states.SoftmaxState | None:
         """Softmax attention of the prefix tokens over all tokens that were added; None if they attend as others do."""
         if len(self._softmax) > 1:
-            self._softmax = [merge_softmax_states(*self._softmax)]
+            self._softmax = [states.merge_softmax_states(*self._softmax)]
         return self._softmax[0] if self._softmax else None
 
-    def attend(self, x: Tensor, grid_size: tuple[int, int]) -> Tensor:
-        """Mix tokens `[1, n, C]` of rows of the grid."""
-        return self.attention.attend_to(self.block.norm1(x), self.state, self._mean_token(x), grid_size)
-
-    def attend_prefix(self, x: Tensor) -> Tensor:
-        """Mix the prefix tokens `[1, P, C]`."""
-        normed = self.block.norm1(x)
-        return self.attention.attend_to(normed, self.state, self._mean_token(x), prefix=self.softmax)
-
-    def _mean_token(self, x: Tensor) -> Tensor:
-        return x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
+    def attend(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        """Mix tokens `[1, n, C]` of rows of the grid, or without `grid_size` the prefix tokens."""
+        mean_token = x[:, 0] if self.local_input.mean is None else self.local_input.mean.to(x.dtype)
+        prefix = self.softmax if grid_size is None else None
+        return self.attention.attend_to(self.block.norm1(x), self.state, mean_token, grid_size, prefix)
 
     def weights(self, q: Tensor, x: Tensor, are_prefix: Sequence[bool]) -> Tensor:
         """Return the weights `[H, N, n]` of queries `[1, N, H, D]` for tokens `[1, n, C]`, times the number of keys.
@@ -372,7 +348,7 @@ class _Summary:
         attention, state = self.attention, self.state
         k = attention.project(self.block.norm1(x)).k
         options: dict[str, Any] = {"feature_map": attention.feature_map, "normalization": attention.normalization}
-        found = state_weights(q, k, state, scale=attention.scale, **options)[0]
+        found = states.state_weights(q, k, state, scale=attention.scale, **options)[0]
         if self.softmax is not None and any(are_prefix):
             assert self.prefix_queries is not None
             first = self.softmax.weights(self.prefix_queries, k, attention.scale)[0, :, :1].to(found.dtype)
@@ -445,13 +421,11 @@ class _Run:
             for block in level.blocks:
                 work = 4 * _channels(block) ** 2 + 2 * _channels(block) * _hidden(block)
                 self.steps.append(_Step(number, block, block is level.blocks[-1], work))
-        bands = [self._least_band(step) for step in self.steps]
-        self.least_memory = max(bands)
-        # Of each level, with the embedding of the next one.
-        self.least_bands = [
-            max(band for step, band in zip(self.steps, bands, strict=True) if self._reads(step, level))
-            for level in range(len(self.grids))
-        ]
+        self.least_bands = [0] * len(self.grids)  # of each level, with the embedding of the next one
+        for step in self.steps:
+            for level in {step.level, max(step.level - 1, 0)} if isinstance(step.module, Level) else {step.level}:
+                self.least_bands[level] = max(self.least_bands[level], self._least_band(step))
+        self.least_memory = max(self.least_bands)
         self.total_work = sum(step.work * math.prod(self.grids[step.level]) for step in self.steps)
         self.tokens: _Tokens | None = None  # after the steps so far
         self.prefix: Tensor | None = None  # [1, P, C]
@@ -466,15 +440,14 @@ class _Run:
             if step.module is until:
                 return
             following = None if index + 1 == len(self.steps) else self.steps[index + 1].module
-            is_linear = following is not None and _is_linear(following)
+            is_linear = isinstance(getattr(following, "attn", None), KernelAttention)
             summary = _Summary(cast(Block, following), lambda: self.prefix) if is_linear else None
             outputs = [*(sinks.get(step.level, ()) if step.ends_level else ()), *([summary.add] if summary else ())]
-            if not isinstance(step.module, Level):
-                self._run_block(
-                    step.module, step.level, step.work, outputs, skip_grid=following is None and self.prefix_only
-                )
-            else:
+            if isinstance(step.module, Level):
                 self._run_embedding(step.module, step.level, step.work, outputs)
+            else:
+                skip_grid = following is None and self.prefix_only
+                self._run_block(step.module, step.level, step.work, outputs, skip_grid=skip_grid)
             if summary and self.prefix is not None:
                 summary.add(self.prefix)
             self.summary = summary
@@ -498,7 +471,6 @@ class _Run:
             return tokens.read(row, row + 1)[:, column : column + 1]
 
         q = attention.project(summary.block.norm1(torch.cat([query(place) for place in places], dim=1))).q
-
         are_prefix = [place is None for place in places]
 
         def weights(x: Tensor) -> Tensor:  # [tokens, H, n]
@@ -534,7 +506,7 @@ class _Run:
         assert summary is not None
         assert prefix is not None
         attention, norm = summary.attention, summary.block.norm1
-        attended = summary.attend_prefix(prefix)
+        attended = summary.attend(prefix)
         with torch.enable_grad():
             logits = classify(summary.block.after_attention(prefix, attended.requires_grad_()))[:, 0]
             gradients = [torch.autograd.grad(logit, attended, retain_graph=True)[0][0, 0] for logit in logits]
@@ -571,7 +543,7 @@ class _Run:
         needed, halo, align, offset = self._block_bytes(block), 0, 1, 0
         if summary is not None:
             if self.prefix is not None:
-                self.prefix = block.after_attention(self.prefix, summary.attend_prefix(self.prefix))
+                self.prefix = block.after_attention(self.prefix, summary.attend(self.prefix))
             if skip_grid:
                 self.on_progress(work * height * width / self.total_work)
                 return
@@ -683,11 +655,8 @@ class _Run:
 
     def _block_bytes(self, block: Block) -> int:
         """Return the most bytes that running a block takes for a token, roughly."""
-        channels, item = _channels(block), self.dtype.itemsize
-        if isinstance(block.attn, WindowAttention):
-            weights = 3 * block.attn.num_heads * block.attn.window_size**2 * item
-        else:
-            weights = 0
+        channels, item, layer = _channels(block), self.dtype.itemsize, block.attn
+        weights = 3 * layer.num_heads * layer.window_size**2 * item if isinstance(layer, WindowAttention) else 0
         attention = channels * (7 * item + 6 * 4)  # sums are in float32
         return max(attention, item * (6 * channels + 2 * _hidden(block))) + weights
 
@@ -712,11 +681,6 @@ class _Run:
             stripe = attention.stripe_width
             return max(min(stripe, height) * width, min(stripe, width) * height) * needed
         return height * width * needed
-
-    @staticmethod
-    def _reads(step: _Step, level: int) -> bool:
-        """True if a step reads or makes the tokens of a level."""
-        return step.level == level or (step.level == level + 1 and isinstance(step.module, Level))
 
     def _allocate(self, height: int, width: int, channels: int, level: int) -> _Tokens:
         """Allocate tokens of a level on the device if they leave enough for its bands, else elsewhere."""
@@ -767,10 +731,6 @@ class _TensorSource:
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Return rows `[channels, stop - start, W]`."""
         return self.image[:, start:stop]
-
-
-def _is_linear(module: Level | Block) -> bool:
-    return not isinstance(module, Level) and isinstance(module.attn, KernelAttention)
 
 
 def _channels(block: Block) -> int:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from inline_attention.models.errors import CheckpointError
+from inline_attention.models.hub_layout import CheckpointError
 from inline_attention.support.text import printable, some_of
 
-PREPROCESSOR = "preprocessor_config.json"
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # numbers of Pillow
 # Expressions for names in transformers, and the names in timm. The first that matches counts.
 _NAMES = [
@@ -59,32 +58,24 @@ class _Family:
     """The network of timm that has the blocks of a family, by activation, and what its configuration fixes."""
 
     names: Mapping[str, str]
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    global_pool: str = "token"
     layer_scales: tuple[str, str] = ("ls1.gamma", "ls2.gamma")
     positions_of_prefix: bool = True  # False: the class token's position is added to the token
 
 
-_CLIP = _Family(
-    {"quick_gelu": "vit_base_patch16_clip_quickgelu_224", "gelu": "vit_base_patch16_clip_224"},
-    {"global_pool": "token"},
-)
+_CLIP = _Family({"quick_gelu": "vit_base_patch16_clip_quickgelu_224", "gelu": "vit_base_patch16_clip_224"})
 _SIGLIP = _Family(
-    {"gelu_pytorch_tanh": "vit_base_patch32_siglip_256", "gelu": "vit_base_patch16_siglip_224"}, {"global_pool": "map"}
+    {"gelu_pytorch_tanh": "vit_base_patch32_siglip_256", "gelu": "vit_base_patch16_siglip_224"}, global_pool="map"
 )
 _FAMILIES = {
-    "vit": _Family({"gelu": "vit_base_patch16_224"}, {"global_pool": "token"}),
-    "deit": _Family({"gelu": "deit_base_patch16_224"}, {"global_pool": "token"}),
-    "dinov2": _Family(
-        {"gelu": "vit_base_patch14_dinov2", "swiglu": "vit_giant_patch14_dinov2"}, {"global_pool": "token"}
-    ),
+    "vit": _Family({"gelu": "vit_base_patch16_224"}),
+    "deit": _Family({"gelu": "deit_base_patch16_224"}),
+    "dinov2": _Family({"gelu": "vit_base_patch14_dinov2", "swiglu": "vit_giant_patch14_dinov2"}),
     "dinov2_with_registers": _Family(
-        {"gelu": "vit_base_patch14_reg4_dinov2", "swiglu": "vit_giant_patch14_reg4_dinov2"},
-        {"global_pool": "token"},
-        positions_of_prefix=False,
+        {"gelu": "vit_base_patch14_reg4_dinov2", "swiglu": "vit_giant_patch14_reg4_dinov2"}, positions_of_prefix=False
     ),
     "dinov3_vit": _Family(
         {"gelu": "vit_small_patch16_dinov3_qkvb", "gated silu": "vit_small_plus_patch16_dinov3_qkvb"},
-        {"global_pool": "token"},
         layer_scales=("gamma_1", "gamma_2"),
     ),
     "clip": _CLIP,
@@ -97,16 +88,10 @@ _FAMILIES = {
 def translate(
     path: Path, config: Mapping[str, Any], preparation: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the notes and the weights of timm's model for what transformers has saved.
+    """Return the notes and the weights of timm's model for what transformers has saved in a folder.
 
-    Args:
-        path: Folder, for messages.
-        config: Content of `config.json`.
-        preparation: Content of `preprocessor_config.json`; empty if there is none.
-        weights: Weights by their names in transformers.
-
-    Raises:
-        CheckpointError: If the model is of another kind, or has parts that timm's has not.
+    `preparation` is the content of `preprocessor_config.json`, empty if there is none. `CheckpointError` if the model
+    is of another kind, or has parts that timm's has not.
     """
     kind = str(config.get("model_type"))
     family = _FAMILIES.get(kind)
@@ -118,7 +103,6 @@ def translate(
     tower = config.get("vision_config", config)
     if not isinstance(tower, Mapping):
         raise CheckpointError(f"{path} has a damaged config.json: expected a mapping as vision_config; fetch it again")
-    tower = cast("Mapping[str, Any]", tower)
     translated = _translate_weights(path, family, weights)
     is_gated = bool(tower.get("use_gated_mlp"))
     activation = str(tower.get("hidden_act", next(iter(family.names))))
@@ -134,7 +118,7 @@ def translate(
     if family is _SIGLIP and "head.weight" in translated:  # it classifies the mean of the tokens
         translated = {key: value for key, value in translated.items() if not key.startswith("attn_pool.")}
     classes = translated["head.weight"].shape[0] if "head.weight" in translated else 0
-    arguments = {**family.arguments, **_sizes(path, tower, translated), "num_classes": classes}
+    arguments = {"global_pool": family.global_pool, **_sizes(path, tower, translated), "num_classes": classes}
     fc1 = ".mlp.fc1_x." if is_gated else ".mlp.fc1."
     translated = {  # without registers, theirs is an empty tensor
         key.replace(".mlp.fc1.", fc1): value for key, value in translated.items() if value.numel()
@@ -174,22 +158,19 @@ def _sizes(path: Path, tower: Mapping[str, Any], weights: Mapping[str, Tensor]) 
 
 
 def _translate_weights(path: Path, family: _Family, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    unknown: list[str] = []
-    for name, value in weights.items():
-        short = _TOWER.sub("", name)
-        if _UNUSED.match(short) or (family is _CLIP and short.startswith("classifier.")):
-            continue  # CLIP's classifier reads tokens before the last norm, which timm's cannot
-        new = _translate_name(short, family)
-        if new is None:
-            unknown.append(printable(name)[:80])
-        else:
-            found[new] = value
-    if unknown:
+    translated = {
+        name: _translate_name(short, family)
+        for name in weights
+        if not _UNUSED.match(short := _TOWER.sub("", name))
+        # CLIP's classifier reads tokens before the last norm, which timm's cannot.
+        and not (family is _CLIP and short.startswith("classifier."))
+    }
+    if unknown := [printable(name)[:80] for name, new in translated.items() if new is None]:
         raise CheckpointError(
             f"{path} has weights that this kind of model has not in timm: {some_of(unknown)}; use "
             "convert_attention(model) in Python"
         )
+    found = {new: weights[name] for name, new in translated.items() if new is not None}
     for name in [name for name in found if re.search(r"\.q\.(weight|bias)$", name)]:
         _join(found, name.rpartition("q.")[0], name.rpartition(".")[2], family)
     if "attn_pool.qkv.weight" in found:
@@ -243,10 +224,9 @@ def _class_names(config: Mapping[str, Any], classes: int) -> list[str] | None:
     labels = config.get("id2label")
     if not isinstance(labels, Mapping) or not classes:
         return None
-    names = [cast("Mapping[str, Any]", labels).get(str(index)) for index in range(classes)]
-    if not all(isinstance(name, str) for name in names) or names == [f"LABEL_{index}" for index in range(classes)]:
-        return None
-    return cast("list[str]", names)
+    names: list[Any] = [labels.get(str(index)) for index in range(classes)]
+    is_made_up = names == [f"LABEL_{index}" for index in range(classes)]
+    return None if is_made_up or not all(isinstance(name, str) for name in names) else names
 
 
 def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,6 +245,5 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
 def _side(size: Any) -> int | None:
     """Return the side in pixels of a size, which is a number or a mapping."""
     if isinstance(size, Mapping):
-        given = cast("Mapping[str, Any]", size)
-        size = given.get("shortest_edge", given.get("height"))
+        size = size.get("shortest_edge", size.get("height"))
     return size if type(size) is int and size > 0 else None

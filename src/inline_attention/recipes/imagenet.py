@@ -59,11 +59,7 @@ def _recipe(name: str) -> Recipe:
         name,
         f"InLine-{TITLES[family]}-{letter} {how} {size}² on ImageNet-1K",
         {
-            "model": {
-                "name": f"inline_{name}",
-                "drop_path": drop_path,
-                "require_checkpoint": name in FINE_TUNING,
-            },
+            "model": {"name": f"inline_{name}", "drop_path": drop_path, "require_checkpoint": name in FINE_TUNING},
             "data": {"workers": 8},
             "optimizer": {"lr": lr, "weight_decay": weight_decay},
             "schedule": SCHEDULES[family] | changes,

@@ -13,23 +13,14 @@ from inline_attention.engine.config import TrainConfig, from_mapping, to_yaml
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that are known to give a result.
+    """Settings that are known to give a result."""
 
-    Attributes:
-        name: Name for `inline train`.
-        summary: What it trains, in a line.
-        settings: What differs from the defaults, by section and name.
-        expected: Top-1 in percent that the paper reports; None if nothing is published.
-        measured: Top-1 in percent that we measured, from benchmarks/results; None if we did not.
-        data: Dataset that it is made for, in a few words.
-    """
-
-    name: str
-    summary: str
-    settings: Mapping[str, Mapping[str, Any]]
-    expected: float | None = None
-    measured: float | None = None
-    data: str = "your pictures"
+    name: str  # for `inline train`
+    summary: str  # what it trains, in a line
+    settings: Mapping[str, Mapping[str, Any]]  # what differs from the defaults, by section and name
+    expected: float | None = None  # top-1 in percent that the paper reports; None if nothing is published
+    measured: float | None = None  # top-1 in percent that we measured, from benchmarks/results; None if we did not
+    data: str = "your pictures"  # dataset that it is made for, in a few words
 
     @cached_property
     def config(self) -> TrainConfig:

@@ -46,10 +46,8 @@ DIGITS = Recipe(
     "a tiny InLine-DeiT on handwritten digits, within a minute on a CPU",
     {
         "model": {
-            "name": "inline_deit_tiny",
+            "name": "inline_deit_tiny", "img_size": 8, "drop_path": 0.0,
             "arguments": {"patch_size": 2, "embed_dim": 64, "num_heads": 4, "depth": 3, "mlp_ratio": 2.0},
-            "img_size": 8,
-            "drop_path": 0.0,
         },
         "data": {"dataset": "digits", "workers": 0, "in_memory": True, "crop_pct": 1.0},
         # Digits change their meaning when flipped or mixed.
@@ -65,48 +63,40 @@ DIGITS = Recipe(
     },
     data="in the package",
 )  # fmt: skip
+# On the device: preparing 50,000 images per epoch on the host would keep it waiting.
+_CIFAR10_DATA = {"dataset": "cifar10", "in_memory": True, "crop_pct": 1.0}
+_CIFAR10_AUGMENTATION = {
+    "crop": "padded", "crop_padding": 4, "auto_augment": None, "color_jitter": 0.0, "reprob": 0.25, "mixup": 0.0
+}  # fmt: skip
+_CIFAR10_TRAINING = {"batch_size": 512, "total_batch_size": 512, "clip_grad": 5.0}
 CIFAR10 = Recipe(
     "cifar10",
     "a model of InLine-DeiT-T's size on CIFAR-10",
     {
-        "model": {
-            "name": "inline_deit_tiny",
-            "arguments": {"patch_size": 2},
-            "img_size": 32,
-            "drop_path": 0.1,
-        },
-        # On the device: preparing 50,000 images per epoch on the host would keep it waiting.
-        "data": {"dataset": "cifar10", "in_memory": True, "crop_pct": 1.0},
-        "augmentation": {
-            "crop": "padded", "crop_padding": 4, "auto_augment": None, "color_jitter": 0.0, "reprob": 0.25,
-            "mixup": 0.0, "cutmix": 0.0,
-        },
+        "model": {"name": "inline_deit_tiny", "arguments": {"patch_size": 2}, "img_size": 32, "drop_path": 0.1},
+        "data": _CIFAR10_DATA,
+        "augmentation": {**_CIFAR10_AUGMENTATION, "cutmix": 0.0},
         "optimizer": {"lr": 1e-3},
         "schedule": {"warmup_epochs": 4, "warmup_lr": 1e-6, "min_lr": 1e-5},
-        "training": {"epochs": 30, "batch_size": 512, "total_batch_size": 512, "clip_grad": 5.0},
+        "training": {**_CIFAR10_TRAINING, "epochs": 30},
     },
     measured=82.6,
     data="CIFAR-10",
-)  # fmt: skip
+)
 CIFAR10_MICRO = Recipe(
     "cifar10_micro",
     "the small model that comes with the package, on CIFAR-10",
     {
         "model": {"name": "inline_deit_micro", "img_size": 32, "drop_path": 0.0},
-        "data": {"dataset": "cifar10", "in_memory": True, "crop_pct": 1.0},
-        "augmentation": {
-            "crop": "padded", "crop_padding": 4, "auto_augment": None, "color_jitter": 0.0, "reprob": 0.25,
-            "mixup": 0.0, "cutmix": 1.0, "mixup_prob": 0.8, "mixup_off_epoch": 45,
-        },
+        "data": _CIFAR10_DATA,
+        "augmentation": {**_CIFAR10_AUGMENTATION, "cutmix": 1.0, "mixup_prob": 0.8, "mixup_off_epoch": 45},
         "optimizer": {"name": "muon", "lr": 5e-3, "lr_base_size": None},
         "schedule": {"warmup_epochs": 1, "warmup_lr": 1e-4, "min_lr": 1e-5},
-        "training": {
-            "epochs": 50, "batch_size": 512, "total_batch_size": 512, "clip_grad": 5.0, "validation_interval": 5
-        },
+        "training": {**_CIFAR10_TRAINING, "epochs": 50, "validation_interval": 5},
     },
     measured=90.7,
     data="CIFAR-10",
-)  # fmt: skip
+)
 FINETUNE = Recipe(
     "finetune",
     "any checkpoint on a folder of your own pictures",
@@ -143,11 +133,10 @@ LINEARIZE_FEATURES = Recipe(
 )
 _SCENES: dict[str, dict[str, Any]] = {
     "model": {
-        "name": "inline_swin_tiny",
+        "name": "inline_swin_tiny", "drop_path": 0.0,
         "arguments": {
             "embed_dim": 32, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 8), "global_blocks": (1, 1, 2, 0)
         },
-        "drop_path": 0.0,
     },
     "optimizer": {"lr": 2e-3, "lr_base_size": None},
     "schedule": {"warmup_updates": 50, "warmup_lr": 1e-5, "min_lr": 1e-5},
