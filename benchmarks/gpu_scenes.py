@@ -220,11 +220,11 @@ def main(
     workers = max(1, cores // at_once - 1)  # one core of each share is for the run itself
     commands = {command_of(config_of(plan, job, work, device, workers), job, work): job for job in jobs}
     complete = True
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would compete with the workers
     for ended in run_side_by_side(
         list(commands),
         at_once=at_once,
         time_limit=None if time_limit is None else max(1.0, start + time_limit - time.monotonic()),
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},  # more would compete for the cores of the others
     ):
         job, seconds = commands[ended.command], ended.seconds
         if ended.outcome == "done":

@@ -94,10 +94,17 @@ def test_a_closed_iterator_leaves_no_process(python, tmp_path):
     assert has_ended(process_id)
 
 
-def test_the_environment_is_handed_on(python):
-    command = python("environment", "import os; print(os.environ['OMP_NUM_THREADS'])")
-    list(run_side_by_side([command], at_once=1, environment={**os.environ, "OMP_NUM_THREADS": "3"}))
-    assert command.output.read_text() == "3\n"
+@pytest.mark.parametrize(
+    ("own", "at_once", "expected"), [(None, 1, None), (None, 4, "2"), (None, 99, "1"), ("3", 4, "3")]
+)
+def test_processes_share_the_processors(python, monkeypatch, own, at_once, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    command = python("environment", "import os; print(os.environ.get('OMP_NUM_THREADS'))")
+    list(run_side_by_side([command], at_once=at_once))
+    assert command.output.read_text() == f"{expected}\n"
 
 
 def test_none_at_once_is_refused(python):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -49,17 +50,11 @@ class Ended:
     seconds: float
 
 
-def run_side_by_side(
-    commands: Sequence[Command],
-    *,
-    at_once: int,
-    time_limit: float | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Ended]:
+def run_side_by_side(commands: Sequence[Command], *, at_once: int, time_limit: float | None = None) -> Iterator[Ended]:
     """Run commands in this order, `at_once` at a time, and yield each when it ends. Closing the iterator stops all.
 
     After `time_limit` seconds no more are started, and running ones get SIGTERM, then SIGKILL after `GRACE`.
-    `environment` has the variables of the processes; this process's own if None.
+    They share the processors: more threads than cores would wait for each other. OMP_NUM_THREADS, if set, is kept.
 
     Raises:
         ValueError: If `at_once` is below one.
@@ -81,7 +76,7 @@ def run_side_by_side(
             while waiting or running:
                 while waiting and len(running) < at_once and time.monotonic() < deadline:
                     command = waiting.pop(0)
-                    starts[command], running[command] = time.monotonic(), _start(command, environment)
+                    starts[command], running[command] = time.monotonic(), _start(command, at_once)
                 for command, process in list(running.items()):
                     if process.poll() is not None:
                         del running[command]
@@ -115,7 +110,10 @@ def _signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _start(command: Command, environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+def _start(command: Command, at_once: int) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if at_once > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
     command.output.parent.mkdir(parents=True, exist_ok=True)
     command.output.unlink(missing_ok=True)  # it may be a link to a file elsewhere, or a FIFO
     with command.output.open("xb") as output:
