@@ -160,6 +160,30 @@ def test_transformers_models():
     assert after < 0.9 * before
 
 
+@pytest.mark.parametrize("prefix_gain", [False, True])
+def test_a_model_that_cannot_be_calibrated_to_the_end_is_unchanged(prefix_gain):
+    model = sharp_vit()
+    convert_attention(model, softmax_prefix=True, prefix_gain=prefix_gain)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    record = json.dumps(model.attention_conversion)
+    bad = pictures()
+    bad[0, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        calibrate_attention(model, bad)
+
+    def fail(*_):
+        raise MemoryError
+
+    hook = model.blocks[2].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        calibrate_attention(model, pictures())
+    hook.remove()
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert json.dumps(model.attention_conversion) == record
+    calibrate_attention(model, pictures())
+
+
 def test_what_cannot_be_calibrated_is_refused():
     with pytest.raises(ValueError, match="convert_attention"):
         calibrate_attention(sharp_vit(), pictures())

@@ -8,7 +8,7 @@ Shapes: `B` batch, `N` tokens, `P` prefix tokens, `H` heads, `D` head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -42,7 +42,8 @@ def calibrate_attention(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
         The factors `[H]` by the names of the attentions.
 
     Raises:
-        ValueError: If there is no InLine attention that a conversion has made, or it is calibrated already.
+        ValueError: If there is no InLine attention that a conversion has made, it is calibrated already, or its outputs
+            are not finite. The model is unchanged, as after any other error.
     """
     record: dict[str, Any] | None = getattr(model, RECORD, None)
     layers = calibratable_layers(model)
@@ -53,6 +54,7 @@ def calibrate_attention(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
     if any(layer.is_calibrated for layer in layers.values()):
         raise ValueError(f"{type(model).__name__} is calibrated already; that is possible only once")
     gains: dict[str, Tensor] = {}
+    before = {name: [part.clone() for part in _parts(layer)] for name, layer in layers.items()}
     was_training = model.training
     with ExitStack() as hooks:
         for name, layer in layers.items():
@@ -66,6 +68,10 @@ def calibrate_attention(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
             hooks.enter_context(layer.register_forward_pre_hook(calibrate, with_kwargs=True))
         try:
             model.eval()(*args, **kwargs)
+        except BaseException:
+            for name in gains:
+                _undo(layers[name], before[name], has_prefix_gain=record["options"].get("prefix_gain", False))
+            raise
         finally:
             model.train(was_training)
     if any(layer.prefix_gain is not None for layer in layers.values()):
@@ -90,13 +96,14 @@ def _calibrate(layer: KernelAttention, arguments: dict[str, Any]) -> Tensor:
     q, k, v = (part.float() for part in layer.project(arguments["x"], rope=arguments.get("rope"))[:3])
     softmax, second = beyond_mean(q, k, v, layer.scale)
     first = layer.num_prefix_tokens if layer.has_softmax_prefix else 0
-    norm = layer.q_norm  # its weights are those of all heads
-    gains = fitted_gains(softmax[:, first:], second[:, first:], by_head=norm is None)
-    parts = layer.query_weights() if norm is None else list(norm.parameters())
-    if not parts:
+    gains = fitted_gains(softmax[:, first:], second[:, first:], by_head=layer.q_norm is None)
+    if not gains.isfinite().all():
+        raise ValueError("the model's attention is not finite on these images; check its weights and the images")
+    parts = _parts(layer)
+    if not parts:  # a norm without weights
         return torch.ones_like(gains)
     for part in parts:
-        if norm is None:
+        if layer.q_norm is None:
             part.view(layer.num_heads, layer.head_dim, -1).mul_(gains[:, None, None])
         else:
             part.mul_(gains[0])
@@ -105,6 +112,24 @@ def _calibrate(layer: KernelAttention, arguments: dict[str, Any]) -> Tensor:
         inverse.div_(gains)
     layer.is_calibrated = True
     return gains
+
+
+def _parts(layer: KernelAttention) -> list[Tensor]:
+    """Return the weights to scale: those of the queries, or of their norm, which all heads share."""
+    if layer.q_norm is not None:
+        return list(layer.q_norm.parameters())
+    if not (parts := layer.query_weights()):
+        raise ValueError("the queries' projection is no plain linear layer; calibrate before adding LoRA or quantizing")
+    return parts
+
+
+def _undo(layer: KernelAttention, before: Sequence[Tensor], *, has_prefix_gain: bool) -> None:
+    for part, old in zip(_parts(layer), before, strict=True):
+        part.copy_(old)
+    if layer.prefix_gain is not None:
+        layer.prefix_gain.fill_(1.0)
+        layer.prefix_gain = layer.prefix_gain if has_prefix_gain else None
+    layer.is_calibrated = False
 
 
 def beyond_mean(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -119,5 +144,5 @@ def fitted_gains(softmax: Tensor, second: Tensor, *, by_head: bool = True) -> Te
     """Return the factors `[H]` on InLine's second term `[B, N, H, D]` that bring it closest to softmax's output."""
     axes = (0, 1, 3) if by_head else (0, 1, 2, 3)
     explained, energy = ((part * second).double().sum(axes) for part in (softmax, second))
-    gains = torch.where(energy > 0, explained / energy, 1.0).clamp(min=LEAST_GAIN).float()
+    gains = torch.where(energy == 0, 1.0, explained / energy).clamp(min=LEAST_GAIN).float()
     return gains.expand(second.shape[2])
