@@ -81,9 +81,12 @@ class CheckpointStore:
         """Write a checkpoint, then remove those that need not be kept.
 
         A checkpoint of the same step is replaced. Other processes that save to this folder wait. Weights are state
-        dicts, and lose the name prefixes of DDP and `torch.compile`. `state` is plain data, or a TypeError says where
-        it is not. A metric that is not finite never counts as best. `CheckpointWriteError`: the disk is full, read-only
-        or broken.
+        dicts, and lose the name prefixes of DDP and `torch.compile`. `state` is plain data. A metric that is not finite
+        never counts as best.
+
+        Raises:
+            CheckpointWriteError: If the disk is full, read-only or broken.
+            TypeError: If the state contains anything but plain data. The message says where.
         """
         contents = {
             "step": operator.index(step),  # these three may come as NumPy numbers or tensors

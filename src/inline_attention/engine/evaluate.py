@@ -99,9 +99,6 @@ def evaluate_checkpoint(
 ) -> Metrics | None:
     """Evaluate the model of a file of weights, a run or a training checkpoint. Returns None on all ranks but 0.
 
-    `CheckpointError`: the file cannot be read or does not fit. `DataError`: there is no such data. `ValueError`: the
-    file does not say which model it is of, or no data is named.
-
     Args:
         path: File, run or checkpoint.
         data: Validation data. Detectors and segmenters know its kind.
@@ -112,6 +109,11 @@ def evaluate_checkpoint(
         amp: "bf16", "fp16", "auto" or "off".
         device: "auto", "cpu", "cuda" or "cuda:N".
         on_note: Called on rank 0 with each note on repairs.
+
+    Raises:
+        CheckpointError: If the file cannot be read or does not fit.
+        DataError: If there is no such data.
+        ValueError: If the file does not say which model it is of, or no data is named.
     """
     if not path.is_file():
         path = find_weights(path, averaged=use_ema)

@@ -52,7 +52,9 @@ class Linearized:
 def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
     """Return the settings `key=value` of the model in a run, checkpoint or file of weights, as teacher and start.
 
-    `CheckpointError`: the weights cannot be used. `ValueError`: the model's attention is converted already.
+    Raises:
+        CheckpointError: If the weights cannot be used.
+        ValueError: If the model's attention is converted already.
     """
     weights = find_weights(path)
     file = open_checkpoint(weights)
@@ -75,7 +77,8 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
 def fetch_teacher(name: str, path: Path) -> None:
     """Write timm's pretrained weights of a model to a file, unless it is there from an earlier start.
 
-    `ValueError`: there are none, they cannot be downloaded, or the model has no attention to convert.
+    Raises:
+        ValueError: If there are none, they cannot be downloaded, or the model has no attention to convert.
     """
     if path.exists():
         return
@@ -95,7 +98,7 @@ def fetch_teacher(name: str, path: Path) -> None:
 def linearize(
     config: TrainConfig, *, attention_epochs: int = 0, on_note: Callable[[str], None] = lambda _: None
 ) -> Linearized:
-    """Measure teacher and untrained conversion, distill, and measure the best checkpoint. Errors: see `train`.
+    """Measure teacher and untrained conversion, distill, and measure the best checkpoint.
 
     Figures of the start are kept in the run's folder, so that a resumed run does not measure them again.
 
@@ -103,6 +106,10 @@ def linearize(
         config: Settings with `distillation.match` and the teacher's weights.
         attention_epochs: Epochs of a first phase that matches each attention's output, a run in the run's folder.
         on_note: Called on rank 0 with what is done next.
+
+    Raises:
+        ConfigError: With all problems of settings and data, before anything is trained or written.
+        InterruptedBySignalError: After SIGTERM or SIGINT, and a checkpoint.
     """
     with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
         say = on_note if processes.is_main else (lambda _: None)

@@ -182,7 +182,11 @@ class BrokenReport:
         return len(self) > self._known
 
     def share(self) -> None:
-        """Share the lists. All ranks must call it. `BrokenImagesError` on all: a dataset has more than allowed."""
+        """Share the lists. All ranks must call it.
+
+        Raises:
+            BrokenImagesError: On all ranks, if a dataset has more than allowed.
+        """
         gathered = self._processes.gather([list(images) for images in self._lists])
         try:
             for number, images in enumerate(self._lists):
@@ -218,9 +222,11 @@ class RankSync:
         return []
 
     def agree(self) -> None:
-        """Synchronize ranks. All must call it, and all raise the same error.
+        """Synchronize ranks. All must call it.
 
-        `InterruptedBySignalError`: one got a signal. `BrokenImagesError`: there are more broken images than allowed.
+        Raises:
+            InterruptedBySignalError: On all ranks, if one got a signal.
+            BrokenImagesError: On all ranks, if there are more broken images than allowed.
         """
         is_stopped, has_news = self.processes.any(self._interruption.number is not None, self._broken.has_news)
         if has_news:

@@ -49,7 +49,8 @@ def calibrate_attention(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
     layers = calibratable_layers(model)
     if record is None or not layers:
         raise ValueError(
-            f"{type(model).__name__} has no InLine attention (identity feature map) that convert_attention has put in"
+            f"{type(model).__name__} has no InLine attention with the identity as its feature map that "
+            "convert_attention has put in; call convert_attention(model) first"
         )
     if any(layer.is_calibrated for layer in layers.values()):
         raise ValueError(f"{type(model).__name__} is calibrated already; that is possible only once")

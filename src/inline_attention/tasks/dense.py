@@ -58,7 +58,8 @@ class DenseTask(Task, Generic[Options]):
     def of_checkpoint(cls, file: Checkpoint, data: DataSection) -> tuple[Self, list[str]]:
         """Return the task that a file of weights was trained for, and its class names.
 
-        `CheckpointError`: the file is of another task or version, or damaged, or describes a refused model.
+        Raises:
+            CheckpointError: If the file is of another task or version, or damaged, or describes a refused model.
         """
         recorded = file.metadata.get(TASK, "classification")
         if recorded != cls.name:

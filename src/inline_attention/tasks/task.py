@@ -288,7 +288,11 @@ class Task(ABC):
 
     @abstractmethod
     def open(self) -> TaskData:
-        """Open and check both splits. `ConfigError` has all problems."""
+        """Open and check both splits.
+
+        Raises:
+            ConfigError: With all problems.
+        """
 
     @abstractmethod
     def build_model(self, class_names: Sequence[str]) -> nn.Module:

@@ -34,7 +34,10 @@ def from_mapping(
 ) -> TrainConfig:
     """Read settings from nested mappings: section → field → value; `base` (or defaults) has what is missing.
 
-    `ConfigError` has the problems found already, every unknown name and every bad value of the source of that name.
+    `source` is the name of `content` in messages; `found` are problems of it that are known already.
+
+    Raises:
+        ConfigError: With these problems, every unknown name and every bad value.
     """
     problems = list(found)
     sections = to_mapping(base or TrainConfig())
@@ -169,11 +172,14 @@ def _value_text(value: Any) -> str:
 
 
 def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
-    """Return settings changed by overrides, `section.field=value` each. `ConfigError` has all that is wrong with them.
+    """Return settings changed by overrides, `section.field=value` each.
 
     Later ones win. Numbers, lists and mappings are YAML. Text is taken as it is, `#` and blanks included, but for
     quotes around all of it; `null` stands for nothing where a setting allows that. `model.arguments.depth=4` sets one
     entry of a mapping.
+
+    Raises:
+        ConfigError: With everything that is wrong in any of them.
     """
     content: dict[str, Any] = to_mapping(config)
     problems: list[Problem] = []
@@ -211,7 +217,10 @@ def _parse(path: str, text: str) -> Any:
 def check_recipe_file(config: TrainConfig, overrides: Iterable[str], source: str) -> None:
     """Refuse what a stranger's recipe may not set: where to write, what to fetch, where to send, what to build.
 
-    Settings that the command line, `overrides`, sets as well are the user's own, and pass. `ConfigError` has the rest.
+    Settings that the command line, `overrides`, sets as well are the user's own, and pass.
+
+    Raises:
+        ConfigError: With every setting that is refused.
     """
     own = {override.partition("=")[0].strip() for override in overrides}
     problems = [

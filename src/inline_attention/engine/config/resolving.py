@@ -87,7 +87,11 @@ class ResolvedValues:
 
 
 def resolve(config: TrainConfig, world_size: int = 1) -> ResolvedValues:
-    """Compute the values that follow from the settings. `ConfigError`: the devices cannot share the total batch."""
+    """Compute the values that follow from the settings.
+
+    Raises:
+        ConfigError: If the devices cannot share the total batch.
+    """
     world_size = max(1, world_size // config.distributed.context_parallel)
     batch, steps, total = _batches(config, world_size)
     base_size, ema = config.optimizer.lr_base_size, config.ema

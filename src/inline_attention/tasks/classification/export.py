@@ -199,7 +199,10 @@ def export_classifier(
 
     Returns how the model, the exported file and the quantized file do on prepared images `[B, 3, H, W]` and, if known,
     their classes `[B]`. `dynamic` exports for every image size, not only for that of the images; `int8` writes linear
-    layers in 8-bit integers (ONNX). `ExportError`: the file's scores differ from the model's.
+    layers in 8-bit integers (ONNX).
+
+    Raises:
+        ExportError: If the file's scores differ from the model's.
     """
     size = images.shape[2], images.shape[3]
     program = trace(classifier.model, size, dynamic=dynamic)
@@ -226,7 +229,8 @@ def write_compared_onnx(
 ) -> list[Comparison]:
     """Write a graph as ONNX, in 8-bit integers on request, and return the float32 form and the quantized one.
 
-    `ExportError`: the float32 form differs from the model.
+    Raises:
+        ExportError: If the float32 form differs from the model.
     """
     with TemporaryDirectory() as folder:
         exact = Path(folder, "exact.onnx") if int8 else path

@@ -206,7 +206,11 @@ class ImageClassifier:
         return replace(self._results([path], logits, top)[0], level=level)
 
     def prepare(self, path: str | os.PathLike[str], *, max_pixels: int = DEFAULT_MAX_PIXELS) -> torch.Tensor:
-        """Read, resize and normalize one picture: `[3, H, W]`. `ImageError`: unreadable, or it would be too large."""
+        """Read, resize and normalize one picture: `[3, H, W]`.
+
+        Raises:
+            ImageError: If it cannot be read, or would be too large.
+        """
         image = load_image(path, max_pixels=max_pixels)
         if self._size is None:
             return self.prepare_image(image)

@@ -108,7 +108,11 @@ class DetectionEvaluator:
     """Computes average precision. Each rank adds its images, which alone count, and all call `compute`."""
 
     def __init__(self, annotations: CocoAnnotations, *, masks: bool = True):
-        """Take the ground truth, crowds included; evaluate masks, too. `ImportError`: faster-coco-eval is missing."""
+        """Take the ground truth, crowds included; evaluate masks, too.
+
+        Raises:
+            ImportError: If faster-coco-eval is missing.
+        """
         self._annotations, self._masks = annotations, masks
         self._sizes = {image.id: (image.height, image.width) for image in annotations.images}
         self._categories = annotations.label_to_category
@@ -129,12 +133,15 @@ class DetectionEvaluator:
         outputs: Sequence[Mapping[str, Tensor]],
         masks: Sequence[Iterable[Tensor]] | None = None,
     ) -> None:
-        """Add the detections of some images, by COCO's ids. `ValueError`: an unknown image or label, a mask's size.
+        """Add the detections of some images, by COCO's ids.
 
         Outputs are those of torchvision's detectors: boxes `[n, 4]` (left, top, right, bottom in pixels of the original
         image), labels `[n]` from 1, scores `[n]` and masks `[n, 1, H, W]` from 0 to 1. Other masks, `n` of `[H, W]` for
         each image, may take the place of these. They are taken one at a time, and only run lengths are kept, so that an
         iterator needs memory for one of them.
+
+        Raises:
+            ValueError: If an image or a label is unknown, or a mask has another size than its image.
         """
         if masks is None:
             masks = [output["masks"] if self._masks else () for output in outputs]

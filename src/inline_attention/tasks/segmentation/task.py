@@ -78,7 +78,11 @@ class SegmentationEvaluator:
     def __init__(
         self, class_names: Sequence[str], device: torch.device | str = "cpu", windows: SlidingWindows | None = None
     ):
-        """Take class names by label, device of labels, sliding windows. `ImportError`: torchmetrics is missing."""
+        """Take class names by label, device of labels, sliding windows.
+
+        Raises:
+            ImportError: If torchmetrics is missing.
+        """
         library = import_extra("torchmetrics.classification", "segmentation")
         matrix = library.MulticlassConfusionMatrix(len(class_names), ignore_index=IGNORED, validate_args=False)
         self._class_names, self._confusion, self._windows = tuple(class_names), matrix.to(device), windows
