@@ -76,10 +76,10 @@ QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.ke
 # As results/cifar10_long.md: with AdamW, 30 epochs of softmax on CIFAR-10 end at 76 %.
 TEACHER_EPOCHS = 80
 STRONG = (
-    "optimizer.name=muon", "optimizer.lr=5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
+    "optimizer.name=muon", "optimizer.lr=3.5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
     "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=0.5",
     f"augmentation.mixup_off_epoch={TEACHER_EPOCHS * 17 // 20}", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
-    "training.batch_size=512", "training.total_batch_size=512", "training.validation_interval=20",
+    "training.batch_size=256", "training.total_batch_size=256", "training.validation_interval=20",
     "checkpoints.interval_epochs=10",
 )  # fmt: skip
 

@@ -48,7 +48,13 @@ ELABORATE = [
     "ema.enabled=true",
 ]
 
-ON_DEVICE = ["augmentation.auto_augment=rand-m9-mstd0.5-inc1", "augmentation.reprob=0.5"]
+# With two blocks, Muon updates matrices together.
+ON_DEVICE = [
+    "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
+    "augmentation.reprob=0.5",
+    "optimizer.name=muon",
+    "model.arguments={patch_size: 2, embed_dim: 32, num_heads: 1, depth: 2}",
+]
 
 
 @pytest.fixture

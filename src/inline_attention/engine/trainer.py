@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
@@ -31,9 +30,10 @@ from inline_attention.engine.checkpoints import (
     CheckpointWriteError,
     TrainingCheckpoint,
 )
-from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, optimizer_arguments, schedule_arguments
+from inline_attention.engine.config import ConfigError, Problem, ResolvedValues, schedule_arguments
 from inline_attention.engine.evaluate import evaluate
 from inline_attention.engine.interruption import InterruptedBySignalError, Interruption
+from inline_attention.engine.optimizers import create_optimizer
 from inline_attention.engine.processes import BrokenReport, Precision, Processes, RankSync
 from inline_attention.engine.reporting import RunReport
 from inline_attention.engine.run_folder import CHECKPOINTS
@@ -131,7 +131,7 @@ class Trainer:
             self.strategy.prepare(self.ema.module)
         self.strategy.prepare(self.model)
         self.updates_per_epoch = len(self.training_loader) // resolved.grad_accum_steps
-        self.optimizer = create_optimizer_v2(self.model, **optimizer_arguments(resolved, processes.device))
+        self.optimizer = create_optimizer(self.model, resolved, processes.device)
         self.total_updates = resolved.total_updates(self.updates_per_epoch)
         self.total_epochs = resolved.total_epochs(self.updates_per_epoch)
         self.scheduler = None
