@@ -39,6 +39,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import typer
+from timm.layers import build_sincos2d_pos_embed  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
 from inline_attention import convert_attention
@@ -74,7 +75,7 @@ NOTES = ("model", "model_arguments", "class_names", "crop_pct")
 ARGUMENTS = "model.arguments="
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
 # As results/cifar10_long.md: with AdamW, 30 epochs of softmax on CIFAR-10 end at 76 %.
-TEACHER_EPOCHS = 80
+TEACHER_EPOCHS = 75
 STRONG = (
     "optimizer.name=muon", "optimizer.lr=3.5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
     "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=0.5",
@@ -94,6 +95,7 @@ class Experiment:
         epochs: Epochs of the teacher.
         overrides: Settings of teacher and students.
         teacher: Settings of the teacher alone.
+        resembles_pretrained: Whether the teacher starts from `resemble_pretrained`.
         batch: Images per update of the students.
         shares: Students' lengths, in percent.
         probe_share: Length of the student without labels, in percent.
@@ -104,6 +106,7 @@ class Experiment:
     epochs: int
     overrides: tuple[str, ...]
     teacher: tuple[str, ...]
+    resembles_pretrained: bool = False
     batch: int = 256
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
@@ -142,6 +145,7 @@ EXPERIMENTS = {
         epochs=TEACHER_EPOCHS,
         overrides=("model.img_size=32", "training.compile=true"),
         teacher=STRONG,
+        resembles_pretrained=True,
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
@@ -152,6 +156,7 @@ EXPERIMENTS = {
             "training.compile=true",
         ),
         teacher=STRONG,
+        resembles_pretrained=True,
     ),
 }  # fmt: skip
 # Students differ from their teacher in these.
@@ -201,7 +206,23 @@ class Place:
 
     def teacher_settings(self) -> TrainConfig:
         """Return the settings of the teacher."""
-        return self.settings("teacher", *self.experiment.teacher, f"training.epochs={self.experiment.epochs}")
+        start: list[str] = []
+        if self.experiment.resembles_pretrained:
+            path = self.runs / f"start-seed{self.seed}.safetensors"
+            start = [f"model.initial_checkpoint={path}"]
+            if not path.exists():
+                self._write_start(path)
+        own = (f"training.epochs={self.experiment.epochs}", *start)
+        return self.settings("teacher", *self.experiment.teacher, *own)
+
+    def _write_start(self, path: Path) -> None:
+        torch.manual_seed(self.seed)
+        config = self.settings("start").model
+        arguments = {**config.arguments, "img_size": config.img_size, "num_classes": config.num_classes}
+        model = timm.create_model(MODEL, **arguments)
+        resemble_pretrained(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_weights(model.state_dict(), path, metadata={"model": MODEL, "model_arguments": json.dumps(arguments)})
 
     def student_settings(self, variant: str, share: int, *, backbone: Path | None = None) -> TrainConfig:
         """Return the settings of a student of the teacher, or, without labels, of a backbone without head."""
@@ -227,6 +248,33 @@ class Place:
             distillation=replace(recipe.distillation, match=match, calibration_images=pictures),
             training=replace(base.training, updates=updates, validation_interval=10**6),
         )
+
+
+@torch.no_grad()
+def resemble_pretrained(vit: Any) -> None:
+    """Make the attention of a new ViT look like a pretrained one's: mimetic initialization (Trockman, Kolter 2023).
+
+    Queries meet keys, and values the output projection, in products near a multiple of the identity. Position
+    embeddings are sines and cosines. A ViT-T learns CIFAR-10 to 91 % this way in 100 epochs, and to 86 % without.
+    """
+    vit.pos_embed.zero_()
+    vit.pos_embed[0, vit.num_prefix_tokens :] = build_sincos2d_pos_embed(vit.patch_embed.grid_size, vit.embed_dim)
+    for block in vit.blocks:
+        attention, width = block.attn, vit.embed_dim
+        query, key, value = attention.qkv.weight.view(3, width, width)
+        for head in range(attention.num_heads):
+            rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
+            left, right = factors(0.7, 0.7, width)
+            query[rows], key[rows] = left[:, : attention.head_dim].T, right[: attention.head_dim]
+        left, right = factors(0.4, -0.4, width)
+        attention.proj.weight.copy_(left)
+        value.copy_(right)
+
+
+def factors(noise: float, diagonal: float, width: int) -> tuple[Tensor, Tensor]:
+    """Return two matrices whose product is noise plus a multiple of the identity; first singular values first."""
+    left, values, right = torch.linalg.svd(noise * torch.randn(width, width) / width**0.5 + diagonal * torch.eye(width))
+    return left * values.sqrt(), values.sqrt()[:, None] * right
 
 
 def round_teacher(weights: Path, place: Place) -> None:
