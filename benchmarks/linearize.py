@@ -107,7 +107,7 @@ class Experiment:
     overrides: tuple[str, ...]
     teacher: tuple[str, ...]
     resembles_pretrained: bool = False
-    batch: int = 256
+    batch: int = 128
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
 

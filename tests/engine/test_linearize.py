@@ -28,7 +28,13 @@ from inline_attention.tasks.task import DataSection
 NAME = "vit_tiny_patch16_224"
 ARGUMENTS = {"patch_size": 2, "embed_dim": 16, "num_heads": 2, "depth": 2}
 CLASSES = [str(number) for number in range(10)]
-STUDENT = ["model.attention=inline", "model.drop_path=null", "optimizer.lr=2e-3", "checkpoints.interval_epochs=1"]
+STUDENT = [
+    "model.attention=inline",
+    "model.drop_path=null",
+    "optimizer.name=muon",
+    "optimizer.lr=2e-3",
+    "checkpoints.interval_epochs=1",
+]
 
 
 def write_teacher(path, classes=10, names=CLASSES, **arguments):

@@ -116,7 +116,7 @@ _LINEARIZE: dict[str, dict[str, Any]] = {
     "augmentation": {
         "scale": (0.35, 1.0), "auto_augment": None, "color_jitter": 0.2, "reprob": 0.0, "mixup": 0.0, "cutmix": 0.0
     },
-    "optimizer": {"lr": 5e-4, "lr_base_size": None, "weight_decay": 0.02},
+    "optimizer": {"name": "muon", "lr": 2e-3, "lr_base_size": None, "weight_decay": 0.02},
     "schedule": {"warmup_epochs": 0, "min_lr": 1e-6},
     "loss": {"smoothing": 0.0},
     "training": {"epochs": 10, "batch_size": 128, "clip_grad": 1.0},
