@@ -74,13 +74,14 @@ PROBES = ("probe of the teacher", "probe of the student")
 NOTES = ("model", "model_arguments", "class_names", "crop_pct")
 ARGUMENTS = "model.arguments="
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
-# As results/cifar10_long.md: with AdamW, 30 epochs of softmax on CIFAR-10 end at 76 %.
-TEACHER_EPOCHS = 75
+# Softmax overfits CIFAR-10: with 75 epochs in batches of 256, half of them mixed and no stochastic depth, it ended at
+# 97.8 % of 1,000 training pictures (without augmentation) and 87.8 % of the test pictures.
+TEACHER_EPOCHS = 100
 STRONG = (
-    "optimizer.name=muon", "optimizer.lr=3.5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
-    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=0.5",
-    f"augmentation.mixup_off_epoch={TEACHER_EPOCHS * 17 // 20}", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
-    "training.batch_size=256", "training.total_batch_size=256", "training.validation_interval=20",
+    "optimizer.name=muon", "optimizer.lr=2.5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
+    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=1.0", "model.drop_path=0.1",
+    f"augmentation.mixup_off_epoch={TEACHER_EPOCHS * 19 // 20}", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
+    "training.batch_size=128", "training.total_batch_size=128", "training.validation_interval=20",
     "checkpoints.interval_epochs=10",
 )  # fmt: skip
 
@@ -255,7 +256,8 @@ def resemble_pretrained(vit: Any) -> None:
     """Make the attention of a new ViT look like a pretrained one's: mimetic initialization (Trockman, Kolter 2023).
 
     Queries meet keys, and values the output projection, in products near a multiple of the identity. Position
-    embeddings are sines and cosines. A ViT-T learns CIFAR-10 to 91 % this way in 100 epochs, and to 86 % without.
+    embeddings are sines and cosines. A ViT-T with patches of 2 learned CIFAR-10 to 87.8 % in 75 epochs this way, and to
+    86.2 % in 80 epochs without.
     """
     vit.pos_embed.zero_()
     vit.pos_embed[0, vit.num_prefix_tokens :] = build_sincos2d_pos_embed(vit.patch_embed.grid_size, vit.embed_dim)
