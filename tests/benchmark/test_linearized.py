@@ -63,7 +63,7 @@ def test_what_would_take_too_long_or_too_much_is_left_out(models, monkeypatch):
     # Nearly with their square: 5,350 tokens then 21,399, 6 · 16 channels.
     assert linearized._too_costly(softmax, slow, 2048, 1, CPU) == "left out: may take 158 s"
     quick = SpeedCell("", 1024, 1, images_per_second=10.0, peak_bytes=2**30)
-    monkeypatch.setattr(linearized, "_free_memory", lambda: 2**31)
+    monkeypatch.setattr(linearized, "available_memory", lambda: 2**31)
     assert linearized._too_costly(softmax, quick, 2048, 1, CPU) == "does not fit: needs about 4.0 GiB"
-    monkeypatch.setattr(linearized, "_free_memory", lambda: 2**34)
+    monkeypatch.setattr(linearized, "available_memory", lambda: 2**34)
     assert linearized._too_costly(softmax, quick, 2048, 1, CPU) is None

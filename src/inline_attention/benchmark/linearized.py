@@ -6,7 +6,6 @@ Each size is bounded by time and memory: what would take too long is left out, w
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from inline_attention.benchmark.timing import (
     reset_peak,
 )
 from inline_attention.layers.attention import KernelAttention
+from inline_attention.support.memory import available_memory
 
 SIZES = (224, 512, 1024, 2048)
 LONGEST_CALL = 30.0  # seconds that one batch may be expected to take
@@ -127,7 +127,7 @@ def _too_costly(model: nn.Module, last: SpeedCell, size: int, batch: int, device
     if seconds > LONGEST_CALL:
         return f"left out: may take {seconds:,.0f} s"
     if device.type != "cuda" and last.peak_bytes:
-        needed, free = last.peak_bytes / last.batch * batch * ratio, _free_memory()
+        needed, free = last.peak_bytes / last.batch * batch * ratio, available_memory()
         if free is not None and needed > SHARE_OF_MEMORY * free:
             return f"{NO_ROOM}: needs about {needed / 2**30:.1f} GiB"
     return None
@@ -139,13 +139,6 @@ def _cost(model: nn.Module, size: int) -> float:
     softmax = [module for module in attentions if not isinstance(module, KernelAttention)]
     tokens, channels = (size / _patch_side(model)) ** 2, getattr(model, "num_features", 1)
     return tokens * (1 + len(softmax) / max(1, len(attentions)) * tokens / (6 * channels))
-
-
-def _free_memory() -> int | None:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not on this platform
-        return None
 
 
 def _patch_side(model: nn.Module) -> int:

@@ -37,10 +37,12 @@ from inline_attention.models.base import Level, VisionModel
 from inline_attention.models.timm_vit import StreamedViT, unsupported_reason
 from inline_attention.ops import states
 from inline_attention.support.files import free_bytes, replace_atomically
+from inline_attention.support.memory import available_memory
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SHARE_FOR_TOKENS = 3 / 4  # of the memory, at most; the rest is for a band
-SHARE_OF_HOST = 1 / 2  # of the free host memory, for tokens of a GPU
+SHARE_OF_HOST = 1 / 2  # of the available host memory, for tokens of a GPU
+ASSUMED_HOST = 2**33  # bytes, where the system does not say what is available
 STATES_AT_ONCE = 64  # states of bands to merge in one go
 LARGEST_BAND_ON_CPU = 2**27  # bytes
 ZEROS = bytes(2**24)
@@ -689,7 +691,9 @@ class _Run:
         if size + self.held + band <= self.memory:
             self.held += size
             return _Tokens(torch.empty(shape, device=self.device, dtype=self.dtype), self.device, size)
-        if self.device.type != "cpu" and size <= _free_host_memory() * SHARE_OF_HOST:
+        available = available_memory()
+        host = SHARE_OF_HOST * (ASSUMED_HOST if available is None else available)
+        if self.device.type != "cpu" and size <= host:
             return _Tokens(torch.empty(shape, dtype=self.dtype, pin_memory=True), self.device, 0)
         return _Tokens(_in_file(self.folder, size, self.dtype).view(shape), self.device, 0)
 
@@ -787,10 +791,3 @@ def _in_file(folder: str | os.PathLike[str] | None, size: int, dtype: torch.dtyp
                 file.write(ZEROS[: size - start])
             file.flush()
         return torch.from_file(file.name, shared=True, size=size // dtype.itemsize, dtype=dtype)
-
-
-def _free_host_memory() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not known on this system
-        return 2**33
