@@ -1,7 +1,6 @@
-"""timm's optimizers, with a faster Muon.
+"""timm's optimizers. Muon updates matrices of one shape together.
 
-timm's Muon updates one matrix after the other, in about 30 operations each: a GPU waits for the 1,500 launches of a
-ViT-T longer than it computes. Here, matrices of one shape are updated together.
+timm's Muon takes one matrix after the other, each in some 30 small operations.
 """
 
 from __future__ import annotations
@@ -12,10 +11,15 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.optim.muon import muon
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from inline_attention.engine.config import ResolvedValues, optimizer_arguments
+
+MUON_SETTINGS = [name for name in inspect.signature(muon).parameters if name != "params"]
+# To `muon`, a stack is the weight of a convolution that has a matrix at each place.
+STACK_SETTINGS = {"conv_mode": "batched", "normalize_spatial": False}
 
 
 def create_optimizer(model: nn.Module, resolved: ResolvedValues, device: torch.device) -> torch.optim.Optimizer:
@@ -28,17 +32,12 @@ def create_optimizer(model: nn.Module, resolved: ResolvedValues, device: torch.d
 
 @torch.no_grad()
 def update_matrices_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Update matrices of the same shape by timm's `muon` at once, and hide their gradients from the step that follows.
+    """Update matrices of one shape by timm's `muon` at once, and hide their gradients from the step that follows.
 
-    The first step is timm's: it decides which parameters are matrices for Muon. To `muon`, a stack is the weight of a
-    convolution that has a matrix at each place.
+    The first step is timm's alone: it decides which parameters are matrices for Muon.
     """
-    from timm.optim.muon import muon
-
-    options = [option for option in inspect.signature(muon).parameters if option != "params"]
     for group in optimizer.param_groups:
-        settings = {option: group[option] for option in options if option in group}
-        settings |= {"conv_mode": "batched", "normalize_spatial": False}
+        settings = {name: group[name] for name in MUON_SETTINGS if name in group} | STACK_SETTINGS
         for parameters in _stacks(optimizer, group["params"]):
             momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -52,12 +51,11 @@ def update_matrices_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _stacks(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return lists of matrices of one shape, of those that Muon updated before."""
+    """Return lists of matrices of one shape, of those that Muon updated before; sharded ones are left to timm."""
     stacks: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        is_sharded = isinstance(parameter, DTensor)
-        if parameter.grad is not None and parameter.ndim == 2 and not is_sharded:
-            state = optimizer.state.get(parameter, {})
-            if state.get("use_muon") and "momentum_buffer" in state:
-                stacks[parameter.shape, parameter.dtype, parameter.device].append(parameter)
+        state = optimizer.state.get(parameter, {})
+        is_matrix = parameter.ndim == 2 and state.get("use_muon") and "momentum_buffer" in state
+        if is_matrix and parameter.grad is not None and not isinstance(parameter, DTensor):
+            stacks[parameter.shape, parameter.dtype, parameter.device].append(parameter)
     return [stack for stack in stacks.values() if len(stack) > 1]
