@@ -6,14 +6,14 @@
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine. The teacher is its weights in half precision:
-RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention is replaced (InLine or
-linear, with and without the local 3×3 term), and students are distilled for 0 to 25 % of the teacher's epochs. Class
-tokens keep softmax and InLine is calibrated; rows of their own are without that. Without labels, the student of a
-backbone without head matches tokens alone, and a linear probe is trained on teacher and student. Runs are processes,
-several at a time; those that matter most come first. After the time limit or a kill, the same command resumes; finished
-runs are not repeated. To resume on another machine, take these files of RUNS/DATASET along: teacher-seed*.safetensors,
-*.json and */outcome.json.
+A softmax ViT of timm is trained by the engine, on cifar10 first with patches twice as large, which costs a fifth. The
+teacher is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
+Its attention is replaced (InLine or linear, with and without the local 3×3 term), and students are distilled for 0 to
+25 % of the teacher's epochs. Class tokens keep softmax and InLine is calibrated; rows of their own are without that.
+Without labels, the student of a backbone without head matches tokens alone, and a linear probe is trained on teacher
+and student. Runs are processes, several at a time; those that matter most come first. After the time limit or a kill,
+the same command resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET
+along: coarse-seed*.safetensors, teacher-seed*.safetensors, *.json and */outcome.json.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from timm.layers import build_sincos2d_pos_embed  # pyright: ignore[reportPrivateImportUsage]
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from inline_attention import convert_attention
@@ -95,7 +96,8 @@ class Experiment:
         epochs: Epochs of the teacher.
         overrides: Settings of teacher and students.
         teacher: Settings of the teacher alone.
-        resembles_pretrained: Whether the teacher starts from `resemble_pretrained`.
+        coarse: Settings of a first run of the teacher, with larger patches; if empty, there is none.
+        resembles_pretrained: Whether the first run of the teacher starts from `resemble_pretrained`.
         batch: Images per update of the students.
         shares: Students' lengths, in percent.
         probe_share: Length of the student without labels, in percent.
@@ -106,6 +108,7 @@ class Experiment:
     epochs: int
     overrides: tuple[str, ...]
     teacher: tuple[str, ...]
+    coarse: tuple[str, ...] = ()
     resembles_pretrained: bool = False
     batch: int = 128
     shares: tuple[int, ...] = (1, 5, 10, 25)
@@ -183,15 +186,28 @@ class Place:
     @property
     def teacher(self) -> Path:
         """Weights of the teacher."""
-        return self.runs / f"teacher-seed{self.teacher_seed}.safetensors"
+        return self.weights("teacher")
+
+    @property
+    def processors(self) -> int:
+        """Processors for the workers of a run."""
+        return max(1, (os.cpu_count() or 2) // self.at_once - 1)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Runs that the teacher takes, in their order."""
+        return ("coarse", "teacher") if self.experiment.coarse else ("teacher",)
+
+    def weights(self, stage: str) -> Path:
+        """Weights that a stage of the teacher's training ends with; those of "start" are not trained."""
+        return self.runs / f"{stage}-seed{self.teacher_seed}.safetensors"
 
     def settings(self, name: str, *overrides: str) -> TrainConfig:
         """Return the settings of a run of the teacher's model on the data."""
         data: list[str] = []
         if self.data_dir is not None:
             # They decode small images once: more of them would take longer to start than they save.
-            workers = max(1, min(4, (os.cpu_count() or 2) // self.at_once - 1))
-            data = [f"data.dir={self.data_dir}", f"data.workers={workers}"]
+            data = [f"data.dir={self.data_dir}", f"data.workers={min(4, self.processors)}"]
             if self.experiment.recipe == "cifar10" and (self.data_dir / "train").is_dir():
                 is_cifar = (self.data_dir / "test").is_dir()
                 data += ["data.dataset=folder", *(["data.val_split=test"] if is_cifar else [])]
@@ -204,27 +220,38 @@ class Place:
         every = [*fixed, *self.experiment.overrides, *data, *QUIET, *overrides, *self.own, *where]
         return with_overrides(get_recipe(self.experiment.recipe).config, every)
 
-    def teacher_settings(self) -> TrainConfig:
-        """Return the settings of the teacher."""
-        start = [f"model.initial_checkpoint={self.start}"] if self.experiment.resembles_pretrained else []
-        epochs = f"training.epochs={self.experiment.epochs}"
-        return self.settings("teacher", *self.experiment.teacher, epochs, *start)
-
-    @property
-    def start(self) -> Path:
-        """First weights of a teacher that resembles a pretrained model."""
-        return self.runs / f"start-seed{self.seed}.safetensors"
+    def stage_settings(self, stage: str) -> TrainConfig:
+        """Return the settings of a stage of the teacher's training."""
+        experiment, first = self.experiment, self.stages[0]
+        before = "coarse" if stage != first else "start" if experiment.resembles_pretrained else None
+        start = [] if before is None else [f"model.initial_checkpoint={self.weights(before)}"]
+        own = [f"training.epochs={experiment.epochs}", *(experiment.coarse if stage == "coarse" else ())]
+        if self.data_dir is not None:  # strong augmentation takes much longer than decoding
+            own.append(f"data.workers={self.processors}")
+        return self.settings(stage, *experiment.teacher, *own, *start)
 
     def write_start(self) -> None:
-        """Write the first weights of the teacher."""
+        """Write the first weights of a teacher that resembles a pretrained model."""
         torch.manual_seed(self.seed)
-        config = self.settings("start").model
+        config = self.stage_settings(self.stages[0]).model
         arguments = {**config.arguments, "img_size": config.img_size, "num_classes": config.num_classes}
         model = timm.create_model(MODEL, **arguments)
         resemble_pretrained(model)
         self.runs.mkdir(parents=True, exist_ok=True)
         notes = {"model": MODEL, "model_arguments": json.dumps(arguments)}
-        save_weights(model.state_dict(), self.start, metadata=notes)
+        save_weights(model.state_dict(), self.weights("start"), metadata=notes)
+
+    def finish_stage(self, stage: str) -> None:
+        """Write the weights of a stage in half precision: 11 MB, where some machines hand out 16 at most."""
+        file = open_checkpoint(find_weights(run_folder(self.stage_settings(stage)) / "checkpoints" / "last"))
+        weights = {name: value.half() for name, value in file.weights.items()}
+        notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
+        if stage == "coarse":  # fit patches and positions to the teacher's
+            arguments = {**json.loads(notes["model_arguments"]), **self.stage_settings("teacher").model.arguments}
+            model: Any = timm.create_model(MODEL, **arguments)
+            weights = checkpoint_filter_fn(weights, model)
+            notes["model_arguments"] = json.dumps(arguments)
+        save_weights(weights, self.weights(stage), metadata=notes)
 
     def student_settings(self, variant: str, share: int, *, backbone: Path | None = None) -> TrainConfig:
         """Return the settings of a student of the teacher, or, without labels, of a backbone without head."""
@@ -279,22 +306,18 @@ def factors(noise: float, diagonal: float, width: int) -> tuple[Tensor, Tensor]:
     return left * values.sqrt(), values.sqrt()[:, None] * right
 
 
-def round_teacher(weights: Path, place: Place) -> None:
-    """Write the teacher in half precision: 11 MB, where some machines hand out 16 at most."""
-    file = open_checkpoint(weights)
-    notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
-    save_weights({name: value.half() for name, value in file.weights.items()}, place.teacher, metadata=notes)
-
-
-def teacher_commands(places: Sequence[Place]) -> dict[Command, Place]:
-    """Return the commands of the teachers that are missing."""
-    missing = [place for place in places if not place.teacher.exists()]
-    for place in missing:
-        if place.experiment.resembles_pretrained and not place.start.exists():
+def teacher_commands(places: Sequence[Place], stage: str) -> dict[Command, Place]:
+    """Return the commands of a stage of the teachers that are missing."""
+    commands: dict[Command, Place] = {}
+    for place in places:
+        if place.teacher.exists() or place.weights(stage).exists():
+            continue
+        if stage != place.stages[0] and not place.weights("coarse").exists():  # its run was stopped
+            continue
+        if place.experiment.resembles_pretrained and stage == place.stages[0] and not place.weights("start").exists():
             place.write_start()
-    return {
-        run_command(f"teacher, seed {place.seed}", place.teacher_settings(), is_alone=False): place for place in missing
-    }
+        commands[run_command(f"{stage}, seed {place.seed}", place.stage_settings(stage), is_alone=False)] = place
+    return commands
 
 
 def student_runs(place: Place, round_: int) -> Iterator[tuple[str, TrainConfig]]:
@@ -488,14 +511,15 @@ def collect(places: Sequence[Place]) -> dict[str, dict[str, float]]:
         for path in (evaluations_file(place, kind) for kind in EVALUATIONS):
             results |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if place.teacher.exists():
-            for name, config in (run for round_ in range(ROUNDS) for run in student_runs(place, round_)):
+            for name, config in (run for rounds in ROUNDS for round_ in rounds for run in student_runs(place, round_)):
                 if (outcome := read_outcome(config)) is not None:
                     results[name] = math.nan if outcome.top1 is None else outcome.top1
     return found
 
 
 EVALUATIONS = {"untrained": evaluate_untrained, "probe": probe}
-ROUNDS = 6
+# Rounds between whose runs the seeds do not alternate.
+ROUNDS = ((0,), (1,), (2, 3), (4, 5))
 
 
 def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[Command]:
@@ -506,16 +530,15 @@ def student_commands(places: Sequence[Place], arguments: Sequence[str]) -> list[
         return Command(f"{kind}, seed {place.seed}", words, place.runs / f"{kind}-seed{place.seed}.log")
 
     commands = [evaluation("untrained", place) for place in places if not evaluations_file(place, "untrained").exists()]
-    for round_ in range(ROUNDS):
-        for place in places:
-            commands += [
-                run_command(f"{name}, seed {place.seed}", config, is_alone=False)
-                for name, config in student_runs(place, round_)
-                if read_outcome(config) is None
-            ]
-            is_due = round_ == (1 if place is places[0] else ROUNDS - 1)  # one seed of it decides
-            if is_due and not evaluations_file(place, "probe").exists():
-                commands.append(evaluation("probe", place))
+    for place, round_ in ((place, round_) for rounds in ROUNDS for place in places for round_ in rounds):
+        commands += [
+            run_command(f"{name}, seed {place.seed}", config, is_alone=False)
+            for name, config in student_runs(place, round_)
+            if read_outcome(config) is None
+        ]
+        is_due = round_ == (1 if place is places[0] else ROUNDS[-1][-1])  # one seed of it decides
+        if is_due and not evaluations_file(place, "probe").exists():
+            commands.append(evaluation("probe", place))
     return commands
 
 
@@ -565,13 +588,14 @@ def main(
                 print(ended.command.last_lines(), flush=True)
 
     try:
-        commands = teacher_commands(teachers)
-        for command in finish(list(commands)):
-            place = commands[command]
-            config = place.teacher_settings()
-            round_teacher(find_weights(run_folder(config) / "checkpoints" / "last"), place)
-            if (outcome := read_outcome(config)) is not None and outcome.top1 is not None:
-                print(f"{command.name}: top-1 {outcome.top1:.2f} %", flush=True)
+        for stage in teachers[0].stages:
+            commands = teacher_commands(teachers, stage)
+            for command in finish(list(commands)):
+                place = commands[command]
+                place.finish_stage(stage)
+                outcome = read_outcome(place.stage_settings(stage))
+                if outcome is not None and outcome.top1 is not None:
+                    print(f"{command.name}: top-1 {outcome.top1:.2f} %", flush=True)
         trained = [place for place in places if place.teacher.exists()]
         if only == "teachers":
             return
