@@ -76,11 +76,10 @@ NOTES = ("model", "model_arguments", "class_names", "crop_pct")
 ARGUMENTS = "model.arguments="
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
 # Strong regularization: with half of the batches mixed and no stochastic depth, softmax overfits CIFAR-10.
-TEACHER_EPOCHS = 100
 STRONG = (
     "optimizer.name=muon", "optimizer.lr=2.5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
     "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=1.0", "model.drop_path=0.1",
-    f"augmentation.mixup_off_epoch={TEACHER_EPOCHS * 19 // 20}", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
+    "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
     "training.batch_size=128", "training.total_batch_size=128", "training.validation_interval=20",
     "checkpoints.interval_epochs=10",
 )  # fmt: skip
@@ -96,7 +95,8 @@ class Experiment:
         epochs: Epochs of the teacher.
         overrides: Settings of teacher and students.
         teacher: Settings of the teacher alone.
-        coarse: Settings of a first run of the teacher, with larger patches; if empty, there is none.
+        coarse_epochs: Epochs of the teacher before, with patches twice as large, which cost a fifth.
+        coarse: Settings of these epochs alone.
         resembles_pretrained: Whether the first run of the teacher starts from `resemble_pretrained`.
         batch: Images per update of the students.
         shares: Students' lengths, in percent.
@@ -108,6 +108,7 @@ class Experiment:
     epochs: int
     overrides: tuple[str, ...]
     teacher: tuple[str, ...]
+    coarse_epochs: int = 0
     coarse: tuple[str, ...] = ()
     resembles_pretrained: bool = False
     batch: int = 128
@@ -145,20 +146,25 @@ EXPERIMENTS = {
     "cifar10": Experiment(
         "cifar10",
         patch=2,
-        epochs=TEACHER_EPOCHS,
+        epochs=60,
         overrides=("model.img_size=32", "training.compile=true"),
-        teacher=STRONG,
+        teacher=(*STRONG, "augmentation.mixup_off_epoch=50"),
+        coarse_epochs=200,
+        coarse=(
+            "optimizer.lr=5e-3", "training.batch_size=256", "training.total_batch_size=256",
+            "augmentation.mixup_off_epoch=0",
+        ),
         resembles_pretrained=True,
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
         patch=4,
-        epochs=TEACHER_EPOCHS,
+        epochs=100,
         overrides=(
             "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8",
             "training.compile=true",
         ),
-        teacher=STRONG,
+        teacher=(*STRONG, "augmentation.mixup_off_epoch=95"),
         resembles_pretrained=True,
     ),
 }  # fmt: skip
@@ -196,7 +202,7 @@ class Place:
     @property
     def stages(self) -> tuple[str, ...]:
         """Runs that the teacher takes, in their order."""
-        return ("coarse", "teacher") if self.experiment.coarse else ("teacher",)
+        return ("coarse", "teacher") if self.experiment.coarse_epochs else ("teacher",)
 
     def weights(self, stage: str) -> Path:
         """Weights that a stage of the teacher's training ends with; those of "start" are not trained."""
@@ -225,7 +231,10 @@ class Place:
         experiment, first = self.experiment, self.stages[0]
         before = "coarse" if stage != first else "start" if experiment.resembles_pretrained else None
         start = [] if before is None else [f"model.initial_checkpoint={self.weights(before)}"]
-        own = [f"training.epochs={experiment.epochs}", *(experiment.coarse if stage == "coarse" else ())]
+        own = [f"training.epochs={experiment.epochs}"]
+        if stage == "coarse":
+            size = f"model.arguments={{patch_size: {2 * experiment.patch}}}"
+            own = [f"training.epochs={experiment.coarse_epochs}", size, *experiment.coarse]
         if self.data_dir is not None:  # strong augmentation takes much longer than decoding
             own.append(f"data.workers={self.processors}")
         return self.settings(stage, *experiment.teacher, *own, *start)
@@ -434,9 +443,12 @@ def write_results(
     header = ["student", *(f"{share} % ({share / 100 * epochs:.3g} epochs)" for share in shares)]
     rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in VARIANTS]
     sizes = "".join(f" with {text.removeprefix(ARGUMENTS)}" for text in experiment.overrides if ARGUMENTS in text)
+    before = ""
+    if experiment.coarse_epochs:
+        before = f", after {experiment.coarse_epochs} epochs with patches of {2 * experiment.patch}"
     seeds = f"{len(found)} seeds{' of students, one teacher' if one_teacher else ''}"
     text = [
-        f"Softmax teacher: {MODEL}{sizes}, patches of {experiment.patch} pixels, {epochs} epochs. Top-1 "
+        f"Softmax teacher: {MODEL}{sizes}, patches of {experiment.patch} pixels, {epochs} epochs{before}. Top-1 "
         f"{summary(found, 'teacher')} % of the held-out pictures, {seeds} (± standard deviation). Students start from "
         f"its weights and learn from its logits, its tokens and the labels, in batches of {experiment.batch}. Class "
         "tokens keep softmax and InLine starts calibrated on training pictures, except where a row says “class token "
