@@ -195,11 +195,6 @@ class Place:
         return self.weights("teacher")
 
     @property
-    def processors(self) -> int:
-        """Processors for the workers of a run."""
-        return max(1, (os.cpu_count() or 2) // self.at_once - 1)
-
-    @property
     def stages(self) -> tuple[str, ...]:
         """Runs that the teacher takes, in their order."""
         return ("coarse", "teacher") if self.experiment.coarse_epochs else ("teacher",)
@@ -213,7 +208,8 @@ class Place:
         data: list[str] = []
         if self.data_dir is not None:
             # They decode small images once: more of them would take longer to start than they save.
-            data = [f"data.dir={self.data_dir}", f"data.workers={min(4, self.processors)}"]
+            workers = max(1, min(4, (os.cpu_count() or 2) // self.at_once - 1))
+            data = [f"data.dir={self.data_dir}", f"data.workers={workers}"]
             if self.experiment.recipe == "cifar10" and (self.data_dir / "train").is_dir():
                 is_cifar = (self.data_dir / "test").is_dir()
                 data += ["data.dataset=folder", *(["data.val_split=test"] if is_cifar else [])]
@@ -235,8 +231,6 @@ class Place:
         if stage == "coarse":
             size = f"model.arguments={{patch_size: {2 * experiment.patch}}}"
             own = [f"training.epochs={experiment.coarse_epochs}", size, *experiment.coarse]
-        if self.data_dir is not None:  # strong augmentation takes much longer than decoding
-            own.append(f"data.workers={self.processors}")
         return self.settings(stage, *experiment.teacher, *own, *start)
 
     def write_start(self) -> None:
