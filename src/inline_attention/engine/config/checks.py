@@ -147,9 +147,10 @@ def _check_classification_data(config: TrainConfig) -> Iterator[Problem]:
             message = f"expected {expected} with data.in_memory, got {shown(value)}"
             yield Problem(path, f"{message}; set it so, or data.in_memory=false")
     for name in ("scale", "ratio"):
-        if getattr(settings, name) != getattr(AugmentationSection(), name):
-            message = f"has no effect with data.in_memory, where crops are padded, got {shown(getattr(settings, name))}"
-            yield Problem(f"augmentation.{name}", f"{message}; leave it out, or set data.in_memory=false")
+        value, default = getattr(settings, name), getattr(AugmentationSection(), name)
+        if value != default:
+            message = f"has no effect with data.in_memory, where crops are padded, got {shown(value)}"
+            yield Problem(f"augmentation.{name}", f"{message}; set it to {shown(default)}, or data.in_memory=false")
     if policy is not None and is_known_policy(policy) and (reason := unsupported_policy(policy)) is not None:
         message = f"expected what data.in_memory can do; {policy} {reason}, or data.in_memory=false"
         yield Problem("augmentation.auto_augment", message)
