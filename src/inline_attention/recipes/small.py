@@ -114,7 +114,7 @@ _LINEARIZE: dict[str, dict[str, Any]] = {
         "conversion_options": {"softmax_prefix": True},
     },
     "augmentation": {
-        "scale": (0.35, 1.0), "auto_augment": None, "color_jitter": 0.2, "reprob": 0.0, "mixup": 0.0, "cutmix": 0.0
+        "scale": (0.7, 1.0), "auto_augment": None, "color_jitter": 0.0, "reprob": 0.0, "mixup": 0.0, "cutmix": 0.0
     },
     "optimizer": {"name": "muon", "lr": 2e-3, "lr_base_size": None, "weight_decay": 0.02},
     "schedule": {"warmup_epochs": 0, "min_lr": 1e-6},
