@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import timm
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from inline_attention.benchmark.linearized import SpeedCell
 from inline_attention.cli import linearize as command
 from inline_attention.cli.main import app
+from inline_attention.cli.train import _settings_of_start as settings_of_start
 from inline_attention.data.datasets import digits
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.models.reading import CheckpointError, find_weights, open_checkpoint
@@ -151,6 +153,58 @@ def test_pictures_without_classes(invoke, teacher, pictures, tmp_path):
     written = json.loads((tmp_path / "out" / "features" / "linearize.json").read_text())
     assert set(written["figures"]) == {"converted", "linearized"}
     assert len(json.loads(open_checkpoint(written["weights"]).metadata["conversion"])["keep_softmax"]) == 1
+
+
+def test_a_resumed_run_keeps_the_blocks_it_has_chosen(invoke, teacher, monkeypatch):
+    options = [*DIGITS, "--no-speed", "--experiment", "kept", "--keep-softmax", "1"]
+    assert invoke(teacher, *options, "--updates", "1").exit_code == 0
+    monkeypatch.setattr("inline_attention.analysis.linearize.blocks_that_lose_most", None)  # not asked again
+    result = invoke(teacher, *options, "--updates", "2", "--resume", "auto")
+    assert result.exit_code == 0, result.output
+    assert "measuring which blocks" not in result.output
+
+
+def test_classes_are_checked_before_blocks_are_measured(invoke, teacher, pictures, monkeypatch):
+    monkeypatch.setattr("inline_attention.analysis.linearize.blocks_that_lose_most", None)
+    for split in ("train", "val"):
+        shutil.copytree(pictures, pictures.parent / "two" / split)
+    result = invoke(teacher, "--data-dir", pictures.parent / "two", "--keep-softmax", "1", "--device", "cpu")
+    assert "has 10 classes, the data 2 classes" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_loss_of_accuracy_is_said(invoke, teacher):
+    result = invoke(teacher, *DIGITS, "--no-speed", "--lr", "10", "--opt", "sgd", "--updates", "2")
+    assert result.exit_code == 0, result.output
+    assert "is lower than without training" in " ".join(result.output.split())
+
+
+def test_a_backbone_gets_a_head_by_finetune(invoke, pictures, tmp_path):
+    path = tmp_path / "backbone.safetensors"
+    model = timm.create_model(NAME, **ARGUMENTS, img_size=8, num_classes=0)
+    notes = {"model": NAME, "model_arguments": json.dumps({**ARGUMENTS, "img_size": 8, "num_classes": 0})}
+    save_weights(model, path, metadata=notes)
+    result = invoke(path, "--features", "--data-dir", pictures, "--updates", "1", "-b", "9", "--no-speed", "-j", "0")
+    assert result.exit_code == 0, result.output
+    assert "`inline train finetune --initial-checkpoint" in " ".join(result.output.split())
+
+
+def test_dense_recipes_take_the_arguments_of_the_model_that_is_named(teacher):
+    start = f"model.initial_checkpoint={teacher}"
+    assert settings_of_start("scenes_segmentation", [start]) == []
+    named = settings_of_start("scenes_segmentation", [f"model.name={NAME}", start])
+    assert [json.loads(text.removeprefix("model.arguments=")) for text in named] == [ARGUMENTS]
+    assert settings_of_start("scenes_segmentation", [f"model.name={NAME}", "model.arguments={}", start]) == []
+    assert settings_of_start("scenes_segmentation", ["model.name=vit_small_patch16_224", start]) == []
+
+
+def test_a_run_knows_its_data(invoke, tmp_path):
+    model = ["--model", NAME, "--set", "model.arguments={patch_size: 2, embed_dim: 16, num_heads: 1, depth: 1}"]
+    where = ["--output", str(tmp_path), "--experiment", "run", "--device", "cpu"]
+    words = ["train", "digits", *model, "--set", "model.drop_path=null", "--epochs", "1", *where]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    result = invoke(tmp_path / "run", "--updates", "1", "--no-speed", "--device", "cpu", "-j", "0")
+    assert result.exit_code == 0, result.output
+    assert "top-1 %" in result.output
 
 
 @pytest.mark.parametrize(("text", "kept"), [("2", 2), ("0", 0), ("4,8", [4, 8]), ("8, 4", [4, 8]), ("4,", [4])])

@@ -132,6 +132,6 @@ def test_a_recipe_of_cifar10_takes_the_classes_of_a_folder_of_pictures(tmp_path)
 def test_model_flag_wins_over_the_checkpoint(tmp_path):
     save_weights(create_model("inline_pvt_tiny", num_classes=3), tmp_path / "pvt.safetensors")
     chosen = overrides_of(["--initial-checkpoint", str(tmp_path / "pvt.safetensors"), "--model", "inline_swin_tiny"])
-    assert train._settings_of_start(chosen) == []
-    assert train._settings_of_start(chosen[:1]) == ['model.name="inline_pvt_tiny"', "model.arguments={}"]
-    assert train._settings_of_start([]) == []
+    assert train._settings_of_start("finetune", chosen) == []
+    assert train._settings_of_start("finetune", chosen[:1]) == ['model.name="inline_pvt_tiny"', "model.arguments={}"]
+    assert train._settings_of_start("finetune", []) == []

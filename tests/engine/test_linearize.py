@@ -238,3 +238,33 @@ def test_a_folder_in_the_hubs_layout_is_a_teacher(tmp_path):
     expected = {"patch_size": 2, "embed_dim": 24, "depth": 1, "global_pool": "token"}
     assert json.loads(settings["model.arguments"]) == expected
     assert json.loads(settings["distillation.teacher_size"]) in (8, [8, 8])
+
+
+def test_weights_without_notes_are_a_teacher_at_their_own_size(tmp_path):
+    model = timm.create_model(NAME, **ARGUMENTS, img_size=12, num_classes=10)
+    path = tmp_path / "plain.pth"
+    torch.save(model.state_dict(), path)
+    found = dict(text.split("=", 1) for text in describe_teacher(path, NAME))
+    assert found["distillation.teacher_size"] == found["model.img_size"] == "12"  # 6×6 positions, patches of 2
+    torch.save(timm.create_model(NAME, depth=1, num_classes=10).state_dict(), path)
+    found = dict(text.split("=", 1) for text in describe_teacher(path, NAME))
+    assert found["distillation.teacher_size"] == "[224, 224]"
+    assert "model.img_size" not in found
+
+
+def test_a_backbone_without_head_has_no_accuracy(tmp_path):
+    path = write_teacher(tmp_path / "backbone.safetensors", classes=0, names=None)
+    with pytest.raises(CheckpointError, match="no head to classify with"):
+        evaluate_checkpoint(path, DataSection("digits"), device="cpu")
+
+
+def test_a_converted_file_of_another_model_is_named(tmp_path, teacher):
+    folder = linearize(config(tmp_path, *settings(tmp_path, teacher), "training.updates=1")).folder
+    changed = [
+        "model.name=inline_swin_tiny",
+        f"model.initial_checkpoint={folder}",
+        "model.arguments={}",
+        "model.img_size=32",
+    ]
+    with pytest.raises(ConfigError, match="is of vit_tiny_patch16_224, not of inline_swin_tiny; add --model"):
+        train(config(tmp_path / "other", *changed))

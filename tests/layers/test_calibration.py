@@ -196,3 +196,15 @@ def test_what_cannot_be_calibrated_is_refused():
     calibrate_attention(model, pictures())
     with pytest.raises(ValueError, match="only once"):
         calibrate_attention(model, pictures())
+
+
+def test_attention_over_maps_of_sam():
+    torch.manual_seed(0)
+    arguments = {"img_size": 64, "depth": 2, "embed_dim": 32, "num_heads": 2, "global_attn_indexes": (1,)}
+    model = timm.create_model("samvit_base_patch16", **arguments, num_classes=0).eval()
+    torch.nn.init.normal_(model.blocks[1].attn.qkv.weight[:32], std=0.8)
+    with pytest.warns(UserWarning, match="within windows"):
+        convert_attention(model, drop_position_bias=True)
+    gains = calibrate_attention(model, torch.randn(2, 3, 64, 64))
+    assert list(gains) == ["blocks.1.attn"]
+    assert model(torch.randn(1, 3, 64, 64)).isfinite().all()

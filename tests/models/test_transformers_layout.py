@@ -122,6 +122,8 @@ def test_the_preprocessor_is_downloaded_too(tmp_path, monkeypatch):
     [
         ({"model_type": "beit"}, "type beit, expected one of vit, deit"),
         ({"hidden_act": "relu"}, "an MLP with relu"),
+        ({"layer_norm_eps": 1e-3}, "layer_norm_eps 0.001, timm's model at most 1e-05"),
+        ({"rope_theta": 10.0}, "rope_theta 10, timm's model 100"),
         ({"image_size": "../../x"}, "img_size"),
         ({"num_attention_heads": -1}, "num_heads"),
         ({"num_attention_heads": 5}, "cannot be built"),

@@ -73,8 +73,14 @@ def linearize(
     is_main = int(os.environ.get("RANK", "0")) == 0
     if isinstance(kept, int) and kept:  # those that change the features most when they alone are converted
         from inline_attention.analysis.linearize import blocks_that_lose_most
+        from inline_attention.engine.linearize import blocks_kept_before, check_linearization
 
-        blocks = blocks_that_lose_most(config, kept, images=ANALYZED_IMAGES)
+        check_linearization(config)  # before the pictures are read
+        blocks = blocks_kept_before(config)
+        if blocks is None:
+            if is_main:
+                say(f"measuring which blocks lose most, on {ANALYZED_IMAGES} pictures")
+            blocks = blocks_that_lose_most(config, kept, images=ANALYZED_IMAGES)
         if is_main:
             say(f"blocks that keep softmax: {', '.join(map(str, blocks))} (`inline analyze linearize` shows all)")
         config = with_overrides(config, [f"model.keep_softmax={blocks}"])
@@ -89,10 +95,17 @@ def linearize(
         return
     cells = _measure_speed(result, config) if speed else []
     make_console().print(result_table(result, cells))
+    name, before, after = result.first_figures()
+    if after < before:
+        advice = "train longer (--epochs), on more pictures, or with a lower --lr"
+        say(f"{TITLES.get(name, name)} is lower than without training ({before:.2f} → {after:.2f}): {advice}")
     if result.weights is None:
         say("no weights were saved: nothing was trained")
-    else:
+    elif result.has_head:
         say(f"Weights written to {result.weights}: `inline predict PICTURES -c {result.weights}` uses them")
+    else:
+        use = f"`inline train finetune --initial-checkpoint {result.folder} --data-dir DIR` adds a head"
+        say(f"Weights written to {result.weights}: {use}")
 
 
 def read_linearize_settings(model: str, given: Sequence[str], *, features: bool) -> TrainConfig:
@@ -129,7 +142,18 @@ def read_linearize_settings(model: str, given: Sequence[str], *, features: bool)
         else:
             source = Path(plain.model.initial_checkpoint)
     described = describe_teacher(source, name)
+    if not features and path.exists() and not any(text.startswith(("data.dir=", "data.dataset=")) for text in given):
+        described += _data_of_run(path)
     return read_settings(recipe, [*place, *described, *given, *place])
+
+
+def _data_of_run(path: Path) -> list[str]:
+    """Return the settings of the data that a run was trained on, as in `inline eval -c RUN`; none if it is no run."""
+    from inline_attention.engine.evaluate import data_of_run
+
+    data = data_of_run(path)
+    names = () if data is None else ("dataset", "dir", "val_split")
+    return [f"data.{name}={json.dumps(getattr(data, name))}" for name in names]
 
 
 def _measure_speed(result: Linearized, config: TrainConfig) -> list[SpeedCell]:

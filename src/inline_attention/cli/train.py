@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -52,8 +53,7 @@ def train(
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     overrides = [*overrides_of(context.args), *(settings or ())]
-    if recipe == ANY_MODEL:
-        overrides = [*_settings_of_start(overrides), *overrides]
+    overrides = [*_settings_of_start(recipe, overrides), *overrides]
     given = {override.partition("=")[0] for override in overrides}
     # With -b alone, the total batch is the recipe's, which was not made for a dataset this small.
     fit_batch = "training.batch_size" in given and "training.total_batch_size" not in given
@@ -71,15 +71,22 @@ def train(
     say(_weights_line(folder))
 
 
-def _settings_of_start(overrides: Sequence[str]) -> list[str]:
-    """Return the settings of the model in the initial checkpoint, if there is one and no --model."""
+def _settings_of_start(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Return the settings of the model in the initial checkpoint: of recipes for any model, or if --model names it."""
     from inline_attention.engine.config import with_overrides
     from inline_attention.engine.train import settings_of_start
     from inline_attention.recipes import get_recipe
 
-    path = with_overrides(get_recipe(ANY_MODEL).config, overrides).model.initial_checkpoint
-    is_chosen = any(override.partition("=")[0].strip() == "model.name" for override in overrides)
-    return [] if path is None or is_chosen else settings_of_start(Path(path))
+    model = with_overrides(get_recipe(ANY_MODEL).config, overrides).model
+    given = {override.partition("=")[0].strip() for override in overrides}
+    is_chosen = "model.name" in given
+    if model.initial_checkpoint is None or (is_chosen and "model.arguments" in given):
+        return []
+    if not is_chosen:
+        return settings_of_start(Path(model.initial_checkpoint)) if recipe == ANY_MODEL else []
+    found = settings_of_start(Path(model.initial_checkpoint))
+    is_same = f"model.name={json.dumps(model.name)}" in found
+    return [setting for setting in found if is_same and setting.startswith("model.arguments=")]
 
 
 def _weights_line(folder: Path) -> str:

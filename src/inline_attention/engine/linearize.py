@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from inline_attention.engine.config import ConfigError, TrainConfig, check
+from inline_attention.engine.config.reading import read_config
 from inline_attention.engine.evaluate import evaluate_task
 from inline_attention.engine.processes import Processes, joined_processes
-from inline_attention.engine.run_folder import CHECKPOINTS
+from inline_attention.engine.run_folder import CHECKPOINTS, SETTINGS_FILE
 from inline_attention.engine.train import build_task, checkpoint_to_resume, run_folder, settings_of_model, train
-from inline_attention.models.checkpoints import save_weights
+from inline_attention.models.checkpoints import image_side_of, number_of_classes, save_weights
 from inline_attention.models.described import (
     Conversion,
     check_description,
@@ -48,6 +49,16 @@ class Linearized:
     teacher: nn.Module | None = None
     student: nn.Module | None = None
 
+    def first_figures(self) -> tuple[str, float, float]:
+        """Return the name of the figure that counts (higher is better), without training and at the end."""
+        name, after = next(iter(self.figures[LINEARIZED].items()))
+        return name, self.figures[CONVERTED].get(name, after), after
+
+    @property
+    def has_head(self) -> bool:
+        """True if the linearized model classifies."""
+        return self.student is not None and number_of_classes(self.student.state_dict(), self.student) is not None
+
 
 def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
     """Return the settings `key=value` of the model in a run, checkpoint or file of weights, as teacher and start.
@@ -68,7 +79,11 @@ def describe_teacher(path: Path, model_name: str | None = None) -> list[str]:
         with torch.device("meta"):
             model: Any = create_described_model(described.name, described.arguments)
         if hasattr(model, "set_input_size"):  # others have no image size
-            settings["distillation.teacher_size"] = json.dumps(model.pretrained_cfg["input_size"][1:])
+            usual = model.pretrained_cfg["input_size"][1:]
+            if (side := image_side_of(file.weights, model)) in (None, max(usual)):
+                settings["distillation.teacher_size"] = json.dumps(usual)
+            else:
+                settings |= {"model.img_size": f"{side}", "distillation.teacher_size": f"{side}"}
     if described.crop_pct is not None:
         settings["data.crop_pct"] = json.dumps(described.crop_pct)
     return [*settings_of_model(described), *(f"{key}={value}" for key, value in settings.items())]
@@ -93,6 +108,23 @@ def fetch_teacher(name: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     notes = {"model": name, "model_arguments": json.dumps({"num_classes": model.num_classes})}
     save_weights(model, path, metadata=notes)
+
+
+def check_linearization(config: TrainConfig) -> None:
+    """Refuse what `linearize` would refuse, without training or measuring (`ConfigError`)."""
+    with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
+        if problems := check(config, world_size=processes.world_size):
+            raise ConfigError(problems)
+        checkpoint_to_resume(config, run_folder(config, processes))
+        _distillation_task(config).open()
+
+
+def blocks_kept_before(config: TrainConfig) -> list[int] | None:
+    """Return the blocks that the run to resume keeps softmax in; None if nothing is resumed."""
+    with joined_processes(config.run.device, config.distributed.timeout_minutes) as processes:
+        settings = run_folder(config, processes) / SETTINGS_FILE
+    is_there = config.run.resume is not None and settings.is_file()
+    return list(read_config(settings).model.keep_softmax) if is_there else None
 
 
 def linearize(

@@ -212,7 +212,9 @@ class AdaptedAttention(TokenAttention):
 def call_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return what a hook sees of a call of an attention of this library as arguments of `TokenAttention.forward`."""
     if isinstance(attention, AdaptedAttention):
-        return attention.translate(*args, **kwargs)
+        call = attention.translate(*args, **kwargs)
+        call["x"], call["grid_size"] = _as_tokens(call["x"])
+        return call
     return inspect.signature(attention.forward).bind(*args, **kwargs).arguments
 
 

@@ -282,17 +282,37 @@ def _fit(
 
 def _with_resampled_positions(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights with the position embeddings of a square grid on the grid of a vision transformer of timm."""
+    found, square = weights.get("pos_embed"), _square_of_positions(model, weights)
+    vit: Any = model
+    if found is None or square is None or found.shape[1:] == vit.pos_embed.shape[1:]:
+        return weights
+    side, prefix = square
+    resampled = resample_abs_pos_embed(found, list(vit.patch_embed.grid_size), [side, side], num_prefix_tokens=prefix)
+    return {**weights, "pos_embed": resampled.contiguous()}
+
+
+def _square_of_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    """Return the side of the square grid of positions in the weights, and the number of positions that are in no grid.
+
+    None if the model is no vision transformer of timm, or the grid is not square.
+    """
     own, found = getattr(model, "pos_embed", None), weights.get("pos_embed")
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if not isinstance(own, Tensor) or found is None or grid is None or found.dim() != 3 or own.dim() != 3:
-        return weights
+        return None
     prefix = own.shape[1] - grid[0] * grid[1]  # class and register tokens that have positions
     side = math.isqrt(max(found.shape[1] - prefix, 0))
     is_square = prefix >= 0 < side and side**2 == found.shape[1] - prefix
-    if not is_square or found.shape[1:] == own.shape[1:] or not found.is_floating_point():
-        return weights
-    resampled = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
-    return {**weights, "pos_embed": resampled.contiguous()}
+    return (side, prefix) if is_square and found.is_floating_point() else None
+
+
+def image_side_of(weights: Mapping[str, Tensor], model: nn.Module) -> int | None:
+    """Return the side of the square images that weights were trained on, by their patches and positions.
+
+    None if the model is no vision transformer of timm with such positions.
+    """
+    square, patches = _square_of_positions(model, weights), weights.get("patch_embed.proj.weight")
+    return None if square is None or patches is None or patches.dim() != 4 else square[0] * patches.shape[-1]
 
 
 def _is_converted(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import InLineAttention, LinearAttention, TokenAttention
 from inline_attention.layers.conversion import convert_attention
-from inline_attention.models.checkpoints import CONVERSION
+from inline_attention.models.checkpoints import CONVERSION, number_of_classes
 from inline_attention.models.reading import Checkpoint, CheckpointError
 from inline_attention.models.registry import ATTENTIONS, FAMILIES, create_model, list_models
 from inline_attention.models.running_cost import RunningCostError, check_running_cost
@@ -79,6 +79,12 @@ class Description:
         """Height and width of the images that the model was trained on, if the file says."""
         size = self.arguments.get("img_size")
         return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
+
+    def classes_in(self, file: Checkpoint) -> int | None:
+        """Return the number of classes of the head in a file's weights, None without a head."""
+        with torch.device("meta"):
+            model = create_described_model(self.name, self.arguments, self.conversion)
+        return number_of_classes(file.weights, model)
 
     def note_preparation(self, model: nn.Module) -> None:
         """Note on a model how its images are prepared, where timm looks for it."""

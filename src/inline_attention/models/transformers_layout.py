@@ -103,6 +103,7 @@ def translate(
     tower = config.get("vision_config", config)
     if not isinstance(tower, Mapping):
         raise CheckpointError(f"{path} has a damaged config.json: expected a mapping as vision_config; fetch it again")
+    _check_numbers(path, tower)
     translated = _translate_weights(path, family, weights)
     is_gated = bool(tower.get("use_gated_mlp"))
     activation = str(tower.get("hidden_act", next(iter(family.names))))
@@ -130,6 +131,19 @@ def translate(
         notes["class_names"] = _class_names(config, classes)
     texts = {key: json.dumps(value) for key, value in notes.items() if value is not None}
     return {"model": name, **texts}, translated
+
+
+def _check_numbers(path: Path, tower: Mapping[str, Any]) -> None:
+    """Refuse numbers that timm's models have fixed, where others would change the outputs."""
+    largest = 1e-5  # timm's norms add this or less, which no trained model sees
+    for name, fits, expected in (
+        ("layer_norm_eps", lambda value: 0 <= value <= 2 * largest, f"at most {largest:g}"),
+        ("rope_theta", lambda value: value == 100, "100"),
+    ):
+        value = tower.get(name)
+        if type(value) in (int, float) and not fits(value):
+            advice = "use convert_attention(model) in Python"
+            raise CheckpointError(f"{path} has {name} {value:g}, timm's model {expected}; {advice}")
 
 
 def _sizes(path: Path, tower: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:

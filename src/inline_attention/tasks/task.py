@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.loading import DEFAULT_TIMEOUT, Loader
 from inline_attention.data.sampling import EvaluationBatches, TrainingBatches
-from inline_attention.models.described import Conversion, conversion_of, conversion_problems
+from inline_attention.models.described import Conversion, conversion_of, conversion_problems, model_family
 from inline_attention.models.reading import Checkpoint, open_checkpoint
-from inline_attention.support.settings import setting
-from inline_attention.support.text import install_command
+from inline_attention.support.settings import ConfigError, Problem, setting
+from inline_attention.support.text import install_command, printable
 
 Value = TypeVar("Value")
 # Model arguments that are settings of their own, and their names.
@@ -162,6 +162,10 @@ class ModelSection:
         file = None if self.initial_checkpoint is None else open_checkpoint(self.initial_checkpoint)
         converted = None if file is None else conversion_of(file)
         conversion = self.conversion or converted
+        noted = "" if file is None else file.metadata.get("model", "")
+        if self.conversion is None and converted is not None and model_family(noted) != model_family(self.name):
+            message = f"{self.initial_checkpoint} is of {printable(noted)[:60] or 'another model'}, not of {self.name}"
+            raise ConfigError([Problem("model.name", f"{message}; add --model with the name of its model")])
         if self.conversion is not None and converted is not None and self.conversion.attention == converted.attention:
             conversion = replace(self.conversion, options={**converted.options, **self.conversion.options})
         return (file, conversion, None) if file is None or converted is not None else (file, None, conversion)

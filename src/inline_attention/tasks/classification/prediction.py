@@ -21,7 +21,7 @@ from torch import nn
 
 from inline_attention.data.images import DEFAULT_MAX_PIXELS, ImageError, limit_aspect_ratio, load_image
 from inline_attention.data.slides import SLIDE_SUFFIXES, needs_streaming, open_slide
-from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
+from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import create_described_model, read_description
 from inline_attention.models.reading import Checkpoint, CheckpointError, open_checkpoint
 from inline_attention.models.streaming import streamed
@@ -132,9 +132,7 @@ class ImageClassifier:
         """
         file = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         described = read_description(file, model_name)
-        with torch.device("meta"):
-            without_values = create_described_model(described.name, described.arguments, described.conversion)
-        classes = number_of_classes(file.weights, without_values)
+        classes = described.classes_in(file)
         if classes is None:
             raise CheckpointError(f"{file.path} has no head to classify with; train or load one")
         class_names = _class_names(file.path, described.class_names, classes)
