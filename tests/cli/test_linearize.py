@@ -201,6 +201,17 @@ def test_weights_without_a_name_need_one(invoke, tmp_path):
     assert "found no attention to convert in ResNet" in result.output
 
 
+def test_bare_weights_are_of_the_model_that_the_settings_describe(invoke, teacher, pictures, tmp_path):
+    path = tmp_path / "plain.pth"
+    torch.save(dict(open_checkpoint(teacher).weights), path)
+    model = ["--model", NAME, "--img-size", 8, "--set", f"model.arguments={json.dumps(ARGUMENTS)}"]
+    options = ["--data-dir", pictures, "--updates", 1, "-b", 9, "--amp", "off", "--no-speed", "-j", 0]
+    size = ["--set", "distillation.teacher_size=8"]  # bare weights do not say
+    result = invoke(path, "--features", *model, *size, *options, "--device", "cpu", "--keep-softmax", 1)
+    assert result.exit_code == 0, result.output
+    assert "blocks that keep softmax:" in result.output
+
+
 def test_pretrained_weights_are_asked_of_timm(tmp_path, monkeypatch):
     from inline_attention.engine import linearize as engine
 

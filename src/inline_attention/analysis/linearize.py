@@ -74,19 +74,26 @@ class LinearizeSurvey:
 
 
 def softmax_subject(
-    path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
+    path: Path,
+    *,
+    model_name: str | None = None,
+    size: tuple[int, int] | None = None,
+    device: str = "auto",
+    **arguments: Any,
 ) -> Subject:
     """Load a softmax model with its weights; its attention becomes this library's softmax, with the same outputs.
 
-    Raises `CheckpointError` if there are no weights, or they do not fit; `ValueError` without softmax over tokens.
+    `arguments` are those of `create_model`; they come before the file's. Raises `CheckpointError` if there are no
+    weights, or they do not fit; `ValueError` without softmax over tokens.
     """
     file = open_checkpoint(find_weights(path))
     described = read_description(file, model_name)
     if described.conversion is not None:
         raise ValueError(f"{file.path} has converted attention already; give the softmax model it was made from")
     with torch.device("meta"):
-        classes = number_of_classes(file.weights, create_described_model(described.name, described.arguments)) or 0
-    model: Any = create_described_model(described.name, {**described.arguments, "num_classes": classes})
+        without_values = create_described_model(described.name, described.arguments, **arguments)
+    arguments["num_classes"] = number_of_classes(file.weights, without_values) or 0
+    model: Any = create_described_model(described.name, described.arguments, **arguments)
     load_checkpoint(model, file)
     described.note_preparation(model)
     if size is not None and hasattr(model, "set_input_size"):
@@ -202,9 +209,12 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     data, settings = config.data, config.distillation
     source = settings.teacher or config.model.initial_checkpoint
     assert source is not None
-    size = settings.teacher_size
+    # The teacher as the distillation builds it: bare weights do not say how.
+    size = settings.teacher_size or config.model.img_size
     pixels = None if size is None else (size, size) if isinstance(size, int) else size
-    subject = softmax_subject(Path(source), model_name=config.model.name, size=pixels, device=config.run.device)
+    model = replace(config.model, img_size=size, drop_path=None)
+    options: dict[str, Any] = {"size": pixels, "device": config.run.device, **model.model_arguments()}
+    subject = softmax_subject(Path(source), model_name=model.name, **options)
     dataset = "folder" if data.dataset == "pictures" else data.dataset
     pictures = open_pictures(dataset, None if data.dir is None else Path(data.dir), data.train_split)
     sample = PictureSample(pictures, images=images, seed=config.training.seed, batch_size=8)
