@@ -178,7 +178,7 @@ def test_broken_pictures_are_named(invoke, teacher, pictures):
         (["vit_tiny_patch16_22", "--data-dir", "x"], "did you mean vit_tiny_patch16_224"),
         (["TEACHER", "--keep-softmax", "two"], "expected how many blocks"),
         (["TEACHER", "--keep-softmax", ","], "expected how many blocks"),
-        (["TEACHER", "--keep-softmax", "2", *DIGITS], "and there are 2; give less"),
+        (["TEACHER", "--keep-softmax", "7", *DIGITS], "there are 2; give less, or name blocks from 0 to 1, such as"),
         (["TEACHER", "--keep-softmax", "7,", *DIGITS], "keep_softmax must have whole numbers"),
         (["TEACHER", "--size", "big"], "expected pixels"),
         (["TEACHER"], "expected the folder of the data"),
@@ -210,6 +210,14 @@ def test_bare_weights_are_of_the_model_that_the_settings_describe(invoke, teache
     result = invoke(path, "--features", *model, *size, *options, "--device", "cpu", "--keep-softmax", 1)
     assert result.exit_code == 0, result.output
     assert "blocks that keep softmax:" in result.output
+
+
+def test_too_many_blocks_to_keep_are_refused_before_pictures_are_read(invoke, teacher, monkeypatch):
+    from inline_attention.analysis import linearize as survey
+
+    monkeypatch.setattr(survey, "survey_linearize", lambda *_: pytest.fail("pictures were read"))
+    result = invoke(teacher, *DIGITS, "--keep-softmax", 2)
+    assert (result.exit_code, "there are 2; give less" in " ".join(result.output.split())) == (1, True)
 
 
 def test_pretrained_weights_are_asked_of_timm(tmp_path, monkeypatch):

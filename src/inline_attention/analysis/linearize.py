@@ -215,16 +215,15 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     model = replace(config.model, img_size=size, drop_path=None)
     options: dict[str, Any] = {"size": pixels, "device": config.run.device, **model.model_arguments()}
     subject = softmax_subject(Path(source), model_name=model.name, **options)
+    if count >= (blocks := len(attention_layers(subject.model))):
+        raise ValueError(
+            f"--keep-softmax {count} keeps the {count} blocks that lose most, and there are {blocks}; give less, or name "
+            f"blocks from 0 to {blocks - 1}, such as --keep-softmax {blocks - 1},"
+        )
     dataset = "folder" if data.dataset == "pictures" else data.dataset
     pictures = open_pictures(dataset, None if data.dir is None else Path(data.dir), data.train_split)
     sample = PictureSample(pictures, images=images, seed=config.training.seed, batch_size=8)
-    survey = survey_linearize(subject, sample)
-    if count >= len(survey.blocks):
-        raise ValueError(
-            f"--keep-softmax {count} keeps the {count} blocks that lose most, and there are {len(survey.blocks)}; give "
-            f"less, or name blocks: --keep-softmax {count},"
-        )
-    return survey.lose_most(count)
+    return survey_linearize(subject, sample).lose_most(count)
 
 
 def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path) -> list[Path]:
