@@ -269,6 +269,18 @@ def test_blocks_are_analyzed(teacher, tmp_path):
     assert list(written["settings"]["keep_softmax"]) == [NAME]
 
 
+def test_the_figure_shows_the_loss_that_counts_as_free(teacher, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from inline_attention.support.figures import Chart
+
+    small_print = []
+    monkeypatch.setattr(Chart, "save", lambda *_, **words: small_print.append(words["small_print"]) or [])
+    options = ["-c", str(teacher), "--device", "cpu", "-n", "2", "-o", str(tmp_path), "--free", "40"]
+    result = CliRunner().invoke(app, ["analyze", "linearize", *options])
+    assert result.exit_code == 0, result.output
+    assert "dashed: 40 %." in small_print[0]
+
+
 def test_an_untrained_model_is_analyzed_on_digits(tmp_path):
     result = CliRunner().invoke(app, ["analyze", "linearize", "--device", "cpu", "-n", "2", "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output

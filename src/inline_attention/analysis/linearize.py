@@ -226,7 +226,9 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     return survey_linearize(subject, sample).lose_most(count)
 
 
-def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path) -> list[Path]:
+def draw_linearize(
+    surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path, *, free: float = FREE
+) -> list[Path]:
     """Write `linearize.png` and `.svg`: the share of softmax explained by block, and the loss alone and together."""
 
     def explained(axes: Axes) -> None:
@@ -243,7 +245,7 @@ def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Pa
             in_order = sorted((item.order, item.lost_together) for item in survey.blocks)
             draw_line(axes, Style("inline", number), [(0, 0.0), *in_order] if together else alone)
         if together:
-            axes.axhline(FREE, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
+            axes.axhline(free, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
         axes.set(ylabel="% of the final tokens", ylim=(0, 1.07 * max(1.0, axes.dataLim.ymax)))
         whole_numbers(axes, "converted blocks, least loss first" if together else "block")
 
@@ -261,7 +263,7 @@ def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Pa
     small_print = (
         f"{note} {images} images, nothing is trained. R²: 100 % is softmax's output, 0 % the mean value; lower values "
         "than -100 % are drawn there. Lost: squared change of the final tokens over their variance; dashed: "
-        f"{FREE:g} %."
+        f"{free:g} %."
     )
     chart = Chart(panels, legend)
     return chart.save(folder, "linearize", title="Which blocks go linear", small_print=small_print)

@@ -254,7 +254,7 @@ def linearize(
         [linearize_table(found)],
         {"linearize": {label: result.blocks for label, result in found.items()}},
         {"free": free, "keep_softmax": {label: result.keep_softmax(free) for label, result in found.items()}},
-        lambda: draw_linearize(found, survey.note, options.output),
+        lambda: draw_linearize(found, survey.note, options.output, free=free),
     )
     for label, result in found.items():
         kept = result.keep_softmax(free)
