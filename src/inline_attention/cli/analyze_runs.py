@@ -18,12 +18,13 @@ from inline_attention.analysis.attention_map import (
     measure_slide_evidence,
     measure_slide_maps,
 )
-from inline_attention.analysis.linearize import as_probed_softmax, softmax_subject
+from inline_attention.analysis.linearize import softmax_subject
 from inline_attention.analysis.scaling import twins_of
 from inline_attention.analysis.slide_page import write_slide_page
 from inline_attention.analysis.subjects import (
     PictureSample,
     Subject,
+    as_probed_softmax,
     open_pictures,
     trained_subject,
     untrained_subject,
