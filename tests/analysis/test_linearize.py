@@ -11,12 +11,12 @@ from inline_attention import calibrate_attention, convert_attention, create_mode
 from inline_attention.analysis.linearize import (
     BlockResult,
     LinearizeSurvey,
-    as_probed_softmax,
     draw_linearize,
     measure_blocks,
     softmax_subject,
 )
 from inline_attention.analysis.probes import MixingRule, capture_attention
+from inline_attention.analysis.subjects import as_probed_softmax
 from inline_attention.models.checkpoints import save_weights
 from inline_attention.tasks.classification.distillation import run_with_tokens
 

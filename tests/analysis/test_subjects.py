@@ -5,10 +5,15 @@ import json
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
-from inline_attention import create_model
+from inline_attention import convert_attention, create_model
+from inline_attention.analysis.locality import survey_locality
+from inline_attention.analysis.masking import survey_masking
+from inline_attention.analysis.predictions import answer_batches
+from inline_attention.analysis.probes import capture_attention
 from inline_attention.analysis.subjects import (
     PictureSample,
     SampledBatches,
@@ -74,6 +79,59 @@ def test_classes_that_a_file_does_not_name_are_not_made_up(tmp_path):
     assert subject.class_names is None
     assert subject.image_size == (224, 224)
     assert subject.described()["layers"] == ["blocks.0.attn"]
+
+
+def vit(folder, *, classes=3, conversion=None):
+    """A file of a small vision transformer of timm, with a head or without, converted or not."""
+    arguments = {**ARGUMENTS, "num_classes": classes}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+    if conversion is not None:
+        convert_attention(model, **conversion)
+    notes = {"model": "vit_tiny_patch16_224", "model_arguments": json.dumps(arguments)}
+    save_weights(model, folder / "vit.safetensors", metadata=notes)
+    return model, folder / "vit.safetensors"
+
+
+@pytest.mark.parametrize("conversion", [None, {}], ids=["softmax", "inline"])
+def test_models_without_a_head_are_analyzed_as_far_as_they_need_none(tmp_path, conversion):
+    model, path = vit(tmp_path, classes=0, conversion=conversion)
+    subject = trained_subject(path, device="cpu")
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(subject.model(images), model(images), rtol=1e-4, atol=1e-5)
+    sample = PictureSample(open_dataset("digits", None, "validation"), images=2)
+    assert survey_locality(subject, sample)
+    for needs_head in (lambda: survey_masking(subject, sample), lambda: next(answer_batches(subject, sample))):
+        with pytest.raises(ValueError, match="vit_tiny_patch16_224 has no head to classify with; train one"):
+            needs_head()
+
+
+def test_softmax_of_timm_is_analyzed(tmp_path):
+    model, path = vit(tmp_path)
+    subject = trained_subject(path, device="cpu", size=(8, 12))
+    assert (subject.kind, subject.image_size) == ("softmax", (8, 12))
+    images = torch.randn(1, 3, 8, 12)
+    (layer,) = capture_attention(subject.model, images)
+    assert (layer.grid_size, layer.num_prefix_tokens) == ((4, 6), 1)
+    model.set_input_size(img_size=(8, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(subject.model(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_models_without_attention_are_refused(tmp_path):
+    model = timm.create_model("resnet10t", num_classes=3)
+    notes = {"model": "resnet10t", "model_arguments": '{"num_classes": 3}'}
+    save_weights(model, tmp_path / "resnet.safetensors", metadata=notes)
+    with pytest.raises(ValueError, match="found no attention to convert in ResNet"):
+        trained_subject(tmp_path / "resnet.safetensors", device="cpu")
+
+
+def test_names_for_other_classes_than_the_head_s_are_refused(tmp_path):
+    model = create_model("inline_deit_tiny", **ARGUMENTS)
+    notes = {"model_arguments": json.dumps(ARGUMENTS), "class_names": '["a", "b"]'}
+    save_weights(model, tmp_path / "a.safetensors", metadata=notes)
+    with pytest.raises(CheckpointError, match="names 2 classes, its head has 3"):
+        trained_subject(tmp_path / "a.safetensors", device="cpu")
 
 
 def test_untrained_models_say_so_and_depend_on_the_seed():

@@ -263,6 +263,15 @@ def test_results_from_before_are_not_replaced_without_a_word(trained, tmp_path):
     assert f"{tmp_path / 'out' / 'locality.json'} and what belongs to it will be replaced" in again.stderr
 
 
+@pytest.mark.parametrize("command", ["locality", "attention-map"])
+def test_results_stay_without_a_warning_if_there_is_no_checkpoint(invoke, tmp_path, command):
+    earlier = tmp_path / "out" / f"{command}.json"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
+    assert "absent" in only_error(invoke(command, "-c", "absent.safetensors"))
+    assert earlier.read_text() == "{}"
+
+
 def test_attention_maps_of_a_slide(invoke, checkpoints, tmp_path):
     """A tiled file above the limit is streamed; softmax models are left out."""
     pytest.importorskip("tifffile")

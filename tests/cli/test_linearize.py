@@ -232,7 +232,7 @@ def test_broken_pictures_are_named(invoke, teacher, pictures):
         (["vit_tiny_patch16_22", "--data-dir", "x"], "did you mean vit_tiny_patch16_224"),
         (["TEACHER", "--keep-softmax", "two"], "expected how many blocks"),
         (["TEACHER", "--keep-softmax", ","], "expected how many blocks"),
-        (["TEACHER", "--keep-softmax", "2", *DIGITS], "and there are 2; give less"),
+        (["TEACHER", "--keep-softmax", "7", *DIGITS], "there are 2; give less, or name blocks from 0 to 1, such as"),
         (["TEACHER", "--keep-softmax", "7,", *DIGITS], "keep_softmax must have whole numbers"),
         (["TEACHER", "--size", "big"], "expected pixels"),
         (["TEACHER"], "expected the folder of the data"),
@@ -253,6 +253,25 @@ def test_weights_without_a_name_need_one(invoke, tmp_path):
     result = invoke(path, *DIGITS, "--model", "resnet10t")
     assert result.exit_code == 1
     assert "found no attention to convert in ResNet" in result.output
+
+
+def test_bare_weights_are_of_the_model_that_the_settings_describe(invoke, teacher, pictures, tmp_path):
+    path = tmp_path / "plain.pth"
+    torch.save(dict(open_checkpoint(teacher).weights), path)
+    model = ["--model", NAME, "--img-size", 8, "--set", f"model.arguments={json.dumps(ARGUMENTS)}"]
+    options = ["--data-dir", pictures, "--updates", 1, "-b", 9, "--amp", "off", "--no-speed", "-j", 0]
+    size = ["--set", "distillation.teacher_size=8"]  # bare weights do not say
+    result = invoke(path, "--features", *model, *size, *options, "--device", "cpu", "--keep-softmax", 1)
+    assert result.exit_code == 0, result.output
+    assert "blocks that keep softmax:" in result.output
+
+
+def test_too_many_blocks_to_keep_are_refused_before_pictures_are_read(invoke, teacher, monkeypatch):
+    from inline_attention.analysis import linearize as survey
+
+    monkeypatch.setattr(survey, "survey_linearize", lambda *_: pytest.fail("pictures were read"))
+    result = invoke(teacher, *DIGITS, "--keep-softmax", 2)
+    assert (result.exit_code, "there are 2; give less" in " ".join(result.output.split())) == (1, True)
 
 
 def test_pretrained_weights_are_asked_of_timm(tmp_path, monkeypatch):
@@ -302,6 +321,18 @@ def test_blocks_are_analyzed(teacher, tmp_path):
     assert (tmp_path / "linearize.png").exists()
     written = json.loads((tmp_path / "linearize.json").read_text())
     assert list(written["settings"]["keep_softmax"]) == [NAME]
+
+
+def test_the_figure_shows_the_loss_that_counts_as_free(teacher, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from inline_attention.support.figures import Chart
+
+    small_print = []
+    monkeypatch.setattr(Chart, "save", lambda *_, **words: small_print.append(words["small_print"]) or [])
+    options = ["-c", str(teacher), "--device", "cpu", "-n", "2", "-o", str(tmp_path), "--free", "40"]
+    result = CliRunner().invoke(app, ["analyze", "linearize", *options])
+    assert result.exit_code == 0, result.output
+    assert "dashed: 40 %." in small_print[0]
 
 
 def test_an_untrained_model_is_analyzed_on_digits(tmp_path):

@@ -149,6 +149,24 @@ def test_damaged_weights_are_named_and_the_rest_is_measured(runs, tmp_path):
     assert found.runs[1].masking
 
 
+def test_a_softmax_model_of_timm_is_measured_beside_its_conversion(tmp_path):
+    attentions = {"teacher": None, "linearized": "inline"}
+    runs = [write_run(tmp_path / name, "vit_tiny_patch16_224", attention=kind) for name, kind in attentions.items()]
+    found = gather(runs, KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
+    assert found.missing == {}
+    assert [run.kind for run in found.runs] == ["softmax", "inline"]
+    assert all(run.confusion and run.locality and run.masking and run.answers for run in found.runs)
+
+
+def test_a_model_without_a_head_is_left_out_of_what_needs_one(tmp_path):
+    run = write_run(tmp_path / "features", "vit_tiny_patch16_224", attention="inline", classes=0)
+    found = gather([run], KeptMeasurements(tmp_path / "report.json"), cost=COST, device="cpu")
+    assert set(found.missing) == {"masking", "answers"}
+    assert all("has no head to classify with" in reason for (reason,) in found.missing.values())
+    assert found.runs[0].confusion
+    assert found.runs[0].locality
+
+
 def test_runs_of_one_model_get_distinct_labels(tmp_path):
     runs = [write_run(tmp_path / parent / "same", "inline_deit_tiny", weights=False) for parent in ("a", "b")]
     runs.append(write_run(tmp_path / "other", "inline_deit_tiny", weights=False))

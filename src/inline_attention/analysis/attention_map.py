@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inline_attention.analysis.probes import LayerAttention, capture_attention, choose_heads, choose_layers
-from inline_attention.analysis.subjects import Subject
+from inline_attention.analysis.subjects import Subject, check_has_head
 from inline_attention.data.slides import Slide
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.models.streaming import streamed
@@ -164,6 +164,7 @@ def measure_slide_evidence(
     on_progress: Callable[[float], None] | None = None,
 ) -> list[EvidenceMap]:
     """Return the evidence of the tokens of a slide for classes, given by their names or numbers."""
+    check_has_head(subject)
     names = subject.class_names or tuple(map(str, range(getattr(subject.model, "num_classes", 0))))
     numbers = [names.index(name) if name in names else int(name) if name.isdecimal() else -1 for name in classes]
     for name, number in zip(classes, numbers, strict=True):

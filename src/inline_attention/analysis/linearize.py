@@ -20,18 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.analysis.probes import LayerAttention, attention_layers, observed
-from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject, describe_subject, open_pictures
+from inline_attention.analysis.subjects import (
+    OnProgress,
+    PictureSample,
+    Subject,
+    as_probed_softmax,
+    open_pictures,
+    trained_subject,
+)
 from inline_attention.engine.config import TrainConfig
-from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.layers.calibration import beyond_mean, fitted_gains
-from inline_attention.layers.conversion import convert_attention
-from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
-from inline_attention.models.described import create_described_model, read_description
+from inline_attention.models.described import conversion_of
 from inline_attention.models.reading import find_weights, open_checkpoint
 from inline_attention.ops.api import inline_attention
 from inline_attention.support.figures import Axes, Chart, LegendEntry, Panel, Style, draw_line, whole_numbers
 from inline_attention.tasks.classification.distillation import Variance, run_with_tokens
-from inline_attention.tasks.task import find_device
 
 FREE = 10.0  # percent of the final tokens' variance that may be lost
 RULES = ("inline", "linear")
@@ -73,40 +76,17 @@ class LinearizeSurvey:
         return sorted(block.block for block in worst)
 
 
-def softmax_subject(
-    path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
-) -> Subject:
-    """Load a softmax model with its weights; its attention becomes this library's softmax, with the same outputs.
+def softmax_subject(path: Path, *, model_name: str | None = None, **options: Any) -> Subject:
+    """Load a softmax model with its weights; see `trained_subject` for the options.
 
     Raises `CheckpointError` if there are no weights, or they do not fit; `ValueError` without softmax over tokens.
     """
     file = open_checkpoint(find_weights(path))
-    described = read_description(file, model_name)
-    if described.conversion is not None:
+    if conversion_of(file) is not None:
         raise ValueError(f"{file.path} has converted attention already; give the softmax model it was made from")
-    with torch.device("meta"):
-        classes = number_of_classes(file.weights, create_described_model(described.name, described.arguments)) or 0
-    model: Any = create_described_model(described.name, {**described.arguments, "num_classes": classes})
-    load_checkpoint(model, file)
-    described.note_preparation(model)
-    if size is not None and hasattr(model, "set_input_size"):
-        model.set_input_size(img_size=size)
-    as_probed_softmax(model)
-    model = model.eval().to(find_device(device))
-    subject = describe_subject(model, described.name, size or described.image_size, described.crop_pct)
-    names = described.class_names
-    return replace(subject, weights=file.path, class_names=None if names is None else tuple(names))
-
-
-def as_probed_softmax(model: nn.Module) -> None:
-    """Replace timm's softmax attention by this library's, in place, so that it can be observed."""
-    if not any(isinstance(module, SoftmaxAttention) for module in model.modules()):
-        convert_attention(model, attention=SoftmaxAttention)
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    for layer in attention_layers(model).values():
-        if not isinstance(layer, SoftmaxAttention):
-            raise ValueError(f"{type(model).__name__} has other attention than softmax already: {type(layer).__name__}")
-        layer.default_grid_size = None if grid is None else (grid[0], grid[1])
+    subject = trained_subject(file, model_name=model_name, **options)
+    as_probed_softmax(subject.model)
+    return subject
 
 
 def survey_linearize(
@@ -202,22 +182,26 @@ def blocks_that_lose_most(config: TrainConfig, count: int, *, images: int) -> li
     data, settings = config.data, config.distillation
     source = settings.teacher or config.model.initial_checkpoint
     assert source is not None
-    size = settings.teacher_size
+    # The teacher as the distillation builds it: bare weights do not say how.
+    size = settings.teacher_size or config.model.img_size
     pixels = None if size is None else (size, size) if isinstance(size, int) else size
-    subject = softmax_subject(Path(source), model_name=config.model.name, size=pixels, device=config.run.device)
+    model = replace(config.model, img_size=size, drop_path=None)
+    options: dict[str, Any] = {"size": pixels, "device": config.run.device, **model.model_arguments()}
+    subject = softmax_subject(Path(source), model_name=model.name, **options)
+    if count >= (blocks := len(attention_layers(subject.model))):
+        raise ValueError(
+            f"--keep-softmax {count} keeps the {count} blocks that lose most, and there are {blocks}; give less, or "
+            f"name blocks from 0 to {blocks - 1}, such as --keep-softmax {blocks - 1},"
+        )
     dataset = "folder" if data.dataset == "pictures" else data.dataset
     pictures = open_pictures(dataset, None if data.dir is None else Path(data.dir), data.train_split)
     sample = PictureSample(pictures, images=images, seed=config.training.seed, batch_size=8)
-    survey = survey_linearize(subject, sample)
-    if count >= len(survey.blocks):
-        raise ValueError(
-            f"--keep-softmax {count} keeps the {count} blocks that lose most, and there are {len(survey.blocks)}; give "
-            f"less, or name blocks: --keep-softmax {count},"
-        )
-    return survey.lose_most(count)
+    return survey_linearize(subject, sample).lose_most(count)
 
 
-def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path) -> list[Path]:
+def draw_linearize(
+    surveys: Mapping[str, LinearizeSurvey], note: str, folder: Path, *, free: float = FREE
+) -> list[Path]:
     """Write `linearize.png` and `.svg`: the share of softmax explained by block, and the loss alone and together."""
 
     def explained(axes: Axes) -> None:
@@ -234,7 +218,7 @@ def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Pa
             in_order = sorted((item.order, item.lost_together) for item in survey.blocks)
             draw_line(axes, Style("inline", number), [(0, 0.0), *in_order] if together else alone)
         if together:
-            axes.axhline(FREE, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
+            axes.axhline(free, color=Style("uniform").color, linewidth=1, linestyle=Style("uniform").dashes)
         axes.set(ylabel="% of the final tokens", ylim=(0, 1.07 * max(1.0, axes.dataLim.ymax)))
         whole_numbers(axes, "converted blocks, least loss first" if together else "block")
 
@@ -252,7 +236,7 @@ def draw_linearize(surveys: Mapping[str, LinearizeSurvey], note: str, folder: Pa
     small_print = (
         f"{note} {images} images, nothing is trained. R²: 100 % is softmax's output, 0 % the mean value; lower values "
         "than -100 % are drawn there. Lost: squared change of the final tokens over their variance; dashed: "
-        f"{FREE:g} %."
+        f"{free:g} %."
     )
     chart = Chart(panels, legend)
     return chart.save(folder, "linearize", title="Which blocks go linear", small_print=small_print)

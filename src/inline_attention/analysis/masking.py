@@ -26,7 +26,7 @@ from inline_attention.analysis.probes import (
     neighborhood_mask,
     observed,
 )
-from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject
+from inline_attention.analysis.subjects import OnProgress, PictureSample, Subject, check_has_head
 from inline_attention.data.batch import Batch
 from inline_attention.data.randomness import derived_seed
 from inline_attention.support.figures import INK, LIGHT, PAPER, Axes, Chart, LegendEntry, Panel, Style, light_grid
@@ -82,6 +82,7 @@ def survey_masking(
 
     Sides that cover the smallest token grid are left out: neighborhood and random tokens would be the same there.
     """
+    check_has_head(subject)
     blank = subject.normalize(torch.zeros(1, 3, *subject.image_size, dtype=torch.uint8))
     smallest = min(min(layer.grid_size) for layer in capture_attention(subject.model, blank))
     if not (sides := [side for side in sides if side < smallest]):

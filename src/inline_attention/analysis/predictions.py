@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from inline_attention.analysis.subjects import PictureSample, Subject
+from inline_attention.analysis.subjects import PictureSample, Subject, check_has_head
 from inline_attention.data.batch import Batch
 from inline_attention.data.sources import ImageSource
 from inline_attention.support.figures import ALARM, INK, Axes, Chart, Panel, draw_picture
@@ -124,6 +124,7 @@ def _draw_picture(axes: Axes, picture: PredictedPicture, *, names_are_short: boo
 
 
 def _class_names(subject: Subject) -> tuple[str, ...]:
+    check_has_head(subject)
     if subject.class_names is None:
         raise ValueError(f"expected a classifier with named classes, got {subject.label} with {subject.note}")
     return subject.class_names

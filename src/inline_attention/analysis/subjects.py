@@ -15,7 +15,13 @@ from timm.data.config import resolve_data_config
 from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
-from inline_attention.analysis.probes import LayerAttention, attention_layers, capture_attention, choose_heads
+from inline_attention.analysis.probes import (
+    AnyAttention,
+    LayerAttention,
+    attention_layers,
+    capture_attention,
+    choose_heads,
+)
 from inline_attention.data.batch import Batch, Normalize
 from inline_attention.data.broken import BrokenImages
 from inline_attention.data.datasets import open_dataset
@@ -24,13 +30,15 @@ from inline_attention.data.loading import ImageLoader
 from inline_attention.data.sampling import SampledBatches
 from inline_attention.data.sources import DataError, ImageSource, PictureSource
 from inline_attention.data.transforms import Transform, evaluation_options, evaluation_transform
-from inline_attention.layers.attention import KernelAttention
+from inline_attention.layers.attention import KernelAttention, SoftmaxAttention
+from inline_attention.layers.conversion import convert_attention
 from inline_attention.models import create_model
-from inline_attention.models.described import read_description
-from inline_attention.models.reading import find_weights, open_checkpoint
+from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
+from inline_attention.models.described import create_described_model, read_description
+from inline_attention.models.reading import Checkpoint, CheckpointError, find_weights, open_checkpoint
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
 from inline_attention.support.text import printable
-from inline_attention.tasks.classification.prediction import ImageClassifier, find_device
+from inline_attention.tasks.task import find_device
 
 OnProgress: TypeAlias = Callable[[float], None]  # called with the share of the work just done; shares sum to one
 NOT_A_RUN = ("checkpoints", "best", "last", "/")  # folders on the way from a run to its weights
@@ -85,20 +93,58 @@ class Subject:
 
 
 def trained_subject(
-    path: Path, *, model_name: str | None = None, size: tuple[int, int] | None = None, device: str = "auto"
+    path: Path | Checkpoint,
+    *,
+    model_name: str | None = None,
+    size: tuple[int, int] | None = None,
+    device: str = "auto",
+    **arguments: Any,
 ) -> Subject:
-    """Load a model with its weights; of a run folder, the best checkpoint is taken.
+    """Load a model with its weights; of a run folder, the best checkpoint is taken. It needs no head.
 
-    Images are as large as in training unless a size (H, W) is given. Raises `CheckpointError` if there are no weights,
-    or they do not fit.
+    Images are as large as in training unless a size (H, W) is given. `arguments` are those of `create_model` and come
+    before the file's. A model of timm gets this library's softmax, see `as_probed_softmax`. Raises `CheckpointError` if
+    there are no weights, or they do not fit; `ValueError` without attention over tokens.
     """
-    file = open_checkpoint(find_weights(path))
-    classifier = ImageClassifier.from_checkpoint(file, model_name=model_name, device=device)
+    file = path if isinstance(path, Checkpoint) else open_checkpoint(find_weights(path))
     described = read_description(file, model_name)
-    subject = describe_subject(classifier.model, described.name, size or described.image_size, described.crop_pct)
+    name, names = described.name, described.class_names
+    with torch.device("meta"):
+        without_values = create_described_model(name, described.arguments, described.conversion, **arguments)
+    classes = arguments["num_classes"] = number_of_classes(file.weights, without_values) or 0
+    if classes and names is not None and len(names) != classes:
+        raise CheckpointError(f"{file.path} names {len(names)} classes, its head has {classes}; convert it again")
+    model: Any = create_described_model(name, described.arguments, described.conversion, **arguments)
+    load_checkpoint(model, file)
+    described.note_preparation(model)
+    if size is not None and hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=size)
+    if not any(isinstance(module, AnyAttention) for module in model.modules()):
+        as_probed_softmax(model)
+    model = model.eval().to(find_device(device))
+    subject = describe_subject(model, name, size or described.image_size, described.crop_pct)
     # Only names from the file itself can be matched with those of a dataset.
-    names = None if described.class_names is None else tuple(described.class_names)
-    return replace(subject, weights=file.path, class_names=names)
+    return replace(subject, weights=file.path, class_names=tuple(names) if classes and names is not None else None)
+
+
+def as_probed_softmax(model: nn.Module) -> None:
+    """Replace timm's softmax attention by this library's, in place, so that it can be observed; outputs stay equal."""
+    if not any(isinstance(module, SoftmaxAttention) for module in model.modules()):
+        convert_attention(model, attention=SoftmaxAttention)
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    for layer in attention_layers(model).values():
+        if not isinstance(layer, SoftmaxAttention):
+            raise ValueError(f"{type(model).__name__} has other attention than softmax already: {type(layer).__name__}")
+        layer.default_grid_size = None if grid is None else (grid[0], grid[1])
+
+
+def check_has_head(subject: Subject) -> None:
+    """Raise `ValueError` for a model that cannot classify."""
+    if getattr(subject.model, "num_classes", None) == 0:
+        raise ValueError(
+            f"{subject.label} has no head to classify with; train one on pictures with classes: "
+            "inline train finetune --initial-checkpoint FILE"
+        )
 
 
 def untrained_subject(

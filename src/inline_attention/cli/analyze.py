@@ -254,7 +254,7 @@ def linearize(
         [linearize_table(found)],
         {"linearize": {label: result.blocks for label, result in found.items()}},
         {"free": free, "keep_softmax": {label: result.keep_softmax(free) for label, result in found.items()}},
-        lambda: draw_linearize(found, survey.note, options.output),
+        lambda: draw_linearize(found, survey.note, options.output, free=free),
     )
     for label, result in found.items():
         kept = result.keep_softmax(free)
@@ -293,7 +293,7 @@ def attention_map(
     tokens = [parse_token(text) for text in token or ()]
     from inline_attention.analysis import attention_map as maps
     from inline_attention.analysis.subjects import weights_note
-    from inline_attention.cli.analyze_runs import finish, load_subjects, measure_slide, start
+    from inline_attention.cli.analyze_runs import finish, load_subjects, measure_slide, start, warn_of_earlier
     from inline_attention.cli.analyze_tables import map_table
     from inline_attention.cli.printing import fail
     from inline_attention.data.datasets import digits
@@ -301,7 +301,7 @@ def attention_map(
     from inline_attention.tasks.classification.prediction import Streaming
 
     streaming, chosen = Streaming(max_pixels, level, memory), {"layer": layer, "heads": head}
-    console = start(options.output, "attention-map")
+    console = start(options.output)
     name = "a digit" if image is None else image.name
     settings, shown = options.described() | {"image": name}, []
     if image is not None and streaming.applies_to(image):
@@ -315,6 +315,7 @@ def attention_map(
         else:
             picture = load_image(image, max_pixels=max_pixels)
         subjects, found = load_subjects(options, for_digits=image is None), []
+        warn_of_earlier(options.output, "attention-map")
         for subject in subjects:
             pixels = subject.transform()(limit_aspect_ratio(picture))
             # The others follow the first model: the same places of the picture, whatever their grids.
@@ -350,14 +351,15 @@ def scaling(
     from inline_attention.analysis.scaling import draw_scaling, measure_scaling
     from inline_attention.benchmark.environment import describe_environment
     from inline_attention.benchmark.results import flat_row
-    from inline_attention.cli.analyze_runs import finish, start
+    from inline_attention.cli.analyze_runs import finish, start, warn_of_earlier
     from inline_attention.cli.analyze_tables import scaling_table
     from inline_attention.cli.bench import resolve_device
     from inline_attention.cli.printing import counting
     from inline_attention.models.registry import ATTENTIONS
 
-    console = start(output, "scaling")
+    console = start(output)
     place = resolve_device(device)
+    warn_of_earlier(output, "scaling")
     image_sizes = image_sizes or ([224, 448, 896] if place.type == "cpu" else [224, 448, 896, 1792])
     with counting("measuring", (len(image_sizes) + len(window_sides)) * len(ATTENTIONS), console) as advance:
         points = measure_scaling(

@@ -18,12 +18,13 @@ from inline_attention.analysis.attention_map import (
     measure_slide_evidence,
     measure_slide_maps,
 )
-from inline_attention.analysis.linearize import as_probed_softmax, softmax_subject
+from inline_attention.analysis.linearize import softmax_subject
 from inline_attention.analysis.scaling import twins_of
 from inline_attention.analysis.slide_page import write_slide_page
 from inline_attention.analysis.subjects import (
     PictureSample,
     Subject,
+    as_probed_softmax,
     open_pictures,
     trained_subject,
     untrained_subject,
@@ -76,7 +77,7 @@ class Survey:
     ):
         """Open pictures, with classes if `labelled` (None: if they have any), and load models, see `load_subjects`."""
         self._name, self._options = name, options
-        self._console = start(options.output, name)
+        self._console = start(options.output)
         in_memory = options.source == "digits"  # nothing to read: processes would only cost time
         source = _open_source(options, labelled)
         self._sample = PictureSample(
@@ -84,6 +85,7 @@ class Survey:
         )
         arguments = {"num_classes": len(source.class_names)} if labelled else {}
         self._subjects = load_subjects(options, for_digits=in_memory, of_softmax=of_softmax, **arguments)
+        warn_of_earlier(options.output, name)
         self._settings = options.described() | {"images": images}
         self.note = weights_note(self._subjects)
         self.styles = numbered_styles({subject.label: subject.kind for subject in self._subjects})
@@ -122,16 +124,17 @@ class Survey:
             warn(f"and {len(skipped) - SHOWN_BROKEN:,} more, which the JSON lists")
 
 
-def start(output: Path, analysis: str) -> Console:
-    """Create the output folder, warn if results will be replaced, and return the console.
-
-    It is better to learn all this before measuring.
-    """
+def start(output: Path) -> Console:
+    """Create the output folder and return the console. It is better to learn before measuring that it is unwritable."""
     make_folder(output)
+    return make_console()
+
+
+def warn_of_earlier(output: Path, analysis: str) -> None:
+    """Warn if results will be replaced; call it when models and pictures are known to be there."""
     earlier = output / f"{analysis}.json"
     if earlier.exists():
         warn(f"{earlier} and what belongs to it will be replaced; --output takes another folder")
-    return make_console()
 
 
 def finish(
@@ -176,6 +179,7 @@ def measure_slide(
     found: list[AttentionMaps] = []
     evidence: list[EvidenceMap] = []
     with open_slide(path, streaming.level or 0) as slide, progress_bar(make_console(stderr=True)) as progress:
+        warn_of_earlier(options.output, "attention-map")
         height, width = slide.size
         for subject in subjects:
             sentence = f"{path.name}: streaming {width}×{height} pixels through {subject.label}"

@@ -270,6 +270,7 @@ def gather(
             run.curves = dataclasses.replace(curves, label=run.label)
         with evidence.leaving_out(run, *MEASUREMENTS, "pictures"):
             loaded = _load(run, folder, config, device)
+            run.kind = run.kind if run.kind in ATTENTIONS else loaded.subject.kind  # names of timm do not tell
             for name, kind in MEASUREMENTS.items():
                 on_step(f"{run.label}: {name}")
                 with evidence.leaving_out(run, name):
