@@ -148,10 +148,13 @@ EXPERIMENTS = {
         patch=2,
         epochs=60,
         overrides=("model.img_size=32", "training.compile=true"),
-        teacher=(*STRONG, "augmentation.mixup_off_epoch=50"),
+        teacher=(
+            *STRONG, "optimizer.lr=4e-3", "training.batch_size=256", "training.total_batch_size=256",
+            "augmentation.mixup_off_epoch=50",
+        ),
         coarse_epochs=200,
         coarse=(
-            "optimizer.lr=5e-3", "training.batch_size=256", "training.total_batch_size=256",
+            "optimizer.lr=5e-3", "training.batch_size=512", "training.total_batch_size=512",
             "augmentation.mixup_off_epoch=0",
         ),
         resembles_pretrained=True,
