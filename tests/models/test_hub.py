@@ -287,3 +287,15 @@ def test_classes_of_a_stranger_are_checked(tmp_path, classes):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_classes": classes}))
     with pytest.raises(ValueError, match=r"describes a model that is refused: .*num_classes"):
         timm.create_model(f"local-dir:{tmp_path}")
+
+
+def test_a_model_of_timm_from_a_folder_says_how_its_own_images_are_prepared(tmp_path):
+    arguments = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
+    source = timm.create_model("vit_base_patch16_224", **arguments)
+    save_pretrained(source, tmp_path)
+    for model in (from_pretrained(tmp_path), timm.create_model(f"local-dir:{tmp_path}", pretrained=True)):
+        assert timm.data.resolve_model_data_config(model)["input_size"] == (3, 32, 32)
+        config = model.pretrained_cfg
+        assert config["num_classes"] == 3
+    config = from_pretrained(tmp_path).pretrained_cfg
+    assert not any(config.get(name) for name in ("hf_hub_id", "url", "license"))

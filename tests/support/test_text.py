@@ -43,6 +43,7 @@ def test_lists_are_shown_from_their_first_difference():
     assert expected.startswith("…, class 70, ")
     assert show_difference(["a", "b"], ["c"]) == ("a, b", "c")
     assert show_difference(["a", "b"], ["a"]) == ("…, b", "nothing after 1")
+    assert len(show_difference(["a" * 10_000], ["b"])[0]) == 60
 
 
 @pytest.mark.parametrize(

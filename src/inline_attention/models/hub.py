@@ -42,6 +42,8 @@ from inline_attention.support.files import write_atomically
 from inline_attention.support.text import printable
 
 FEATURES = ("out_indices", "output_fmt", "norm")  # arguments of timm for features_only
+# What timm notes on a model about its usual weights.
+OF_OTHER_WEIGHTS = {"tag": "", "url": "", "hf_hub_id": None, "license": None}
 
 
 @dataclass(frozen=True)
@@ -161,17 +163,18 @@ def create_from_hub(folder: str | os.PathLike[str], *, pretrained: bool = False,
     file = open_checkpoint(find_weights(Path(folder)))
     described = read_description(file)
     prepared = described.preparation | ({} if described.crop_pct is None else {"crop_pct": described.crop_pct})
-    overlay = prepared | dict(own.pop("pretrained_cfg_overlay", None) or {})
+    usual: Any = get_pretrained_cfg(described.name)
+    size = described.image_size or usual.input_size[1:]
+    stored: dict[str, Any] = {"input_size": (described.arguments.get("in_chans", 3), *size)}
+    stored["num_classes"] = described.arguments.get("num_classes", usual.num_classes)
+    overlay = stored | prepared | dict(own.pop("pretrained_cfg_overlay", None) or {})
     try:
         if described.name in list_models():  # timm's builder adapts our weights to other channels and heads
-            usual: Any = get_pretrained_cfg(described.name)
-            size = described.image_size or usual.input_size[1:]
-            stored = {"input_size": (described.arguments.get("in_chans", 3), *size)}
-            stored["num_classes"] = described.arguments.get("num_classes", usual.num_classes)
-            overlay = stored | overlay | ({"file": file} if pretrained else {})
+            overlay |= {"file": file} if pretrained else {}
             return create_described_model(
                 described.name, described.arguments, pretrained=pretrained, pretrained_cfg_overlay=overlay, **own
             )
+        overlay = OF_OTHER_WEIGHTS | overlay
         # timm wraps a model for its features when it builds it, before the conversion and our weights.
         wraps, features = own.pop("features_only", False), {key: own.pop(key) for key in FEATURES if key in own}
         model = create_described_model(

@@ -46,11 +46,12 @@ def shortened(text: str, length: int) -> str:
 
 
 def show_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    """Return two lists of names as texts that start at the first difference."""
+    """Return two lists of names, long ones shortened, as texts that start at the first difference."""
     shorter = min(len(first), len(second))
     start = next((place for place in range(shorter) if first[place] != second[place]), shorter)
     before, end = ("…, " if start else ""), f"nothing after {start}"
-    one, other = (before + some_of(names[start:], 5) if names[start:] else end for names in (first, second))
+    shown = ([shortened(name, 60) for name in names[start:]] for names in (first, second))
+    one, other = (before + some_of(names, 5) if names else end for names in shown)
     return one, other
 
 
