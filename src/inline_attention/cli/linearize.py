@@ -64,6 +64,7 @@ def linearize(
     from inline_attention.engine.config import with_overrides
     from inline_attention.engine.interruption import InterruptedBySignalError
     from inline_attention.engine.linearize import linearize as run
+    from inline_attention.engine.processes import joined_processes
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     given = [*overrides_of(context.args), *(settings or ())]
@@ -71,26 +72,17 @@ def linearize(
     given += [f"model.keep_softmax={kept}"] if isinstance(kept, list) else []
     config = read_linearize_settings(model, given, features=features)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    if isinstance(kept, int) and kept:  # those that change the features most when they alone are converted
-        from inline_attention.analysis.linearize import blocks_that_lose_most
-        from inline_attention.engine.linearize import blocks_kept_before, check_linearization
-
-        check_linearization(config)  # before the pictures are read
-        blocks = blocks_kept_before(config)
-        if blocks is None:
-            if is_main:
-                say(f"measuring which blocks lose most, on {ANALYZED_IMAGES} pictures")
-            blocks = blocks_that_lose_most(config, kept, images=ANALYZED_IMAGES)
-        if is_main:
-            say(f"blocks that keep softmax: {', '.join(map(str, blocks))} (`inline analyze linearize` shows all)")
-        config = with_overrides(config, [f"model.keep_softmax={blocks}"])
-    try:
-        result = run(config, attention_epochs=attention_epochs, on_note=say)
-    except InterruptedBySignalError as error:
-        say(f"{error}; saved. To resume, add --resume auto to the command", err=True)
-        raise typer.Exit(error.exit_code) from error
-    except OSError as error:
-        fail(f"{error}; make room or make it writable, then add --resume auto to the command")
+    with joined_processes(config.run.device, config.distributed.timeout_minutes):  # once: ranks cannot join again
+        if isinstance(kept, int) and kept:
+            blocks = _blocks_to_keep(config, kept, is_main=is_main)
+            config = with_overrides(config, [f"model.keep_softmax={blocks}"])
+        try:
+            result = run(config, attention_epochs=attention_epochs, on_note=say)
+        except InterruptedBySignalError as error:
+            say(f"{error}; saved. To resume, add --resume auto to the command", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except OSError as error:
+            fail(f"{error}; make room or make it writable, then add --resume auto to the command")
     if not is_main:
         return
     cells = _measure_speed(result, config) if speed else []
@@ -106,6 +98,22 @@ def linearize(
     else:
         use = f"`inline train finetune --initial-checkpoint {result.folder} --data-dir DIR` adds a head"
         say(f"Weights written to {result.weights}: {use}")
+
+
+def _blocks_to_keep(config: TrainConfig, count: int, *, is_main: bool) -> list[int]:
+    """Return the blocks that change the features most when they alone are converted, or those of the run to resume."""
+    from inline_attention.analysis.linearize import blocks_that_lose_most
+    from inline_attention.engine.linearize import blocks_kept_before, check_linearization
+
+    check_linearization(config)  # before pictures are read
+    blocks = blocks_kept_before(config)
+    if blocks is None:
+        if is_main:
+            say(f"measuring which blocks lose most, on {ANALYZED_IMAGES} pictures")
+        blocks = blocks_that_lose_most(config, count, images=ANALYZED_IMAGES)
+    if is_main:
+        say(f"blocks that keep softmax: {', '.join(map(str, blocks))} (`inline analyze linearize` shows all)")
+    return blocks
 
 
 def read_linearize_settings(model: str, given: Sequence[str], *, features: bool) -> TrainConfig:
