@@ -6,7 +6,7 @@
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine, on cifar10 first with patches twice as large, which costs a fifth. The
+A softmax ViT of timm is trained by the engine, on cifar10 first with patches twice as large. The
 teacher is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
 Its attention is replaced (InLine or linear, with and without the local 3×3 term), and students are distilled for 0 to
 25 % of the teacher's epochs. Class tokens keep softmax and InLine is calibrated; rows of their own are without that.
@@ -95,7 +95,7 @@ class Experiment:
         epochs: Epochs of the teacher.
         overrides: Settings of teacher and students.
         teacher: Settings of the teacher alone.
-        coarse_epochs: Epochs of the teacher before, with patches twice as large, which cost a fifth.
+        coarse_epochs: Epochs of the teacher before, with patches twice as large: a quarter of the tokens.
         coarse: Settings of these epochs alone.
         resembles_pretrained: Whether the first run of the teacher starts from `resemble_pretrained`.
         batch: Images per update of the students.

@@ -33,7 +33,7 @@ from inline_attention.data.transforms import Transform, evaluation_options, eval
 from inline_attention.layers.attention import KernelAttention, SoftmaxAttention
 from inline_attention.layers.conversion import convert_attention
 from inline_attention.models import create_model
-from inline_attention.models.checkpoints import load_checkpoint, number_of_classes
+from inline_attention.models.checkpoints import load_checkpoint
 from inline_attention.models.described import create_described_model, read_description
 from inline_attention.models.reading import Checkpoint, CheckpointError, find_weights, open_checkpoint
 from inline_attention.ops.reference import KIND_OF_NORMALIZATION, AttentionKind
@@ -109,9 +109,7 @@ def trained_subject(
     file = path if isinstance(path, Checkpoint) else open_checkpoint(find_weights(path))
     described = read_description(file, model_name)
     name, names = described.name, described.class_names
-    with torch.device("meta"):
-        without_values = create_described_model(name, described.arguments, described.conversion, **arguments)
-    classes = arguments["num_classes"] = number_of_classes(file.weights, without_values) or 0
+    classes = arguments["num_classes"] = described.classes_in(file, **arguments) or 0
     if classes and names is not None and len(names) != classes:
         raise CheckpointError(f"{file.path} names {len(names)} classes, its head has {classes}; convert it again")
     model: Any = create_described_model(name, described.arguments, described.conversion, **arguments)

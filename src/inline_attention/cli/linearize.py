@@ -72,7 +72,7 @@ def linearize(
     given += [f"model.keep_softmax={kept}"] if isinstance(kept, list) else []
     config = read_linearize_settings(model, given, features=features)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    with joined_processes(config.run.device, config.distributed.timeout_minutes):  # once: ranks cannot join again
+    with joined_processes(config.run.device, config.distributed.timeout_minutes):  # once: a second time can fail
         if isinstance(kept, int) and kept:
             blocks = _blocks_to_keep(config, kept, is_main=is_main)
             config = with_overrides(config, [f"model.keep_softmax={blocks}"])

@@ -186,9 +186,7 @@ def _classification(
 ) -> tuple[Description, Task, Any, list[str]]:
     """Return the model's description, the task, its validation data and its class names."""
     described = read_description(file, model_name)
-    if described.classes_in(file) is None:
-        advice = "`inline train finetune` gives it one, `inline analyze linearize` compares its tokens with softmax's"
-        raise CheckpointError(f"{file.path} has no head to classify with; {advice}")
+    described.needed_classes_in(file)  # or its features would count as scores
     source = open_dataset(data.dataset, data.dir, data.val_split)
     if described.class_names is not None:
         source = source.with_classes(described.class_names)

@@ -80,11 +80,21 @@ class Description:
         size = self.arguments.get("img_size")
         return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
 
-    def classes_in(self, file: Checkpoint) -> int | None:
-        """Return the number of classes of the head in a file's weights, None without a head."""
+    def classes_in(self, file: Checkpoint, **own: Any) -> int | None:
+        """Return the number of classes of the head in a file's weights, None without a head.
+
+        `own` arguments of the model come before the file's.
+        """
         with torch.device("meta"):
-            model = create_described_model(self.name, self.arguments, self.conversion)
+            model = create_described_model(self.name, self.arguments, self.conversion, **own)
         return number_of_classes(file.weights, model)
+
+    def needed_classes_in(self, file: Checkpoint) -> int:
+        """Return the number of classes of the head in a file's weights. `CheckpointError` without a head."""
+        if (classes := self.classes_in(file)) is None:
+            advice = "`inline train finetune --initial-checkpoint FILE --data-dir DIR` gives it one"
+            raise CheckpointError(f"{file.path} has no head to classify with; {advice}")
+        return classes
 
     def note_preparation(self, model: nn.Module) -> None:
         """Note on a model how its images are prepared, where timm looks for it."""

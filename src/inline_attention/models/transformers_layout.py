@@ -135,7 +135,7 @@ def translate(
 
 def _check_numbers(path: Path, tower: Mapping[str, Any]) -> None:
     """Refuse numbers that timm's models have fixed, where others would change the outputs."""
-    largest = 1e-5  # timm's norms add this or less, which no trained model sees
+    largest = 1e-5  # of timm's norms
     for name, fits, expected in (
         ("layer_norm_eps", lambda value: 0 <= value <= 2 * largest, f"at most {largest:g}"),
         ("rope_theta", lambda value: value == 100, "100"),

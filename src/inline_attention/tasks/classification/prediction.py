@@ -132,9 +132,7 @@ class ImageClassifier:
         """
         file = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         described = read_description(file, model_name)
-        classes = described.classes_in(file)
-        if classes is None:
-            raise CheckpointError(f"{file.path} has no head to classify with; train or load one")
+        classes = described.needed_classes_in(file)
         class_names = _class_names(file.path, described.class_names, classes)
         arguments = {**described.arguments, "num_classes": classes}
         model = create_described_model(described.name, arguments, described.conversion)
