@@ -6,10 +6,11 @@
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine, on cifar10 first with patches twice as large. The
-teacher is its weights in half precision: RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from.
-Its attention is replaced (InLine or linear, with and without the local 3×3 term), and students are distilled for 0 to
-25 % of the teacher's epochs. Class tokens keep softmax and InLine is calibrated; rows of their own are without that.
+A softmax ViT of timm is trained by the engine, on cifar10 and tiny-imagenet-100 first with patches twice as large: an
+epoch has a quarter of the tokens then, and counts as a quarter. The teacher is its weights in half precision:
+RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention is replaced (InLine or
+linear, with and without the local 3×3 term), and students are distilled for 0 to 25 % of the teacher's epochs. InLine
+is calibrated, and class tokens, where the model has one, keep softmax; rows of their own are without that.
 Without labels, the student of a backbone without head matches tokens alone, and a linear probe is trained on teacher
 and student. Runs are processes, several at a time; those that matter most come first. After the time limit or a kill,
 the same command resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET
@@ -61,6 +62,7 @@ from inline_attention.tasks.task import find_device
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = "vit_tiny_patch16_224"
+CLASS_TOKEN_TOO = "class token too"
 # name: (attention, options of the layer, style of its line)
 VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
     "InLine": ("inline", {}, Style("inline")),
@@ -68,21 +70,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Style]] = {
     "InLine without 3×3": ("inline", {"local_residual": False}, Style("inline", 1)),
     "linear with 3×3": ("linear", {"local_residual": True}, Style("linear")),
     "linear": ("linear", {}, Style("linear", 1)),
-    "InLine, class token too": ("inline", {"softmax_prefix": False}, Style("inline", 2)),
-    "linear, class token too": ("linear", {"softmax_prefix": False}, Style("linear", 2)),
+    f"InLine, {CLASS_TOKEN_TOO}": ("inline", {"softmax_prefix": False}, Style("inline", 2)),
+    f"linear, {CLASS_TOKEN_TOO}": ("linear", {"softmax_prefix": False}, Style("linear", 2)),
 }
 PROBES = ("probe of the teacher", "probe of the student")
 NOTES = ("model", "model_arguments", "class_names", "crop_pct")
-ARGUMENTS = "model.arguments="
 QUIET = ("logging.tensorboard=false", "checkpoints.keep_last=1", "checkpoints.keep_best=1")
-# Strong regularization: with half of the batches mixed and no stochastic depth, softmax overfits CIFAR-10.
+# Strong regularization, or softmax overfits small datasets.
 STRONG = (
-    "optimizer.name=muon", "optimizer.lr=2.5e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
-    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=1.0", "model.drop_path=0.1",
-    "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
-    "training.batch_size=128", "training.total_batch_size=128", "training.validation_interval=20",
+    "optimizer.name=muon", "optimizer.lr=4e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
+    "augmentation.mixup=0.8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=1.0",
+    "augmentation.auto_augment=rand-m9-mstd0.5-inc1", "model.drop_path=0.1",
+    "training.batch_size=256", "training.total_batch_size=256", "training.validation_interval=20",
     "checkpoints.interval_epochs=10",
 )  # fmt: skip
+COARSE = ("optimizer.lr=5e-3", "training.batch_size=512", "training.total_batch_size=512")
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,11 @@ class Experiment:
 
     Attributes:
         recipe: Recipe whose data settings are used.
-        patch: Side of the patches in pixels.
+        arguments: Arguments of timm's model, among them `patch_size`.
         epochs: Epochs of the teacher.
         overrides: Settings of teacher and students.
         teacher: Settings of the teacher alone.
-        coarse_epochs: Epochs of the teacher before, with patches twice as large: a quarter of the tokens.
+        coarse_epochs: Epochs of the teacher before, with patches twice as large.
         coarse: Settings of these epochs alone.
         resembles_pretrained: Whether the first run of the teacher starts from `resemble_pretrained`.
         batch: Images per update of the students.
@@ -104,7 +106,7 @@ class Experiment:
     """
 
     recipe: str
-    patch: int
+    arguments: Mapping[str, Any]
     epochs: int
     overrides: tuple[str, ...]
     teacher: tuple[str, ...]
@@ -115,13 +117,31 @@ class Experiment:
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
 
+    @property
+    def patch(self) -> int:
+        """Side of the patches in pixels."""
+        return self.arguments["patch_size"]
 
+    @property
+    def length(self) -> float:
+        """Epochs of the teacher, of which students get a share. Coarse ones have a quarter of the tokens."""
+        return self.epochs + self.coarse_epochs / 4
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the students' rows."""
+        has_class_token = self.arguments.get("class_token", True)
+        return tuple(name for name in VARIANTS if has_class_token or not name.endswith(CLASS_TOKEN_TOO))
+
+
+# Tokens are normalized, then averaged: such a ViT learns small images faster than one with a class token.
+POOLED = {"class_token": False, "global_pool": "avg", "fc_norm": False}
 EXPERIMENTS = {
     "digits": Experiment(
         "digits",
-        patch=2,
+        arguments={"patch_size": 2, "embed_dim": 64, "num_heads": 2, "depth": 3},
         epochs=60,
-        overrides=("model.arguments={patch_size: 2, embed_dim: 64, num_heads: 2, depth: 3}",),
+        overrides=(),
         teacher=(
             "training.batch_size=64", "training.total_batch_size=64", "optimizer.lr=1e-3",
             "training.validation_interval=60", "checkpoints.interval_epochs=60",
@@ -130,12 +150,9 @@ EXPERIMENTS = {
     ),
     "cifar10-small": Experiment(
         "cifar10",
-        patch=4,
+        arguments={"patch_size": 4, "embed_dim": 64, "num_heads": 2, "depth": 4},
         epochs=10,
-        overrides=(
-            "model.img_size=32", "model.arguments={patch_size: 4, embed_dim: 64, num_heads: 2, depth: 4}",
-            "training.amp=off",
-        ),
+        overrides=("model.img_size=32", "training.amp=off"),
         teacher=(
             "optimizer.name=muon", "optimizer.lr_base_size=null", "optimizer.lr=5e-3", "schedule.warmup_epochs=1",
             "augmentation.reprob=0", "training.batch_size=256", "training.total_batch_size=256",
@@ -145,29 +162,25 @@ EXPERIMENTS = {
     ),
     "cifar10": Experiment(
         "cifar10",
-        patch=2,
-        epochs=60,
+        arguments={"patch_size": 2, **POOLED},
+        epochs=20,
         overrides=("model.img_size=32", "training.compile=true"),
-        teacher=(
-            *STRONG, "optimizer.lr=4e-3", "training.batch_size=256", "training.total_batch_size=256",
-            "augmentation.mixup_off_epoch=50",
-        ),
-        coarse_epochs=200,
-        coarse=(
-            "optimizer.lr=5e-3", "training.batch_size=512", "training.total_batch_size=512",
-            "augmentation.mixup_off_epoch=0",
-        ),
+        teacher=STRONG,
+        coarse_epochs=140,
+        coarse=COARSE,
         resembles_pretrained=True,
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
-        patch=4,
-        epochs=100,
+        arguments={"patch_size": 4, **POOLED},
+        epochs=20,
         overrides=(
             "model.img_size=64", "model.num_classes=100", "data.dataset=folder", "augmentation.crop_padding=8",
             "training.compile=true",
         ),
-        teacher=(*STRONG, "augmentation.mixup_off_epoch=95"),
+        teacher=STRONG,
+        coarse_epochs=100,
+        coarse=COARSE,
         resembles_pretrained=True,
     ),
 }  # fmt: skip
@@ -216,11 +229,8 @@ class Place:
             if self.experiment.recipe == "cifar10" and (self.data_dir / "train").is_dir():
                 is_cifar = (self.data_dir / "test").is_dir()
                 data += ["data.dataset=folder", *(["data.val_split=test"] if is_cifar else [])]
-        fixed = [
-            f"model.name={MODEL}",
-            "model.drop_path=null",
-            f"model.arguments={{patch_size: {self.experiment.patch}}}",
-        ]
+        arguments = json.dumps(dict(self.experiment.arguments))
+        fixed = [f"model.name={MODEL}", "model.drop_path=null", f"model.arguments={arguments}"]
         where = [f"run.output={self.runs}", f"run.experiment={name}-seed{self.seed}", f"training.seed={self.seed}"]
         every = [*fixed, *self.experiment.overrides, *data, *QUIET, *overrides, *self.own, *where]
         return with_overrides(get_recipe(self.experiment.recipe).config, every)
@@ -232,8 +242,8 @@ class Place:
         start = [] if before is None else [f"model.initial_checkpoint={self.weights(before)}"]
         own = [f"training.epochs={experiment.epochs}"]
         if stage == "coarse":
-            size = f"model.arguments={{patch_size: {2 * experiment.patch}}}"
-            own = [f"training.epochs={experiment.coarse_epochs}", size, *experiment.coarse]
+            arguments = json.dumps({**experiment.arguments, "patch_size": 2 * experiment.patch})
+            own = [f"training.epochs={experiment.coarse_epochs}", f"model.arguments={arguments}", *experiment.coarse]
         return self.settings(stage, *experiment.teacher, *own, *start)
 
     def write_start(self) -> None:
@@ -269,7 +279,7 @@ class Place:
         pictures = 0 if variant.endswith("not calibrated") else recipe.distillation.calibration_images
         name = f"{variant.replace(' ', '_').replace('×', 'x')}-{share}-{match}"
         base = self.settings(name, *batch, *light, "training.clip_grad=1.0")
-        updates = max(1, round(experiment.epochs * share / 100 * (self.images // experiment.batch)))
+        updates = max(1, round(experiment.length * share / 100 * (self.images // experiment.batch)))
         model: Any = replace(
             base.model,
             initial_checkpoint=str(backbone or self.teacher),
@@ -328,7 +338,8 @@ def teacher_commands(places: Sequence[Place], stage: str) -> dict[Command, Place
 
 def student_runs(place: Place, round_: int) -> Iterator[tuple[str, TrainConfig]]:
     """Yield the runs of a round, by name of their result: what decides comes first."""
-    for variant, (_, options, _) in VARIANTS.items():
+    for variant in place.experiment.variants:
+        _, options, _ = VARIANTS[variant]
         for share in place.experiment.shares:
             is_main = variant == next(iter(VARIANTS))
             importance = 0 if share == 10 else 1 if share == 25 and is_main else 2 if share < 10 else 3
@@ -348,7 +359,7 @@ def evaluations_file(place: Place, kind: str) -> Path:
 
 def evaluate_untrained(place: Place) -> dict[str, float]:
     """Return the accuracy of the teacher and of its conversions without training."""
-    configs = {key(variant, 0): place.student_settings(variant, 1) for variant in VARIANTS}
+    configs = {key(variant, 0): place.student_settings(variant, 1) for variant in place.experiment.variants}
     first = next(iter(configs.values()))
     off = replace(first.distillation, match="off")
     plain: Any = replace(first.model, attention=None, conversion_options={})
@@ -433,23 +444,29 @@ def write_results(
 ) -> None:
     """Write JSON and Markdown of all seeds so far."""
     environment = describe_environment()
-    epochs = experiment.epochs
-    content = {"environment": environment, "dataset": name, "teacher_epochs": epochs, "one_teacher": one_teacher}
+    length = experiment.length
+    content = {"environment": environment, "dataset": name, "teacher_epochs": length, "one_teacher": one_teacher}
     write_json(output / f"linearize_{name}.json", {**content, "seeds": found})
     shares = (0, *experiment.shares)
-    header = ["student", *(f"{share} % ({share / 100 * epochs:.3g} epochs)" for share in shares)]
-    rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in VARIANTS]
-    sizes = "".join(f" with {text.removeprefix(ARGUMENTS)}" for text in experiment.overrides if ARGUMENTS in text)
-    before = ""
-    if experiment.coarse_epochs:
-        before = f", after {experiment.coarse_epochs} epochs with patches of {2 * experiment.patch}"
+    header = ["student", *(f"{share} % ({share / 100 * length:.3g} epochs)" for share in shares)]
+    rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in experiment.variants]
+    arguments = ", ".join(f"{argument}={value}" for argument, value in experiment.arguments.items())
+    epochs = f"{experiment.epochs} epochs"
+    if coarse := experiment.coarse_epochs:
+        epochs = (
+            f"{coarse} epochs with patches of {2 * experiment.patch} pixels, then {epochs}; the first have a quarter "
+        )
+        epochs += f"of the tokens and count as a quarter: {length:g} epochs in all"
     seeds = f"{len(found)} seeds{' of students, one teacher' if one_teacher else ''}"
+    class_tokens = f" The class token keeps softmax, except in rows with “{CLASS_TOKEN_TOO}”."
+    if experiment.variants != tuple(VARIANTS):
+        class_tokens = " There is no class token, so no softmax is left."
     text = [
-        f"Softmax teacher: {MODEL}{sizes}, patches of {experiment.patch} pixels, {epochs} epochs{before}. Top-1 "
-        f"{summary(found, 'teacher')} % of the held-out pictures, {seeds} (± standard deviation). Students start from "
-        f"its weights and learn from its logits, its tokens and the labels, in batches of {experiment.batch}. Class "
-        "tokens keep softmax and InLine starts calibrated on training pictures, except where a row says “class token "
-        "too” or “not calibrated”. Columns: share of the teacher's epochs; last epoch or update, no selection.",
+        f"Softmax teacher: {MODEL} ({arguments}), {epochs}. Top-1 {summary(found, 'teacher')} % of the held-out "
+        f"pictures, {seeds} (± standard deviation). Students start from its weights and learn from its logits, its "
+        f"tokens and the labels, in batches of {experiment.batch}. InLine starts calibrated on training pictures, "
+        f"except where a row says “not calibrated”.{class_tokens} Columns: share of the teacher's epochs; last update, "
+        "no selection.",
         markdown_table(header, rows),
         f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
         f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
@@ -472,20 +489,22 @@ def summary(found: Mapping[str, Mapping[str, float]], name: str) -> str:
 def draw(name: str, experiment: Experiment, found: Mapping[str, Mapping[str, float]], output: Path) -> None:
     """Draw top-1 by share of the teacher's epochs."""
     shares = (0, *experiment.shares)
+    measured = [
+        variant for variant in experiment.variants if any(values_of(found, key(variant, share)) for share in shares)
+    ]
 
     def panel(axes: Axes) -> None:
-        for variant, (_, _, style) in VARIANTS.items():
+        for variant in measured:
             places = [(share, values_of(found, key(variant, share))) for share in shares]
-            draw_line(axes, style, [(share, fmean(values)) for share, values in places if values])
+            draw_line(axes, VARIANTS[variant][2], [(share, fmean(values)) for share, values in places if values])
         if teacher := values_of(found, "teacher"):
             axes.axhline(fmean(teacher), color=Style("softmax").color, linewidth=1.6)
         axes.set(xlabel="share of the teacher's epochs, %", ylabel="top-1, %")
         light_grid(axes)
 
-    measured = [variant for variant in VARIANTS if any(values_of(found, key(variant, share)) for share in shares)]
     legend = [LegendEntry(variant, VARIANTS[variant][2]) for variant in measured]
     chart = Chart([Panel("", panel, "Top-1 by share of the teacher's epochs.", 3.6)], [*legend, TEACHER_ENTRY])
-    note = f"{MODEL} on {name}, {experiment.epochs} epochs of the teacher, mean of {len(found)} seeds."
+    note = f"{MODEL} on {name}, {experiment.length:g} epochs of the teacher, mean of {len(found)} seeds."
     chart.save(
         output, f"linearize_{name}", title=f"Linearizing a ViT: {name}", small_print=note, width=8.6, formats=("png",)
     )
