@@ -168,7 +168,6 @@ EXPERIMENTS = {
         teacher=STRONG,
         coarse_epochs=140,
         coarse=COARSE,
-        resembles_pretrained=True,
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
@@ -181,7 +180,6 @@ EXPERIMENTS = {
         teacher=STRONG,
         coarse_epochs=100,
         coarse=COARSE,
-        resembles_pretrained=True,
     ),
 }  # fmt: skip
 # Students differ from their teacher in these.
