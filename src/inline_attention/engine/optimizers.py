@@ -42,7 +42,8 @@ def update_matrices_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             weight, gradient, momentum = (torch.stack(tensors) for tensors in (parameters, gradients, momenta))
-            muon(*([stack.permute(1, 2, 0)] for stack in (weight, gradient, momentum)), **settings)
+            matrices = [stack.flatten(2).permute(1, 2, 0) for stack in (weight, gradient, momentum)]
+            muon(*([stack] for stack in matrices), **settings)
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [*parameters, *momenta], [*weight, *momentum]
             )
@@ -55,7 +56,8 @@ def _stacks(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> list[
     stacks: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        is_matrix = parameter.ndim == 2 and state.get("use_muon") and "momentum_buffer" in state
-        if is_matrix and parameter.grad is not None and not isinstance(parameter, DTensor):
+        is_matrix = parameter.ndim >= 2 and parameter.shape[1:].numel() == parameter.shape[1]  # [out, in, 1], too
+        has_momentum = state.get("use_muon") and "momentum_buffer" in state
+        if is_matrix and has_momentum and parameter.grad is not None and not isinstance(parameter, DTensor):
             stacks[parameter.shape, parameter.dtype, parameter.device].append(parameter)
     return [stack for stack in stacks.values() if len(stack) > 1]
