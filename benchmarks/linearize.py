@@ -6,8 +6,8 @@
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine, on cifar10 and tiny-imagenet-100 first with patches twice as large: an
-epoch has a quarter of the tokens then, and counts as a quarter. The teacher is its weights in half precision:
+A softmax ViT of timm is trained by the engine, on tiny-imagenet-100 first with patches twice as large: an epoch has a
+quarter of the tokens then, and counts as a quarter. The teacher is its weights in half precision:
 RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention is replaced (InLine or
 linear, with and without the local 3×3 term), and students are distilled for 0 to 25 % of the teacher's epochs. InLine
 is calibrated, and class tokens, where the model has one, keep softmax; rows of their own are without that.
@@ -40,7 +40,6 @@ import timm
 import torch
 import torch.nn.functional as F
 import typer
-from timm.layers import build_sincos2d_pos_embed  # pyright: ignore[reportPrivateImportUsage]
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -101,7 +100,6 @@ class Experiment:
         teacher: Settings of the teacher alone.
         coarse_epochs: Epochs of the teacher before, with patches twice as large.
         coarse: Settings of these epochs alone.
-        resembles_pretrained: Whether the first run of the teacher starts from `resemble_pretrained`.
         batch: Images per update of the students.
         shares: Students' lengths, in percent.
         probe_share: Length of the student without labels, in percent.
@@ -114,7 +112,6 @@ class Experiment:
     teacher: tuple[str, ...]
     coarse_epochs: int = 0
     coarse: tuple[str, ...] = ()
-    resembles_pretrained: bool = False
     batch: int = 128
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
@@ -165,11 +162,12 @@ EXPERIMENTS = {
     "cifar10": Experiment(
         "cifar10",
         arguments={"patch_size": 2, **POOLED},
-        epochs=20,
+        epochs=100,
         overrides=("model.img_size=32", "training.compile=true"),
-        teacher=(*STRONG, "augmentation.mixup_off_epoch=16"),
-        coarse_epochs=130,
-        coarse=COARSE,
+        teacher=(
+            *STRONG, "optimizer.lr=5e-3", "schedule.warmup_epochs=4", "training.batch_size=1024",
+            "training.total_batch_size=1024", "augmentation.mixup_off_epoch=80",
+        ),
     ),
     "tiny-imagenet-100": Experiment(
         "cifar10",
@@ -216,7 +214,7 @@ class Place:
         return ("coarse", "teacher") if self.experiment.coarse_epochs else ("teacher",)
 
     def weights(self, stage: str) -> Path:
-        """Weights that a stage of the teacher's training ends with; those of "start" are not trained."""
+        """Weights that a stage of the teacher's training ends with."""
         return self.runs / f"{stage}-seed{self.teacher_seed}.safetensors"
 
     def settings(self, name: str, *overrides: str) -> TrainConfig:
@@ -237,25 +235,13 @@ class Place:
 
     def stage_settings(self, stage: str) -> TrainConfig:
         """Return the settings of a stage of the teacher's training."""
-        experiment, first = self.experiment, self.stages[0]
-        before = "coarse" if stage != first else "start" if experiment.resembles_pretrained else None
-        start = [] if before is None else [f"model.initial_checkpoint={self.weights(before)}"]
+        experiment = self.experiment
+        start = [] if stage == self.stages[0] else [f"model.initial_checkpoint={self.weights('coarse')}"]
         own = [f"training.epochs={experiment.epochs}"]
         if stage == "coarse":
             arguments = json.dumps({**experiment.arguments, "patch_size": 2 * experiment.patch})
             own = [f"training.epochs={experiment.coarse_epochs}", f"model.arguments={arguments}", *experiment.coarse]
         return self.settings(stage, *experiment.teacher, *own, *start)
-
-    def write_start(self) -> None:
-        """Write the first weights of a teacher that resembles a pretrained model."""
-        torch.manual_seed(self.seed)
-        config = self.stage_settings(self.stages[0]).model
-        arguments = {**config.arguments, "img_size": config.img_size, "num_classes": config.num_classes}
-        model = timm.create_model(MODEL, **arguments)
-        resemble_pretrained(model)
-        self.runs.mkdir(parents=True, exist_ok=True)
-        notes = {"model": MODEL, "model_arguments": json.dumps(arguments)}
-        save_weights(model.state_dict(), self.weights("start"), metadata=notes)
 
     def finish_stage(self, stage: str) -> None:
         """Write the weights of a stage in half precision: 11 MB, where some machines hand out 16 at most."""
@@ -295,33 +281,6 @@ class Place:
         )
 
 
-@torch.no_grad()
-def resemble_pretrained(vit: Any) -> None:
-    """Make the attention of a new ViT look like a pretrained one's: mimetic initialization (Trockman, Kolter 2023).
-
-    Queries meet keys, and values the output projection, in products near a multiple of the identity. Position
-    embeddings are sines and cosines. Small datasets teach such a network faster.
-    """
-    vit.pos_embed.zero_()
-    vit.pos_embed[0, vit.num_prefix_tokens :] = build_sincos2d_pos_embed(vit.patch_embed.grid_size, vit.embed_dim)
-    for block in vit.blocks:
-        attention, width = block.attn, vit.embed_dim
-        query, key, value = attention.qkv.weight.view(3, width, width)
-        for head in range(attention.num_heads):
-            rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-            left, right = factors(0.7, 0.7, width)
-            query[rows], key[rows] = left[:, : attention.head_dim].T, right[: attention.head_dim]
-        left, right = factors(0.4, -0.4, width)
-        attention.proj.weight.copy_(left)
-        value.copy_(right)
-
-
-def factors(noise: float, diagonal: float, width: int) -> tuple[Tensor, Tensor]:
-    """Return two matrices whose product is noise plus a multiple of the identity; first singular values first."""
-    left, values, right = torch.linalg.svd(noise * torch.randn(width, width) / width**0.5 + diagonal * torch.eye(width))
-    return left * values.sqrt(), values.sqrt()[:, None] * right
-
-
 def teacher_commands(places: Sequence[Place], stage: str) -> dict[Command, Place]:
     """Return the commands of a stage of the teachers that are missing."""
     commands: dict[Command, Place] = {}
@@ -330,8 +289,6 @@ def teacher_commands(places: Sequence[Place], stage: str) -> dict[Command, Place
             continue
         if stage != place.stages[0] and not place.weights("coarse").exists():  # its run was stopped
             continue
-        if place.experiment.resembles_pretrained and stage == place.stages[0] and not place.weights("start").exists():
-            place.write_start()
         commands[run_command(f"{stage}, seed {place.seed}", place.stage_settings(stage), is_alone=False)] = place
     return commands
 
@@ -458,18 +415,19 @@ def write_results(
         )
         epochs += f"of the tokens and count as a quarter: {length:g} epochs in all"
     seeds = f"{len(found)} seeds{' of students, one teacher' if one_teacher else ''}"
+    of_teachers = dict(list(found.items())[:1]) if one_teacher else found
     class_tokens = f" The class token keeps softmax, except in rows with “{CLASS_TOKEN_TOO}”."
     if experiment.variants != tuple(VARIANTS):
         class_tokens = " There is no class token, so no softmax is left."
     text = [
-        f"Softmax teacher: {MODEL} ({arguments}), {epochs}. Top-1 {summary(found, 'teacher')} % of the held-out "
+        f"Softmax teacher: {MODEL} ({arguments}), {epochs}. Top-1 {summary(of_teachers, 'teacher')} % of the held-out "
         f"pictures, {seeds} (± standard deviation). Students start from its weights and learn from its logits, its "
         f"tokens and the labels, in batches of {experiment.batch}. InLine starts calibrated on training pictures, "
         f"except where a row says “not calibrated”.{class_tokens} Columns: share of the teacher's epochs; last update, "
         "no selection.",
         markdown_table(header, rows),
         f"Without labels, {experiment.probe_share} % of the epochs on tokens and pooled features alone: linear probe "
-        f"of the teacher {summary(found, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
+        f"of the teacher {summary(of_teachers, PROBES[0])} %, of the InLine student {summary(found, PROBES[1])} %.",
     ]
     write_markdown(output / f"linearize_{name}.md", f"Linearizing a ViT: {name}", environment, "\n\n".join(text))
 
@@ -493,20 +451,24 @@ def draw(name: str, experiment: Experiment, found: Mapping[str, Mapping[str, flo
         variant for variant in experiment.variants if any(values_of(found, key(variant, share)) for share in shares)
     ]
 
-    def panel(axes: Axes) -> None:
-        for variant in measured:
-            places = [(share, values_of(found, key(variant, share))) for share in shares]
-            draw_line(axes, VARIANTS[variant][2], [(share, fmean(values)) for share, values in places if values])
-        if teacher := values_of(found, "teacher"):
-            axes.axhline(fmean(teacher), color=Style("softmax").color, linewidth=1.6)
-        axes.set(xlabel="share of the teacher's epochs, %", ylabel="top-1, %")
-        light_grid(axes)
+    def panel(title: str, shares: Sequence[int]) -> Panel:
+        def draw_shares(axes: Axes) -> None:
+            for variant in measured:
+                places = [(share, values_of(found, key(variant, share))) for share in shares]
+                draw_line(axes, VARIANTS[variant][2], [(share, fmean(values)) for share, values in places if values])
+            if teacher := values_of(found, "teacher"):
+                axes.axhline(fmean(teacher), color=Style("softmax").color, linewidth=1.6)
+            axes.set(xlabel="share of the teacher's epochs, %", ylabel="top-1, %")
+            light_grid(axes)
+
+        return Panel(title, draw_shares, "Top-1 by share of the teacher's epochs.", 3.6)
 
     legend = [LegendEntry(variant, VARIANTS[variant][2]) for variant in measured]
-    chart = Chart([Panel("", panel, "Top-1 by share of the teacher's epochs.", 3.6)], [*legend, TEACHER_ENTRY])
-    note = f"{MODEL} on {name}, {experiment.length:g} epochs of the teacher, mean of {len(found)} seeds."
+    panels = [panel("untrained and trained", shares), panel("trained", shares[1:])]
+    chart = Chart(panels, [*legend, TEACHER_ENTRY])
+    note = f"{MODEL} on {name}, {experiment.length:g} epochs of the teacher, mean of at most {len(found)} seeds."
     chart.save(
-        output, f"linearize_{name}", title=f"Linearizing a ViT: {name}", small_print=note, width=8.6, formats=("png",)
+        output, f"linearize_{name}", title=f"Linearizing a ViT: {name}", small_print=note, width=5.4, formats=("png",)
     )
 
 
