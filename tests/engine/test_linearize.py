@@ -268,3 +268,28 @@ def test_a_converted_file_of_another_model_is_named(tmp_path, teacher):
     ]
     with pytest.raises(ConfigError, match="is of vit_tiny_patch16_224, not of inline_swin_tiny; add --model"):
         train(config(tmp_path / "other", *changed))
+
+
+def test_a_convolutional_network_trains_at_a_size_and_teaches_a_transformer(tmp_path):
+    plain = ("model.drop_path=null", "training.epochs=2", "optimizer.lr=2e-3", "optimizer.lr_base_size=null")
+    network = ("model.name=resnet10t", "model.arguments={}", "model.img_size=32", "run.experiment=network")
+    folder, _ = train(config(tmp_path, *plain, *network, f"run.output={tmp_path}"), on_epoch=lambda _: None)
+    file = open_checkpoint(folder / "checkpoints" / "last" / "model.safetensors")
+    assert json.loads(file.metadata["model_arguments"])["img_size"] == 32
+    measured = evaluate_checkpoint(file.path, DataSection("digits"), device="cpu")
+    row = (folder / "summary.csv").read_text().splitlines()[-1].split(",")
+    assert f"{measured.top1:.6g}" in [f"{float(value):.6g}" for value in row if value]
+
+    learner = (
+        f"model.name={NAME}", f"model.arguments={json.dumps(ARGUMENTS)}", "model.img_size=8", "run.experiment=learner",
+        "distillation.match=logits", f"distillation.teacher={folder}", "distillation.features_weight=0",
+    )  # fmt: skip
+    losses = []
+    folder, metrics = train(
+        config(tmp_path, *plain, *learner, f"run.output={tmp_path}"),
+        on_epoch=lambda row: losses.append(row["train_loss"]),
+    )
+    assert losses[1] < losses[0]
+    assert metrics is not None
+    file = open_checkpoint(folder / "checkpoints" / "last" / "model.safetensors")
+    assert (file.metadata["model"], "conversion" in file.metadata) == (NAME, False)

@@ -316,6 +316,16 @@ def test_unknown_names_get_suggestions():
         inline_attention.create_model("inline_deit_tiny", attention="sofmax")
 
 
+def test_an_image_size_of_a_model_of_any_size_is_noted():
+    model = inline_attention.create_model("resnet10t", img_size=(48, 64), num_classes=3)
+    assert model.pretrained_cfg["input_size"] == (3, 48, 64)
+    assert timm.create_model("resnet10t").pretrained_cfg["input_size"] != (3, 48, 64)
+    assert model(torch.randn(1, 3, 48, 64)).shape == (1, 3)
+    for wrong in ({"image_size": 64}, {"img_size": 64, "nonsense": 1}):
+        with pytest.raises(TypeError, match=next(reversed(wrong))):
+            inline_attention.create_model("resnet10t", **wrong)
+
+
 def test_the_attention_argument_makes_the_twin():
     by_argument = timm.create_model("inline_deit_tiny", attention="linear", depth=1)
     assert isinstance(by_argument.blocks[0].attn, LinearAttention)

@@ -250,6 +250,7 @@ def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
         pretrained: Load weights. Needs a name with a folder, or `pretrained_cfg_overlay=dict(file=...)`: no weights of
             the published models are hosted.
         **arguments: Arguments of the model, such as `num_classes`, `in_chans`, `features_only`, `drop_path_rate`.
+            `img_size` of a model of timm that takes any size is noted in its `pretrained_cfg`.
 
     Raises:
         ValueError: If the name is unknown; the message suggests similar names.
@@ -263,4 +264,12 @@ def create_model(name: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     if not timm.is_model(name):
         hint = did_you_mean(name, list_models(), most=3) or "; `inline models` lists them"
         raise ValueError(f"there is no model {name!r}{hint}")
-    return timm.create_model(name, pretrained=pretrained, **arguments)
+    try:
+        return timm.create_model(name, pretrained=pretrained, **arguments)
+    except TypeError as error:  # convolutional networks of timm take images of any size, and no `img_size`
+        size = arguments.pop("img_size", None)
+        if size is None or "'img_size'" not in str(error):
+            raise
+    model: Any = timm.create_model(name, pretrained=pretrained, **arguments)
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (arguments.get("in_chans", 3), *to_2tuple(size))}
+    return model

@@ -13,6 +13,7 @@ from inline_attention import InLineAttention, convert_attention
 from inline_attention.data.batch import Batch
 from inline_attention.layers.attention import SoftmaxAttention
 from inline_attention.models.checkpoints import save_weights
+from inline_attention.support.settings import ConfigError
 from inline_attention.tasks.classification.distillation import (
     AttentionObjective,
     DistillationObjective,
@@ -26,7 +27,7 @@ from inline_attention.tasks.classification.distillation import (
     token_layer,
     unexplained_share,
 )
-from inline_attention.tasks.classification.task import Objective
+from inline_attention.tasks.classification.task import AugmentationSection, Objective
 from inline_attention.tasks.task import DataSection, ModelSection
 
 SMALL = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -250,3 +251,55 @@ def test_a_student_starts_calibrated_once(tmp_path):
     plain, task = student(calibration_images=0)
     assert not task.notes
     assert torch.equal(plain.blocks[0].attn.qkv.weight, teacher.blocks[0].attn.qkv.weight)
+
+
+def learner(tmp_path, teacher, arguments, **distillation):
+    """A task of a ViT from scratch whose teacher is a file of resnet10t; the model, and its objective."""
+    notes = {"model": "resnet10t", "model_arguments": json.dumps(arguments)}
+    save_weights(teacher, tmp_path / "teacher.safetensors", metadata=notes)
+    small = {key: value for key, value in SMALL.items() if key not in ("num_classes", "img_size")}
+    model = ModelSection("vit_tiny_patch16_224", arguments=small, img_size=8)
+    options = {"match": "logits", "features_weight": 0.0, "teacher": str(tmp_path / "teacher.safetensors")}
+    section = DistillationSection(**options | distillation)
+    task = DistillationTask(
+        DataSection("digits", in_memory=True), model, AugmentationSection(mixup=0, cutmix=0), section
+    )
+    task.open()
+    names = [str(number) for number in range(10)]
+    student = task.build_model(names).eval()
+    return task, student, task.objective(names, 0)
+
+
+def test_a_classifier_of_another_kind_teaches_at_its_own_size_and_normalization(tmp_path):
+    torch.manual_seed(0)
+    teacher = timm.create_model("resnet10t", num_classes=10).eval()  # ImageNet's mean and std; the ViT has 0.5
+    arguments = {"num_classes": 10, "img_size": 64}
+    task, student, objective = learner(tmp_path, teacher, arguments, labels_weight=0.0, temperature=3.0)
+    assert task.start is None  # the student has random weights
+    pixels = batch().images.clamp(0, 1)
+    images = (pixels - 0.5) / 0.5
+    mean, std = (torch.tensor(teacher.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+    seen = F.interpolate((pixels - mean) / std, size=(64, 64), mode="bicubic", antialias=True)
+    with torch.no_grad():
+        expected = soft_cross_entropy(student(images), teacher(seen), 3.0)
+        found = objective(student, Batch(0, 0, images, torch.arange(4), torch.arange(4)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    unscaled = soft_cross_entropy(student(images), teacher(F.interpolate(images, size=(64, 64))), 3.0)
+    assert abs(found - unscaled) > 1e-3  # a teacher that sees the student's normalization says something else
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [({"features_weight": 1.0}, "distillation.features_weight"), ({"match": "features"}, "distillation.match")],
+)
+def test_only_logits_are_matched_with_another_model(tmp_path, settings, path):
+    teacher = timm.create_model("resnet10t", num_classes=10)
+    with pytest.raises(ConfigError, match="resnet10t") as caught:
+        learner(tmp_path, teacher, {"num_classes": 10}, **settings)
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def test_another_model_of_other_classes_is_refused(tmp_path):
+    teacher = timm.create_model("resnet10t", num_classes=7)
+    with pytest.raises(ConfigError, match="7 classes, the data 10"):
+        learner(tmp_path, teacher, {"num_classes": 7})

@@ -166,7 +166,7 @@ def _check_distillation(config: TrainConfig) -> Iterator[Problem]:
             message = "has no classes to learn; use folder, with one folder per class"
             yield Problem("data.dataset", f"{message}, or set distillation.match=features")
         return
-    if config.model.attention is None:
+    if config.model.attention is None and settings.teacher is None:
         message = "expected inline or linear, the student's attention, got null"
         yield Problem("model.attention", f"{message}; add --set model.attention=inline")
     if settings.teacher is None and config.model.initial_checkpoint is None and not config.model.require_checkpoint:

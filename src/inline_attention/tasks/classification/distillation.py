@@ -1,6 +1,7 @@
 """Distillation: a student with converted attention learns from its teacher, the same model with softmax attention.
 
 The student matches logits and labels, or features (no labels needed), or the output of each attention (a first phase).
+Logits and labels can also come from another classifier: a larger model, or a convolutional network.
 
 Shapes: `B` batch, `N` tokens, `P` prefix tokens, `C` channels, `K` classes, `H`, `W` height and width in pixels.
 """
@@ -29,7 +30,14 @@ from inline_attention.data.transforms import evaluation_options, evaluation_tran
 from inline_attention.layers.attention import KernelAttention
 from inline_attention.layers.calibration import calibratable_layers, calibrate_attention
 from inline_attention.models.checkpoints import number_of_classes
-from inline_attention.models.described import conversion_of, create_described_model, parse_class_names, parse_note
+from inline_attention.models.described import (
+    Description,
+    conversion_of,
+    create_described_model,
+    parse_class_names,
+    parse_note,
+    read_description,
+)
 from inline_attention.models.reading import Checkpoint, open_checkpoint
 from inline_attention.support.settings import ConfigError, Problem, setting
 from inline_attention.support.text import printable, show_difference
@@ -42,16 +50,18 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class DistillationSection:
-    """Learning from a softmax teacher: the same model before model.attention replaced its attention."""
+    """Learning from a teacher: the same model before model.attention replaced its attention, or another classifier."""
 
     match: Literal["off", "logits", "features", "attention"] = setting(
         "off",
         "logits: with labels. features: tokens, no labels. attention: output of each attention. off: no teacher.",
         tasks=CLASSIFICATION,
     )
-    teacher: str | None = setting(None, "Weights of the teacher; null: model.initial_checkpoint.")
+    teacher: str | None = setting(
+        None, "Weights of the teacher, also of another model; null: model.initial_checkpoint."
+    )
     teacher_size: int | tuple[int, int] | None = setting(
-        None, "Image side or [height, width] of the teacher; null: the student's.", at_least=1
+        None, "Image side or [height, width] of the teacher; null: the student's, or another model's own.", at_least=1
     )
     calibration_images: int = setting(
         16, "Training pictures on which InLine's scores are fitted to softmax's at the start; 0: none.", at_least=0
@@ -91,9 +101,10 @@ class DistillationTask(ClassificationTask):
         if source is None:
             message = "expected the teacher's weights, got null; add --initial-checkpoint FILE"
             raise ConfigError([Problem("distillation.teacher", message)])
-        model = replace(model, initial_checkpoint=model.initial_checkpoint or source)
         super().__init__(data, model, augmentation, **options)
         self._settings, self._source = distillation, source
+        if model.initial_checkpoint is None and self._other_teacher is None:
+            self._model = replace(model, initial_checkpoint=source)
         self._pictures: ImageSource | None = None  # to train on
         self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
         if not distillation.uses_labels:
@@ -111,7 +122,7 @@ class DistillationTask(ClassificationTask):
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the teacher, then the student with the same weights and other attention."""
-        if conversion_of(self._file) is not None:
+        if self._other_teacher is None and conversion_of(self._file) is not None:
             message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
             raise ConfigError([Problem("distillation.teacher", message)])
         self.teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
@@ -144,7 +155,7 @@ class DistillationTask(ClassificationTask):
             return
         source = self.open().train if self._pictures is None else self._pictures
         count = min(self._settings.calibration_images, len(source))
-        described = self._image_settings(model)
+        described = self.image_settings(model)
         loader = ImageLoader(
             source,
             evaluation_transform(described["input_size"][1:], **evaluation_options(described)),
@@ -170,16 +181,18 @@ class DistillationTask(ClassificationTask):
         return size is not None and to_2tuple(size) == self._teacher_pixels()
 
     def teacher_task(self) -> ClassificationTask:
-        """Return the task of the teacher alone, at its own image size: softmax attention, no distillation."""
-        section = replace(
-            self._model,
-            img_size=self._settings.teacher_size or self._model.img_size,
-            drop_path=None,
-            initial_checkpoint=self._source,
-            attention=None,
-            keep_softmax=(),
-            conversion_options={},
-        )
+        """Return the task of the teacher alone, at its own image size, without distillation.
+
+        It has softmax attention, unless it is another model than the student.
+        """
+        size, other = self._settings.teacher_size, self._other_teacher
+        if other is None:
+            own: Any = {"attention": None, "keep_softmax": (), "conversion_options": {}}
+            section = replace(self._model, img_size=size or self._model.img_size, drop_path=None, **own)
+        else:
+            arguments = other.arguments if size is None else {**other.arguments, "img_size": size}
+            section = ModelSection.of(other.name, arguments, other.conversion)
+        section = replace(section, initial_checkpoint=self._source)
         return ClassificationTask(self._data, section, self._augmentation, smoothing=self._smoothing, seed=self._seed)
 
     def objective(self, class_names: Sequence[str], rank: int) -> Any:
@@ -188,7 +201,10 @@ class DistillationTask(ClassificationTask):
         if self._settings.match == "attention":
             return AttentionObjective(teacher, self.student)
         labels = super().objective(class_names, rank) if self._settings.uses_labels else None
-        size, run = self._teacher_pixels(), self._compiled_teacher
+        size, run = self._teacher_pixels(), teacher if self._compiled_teacher is None else self._compiled_teacher
+        if self._other_teacher is not None:
+            settings = self.teacher_task().image_settings(teacher)
+            size, run = settings["input_size"][1:], _renormalized(run, self.image_settings(self.student), settings)
         return DistillationObjective(teacher, self.student, self._settings, size, labels, run_teacher=run)
 
     def compile(self, mode: str) -> None:
@@ -214,12 +230,30 @@ class DistillationTask(ClassificationTask):
         return open_checkpoint(self._source)
 
     @cached_property
+    def _other_teacher(self) -> Description | None:
+        """The teacher, if its file says that it is another model than the student before its conversion."""
+        noted = self._file.metadata.get("model", self._model.name)
+        if self._settings.teacher is None or _without_tag(noted) == _without_tag(self._model.name):
+            return None
+        other, match = read_description(self._file), self._settings.match
+        pair = f"since the teacher is {other.name} and the student {self._model.name}"
+        if match != "logits":
+            raise ConfigError([Problem("distillation.match", f"expected logits, {pair}, got {match}")])
+        if weight := self._settings.features_weight:
+            message = f"expected 0, {pair}, whose tokens differ, got {weight:g}"
+            advice = "add --set distillation.features_weight=0"
+            raise ConfigError([Problem("distillation.features_weight", f"{message}; {advice}")])
+        return other
+
+    @cached_property
     def _teacher_classes(self) -> list[str]:
         """Class names of the teacher's head, numbers if its file has none; empty without a head."""
         count, names = self._count_teacher_classes(), parse_class_names(self._file)
         return names if names is not None and len(names) == count else [str(number) for number in range(count)]
 
     def _count_teacher_classes(self) -> int:
+        if self._other_teacher is not None:
+            return self._other_teacher.classes_in(self._file) or 0
         with torch.device("meta"):  # the model knows the name of the head
             model = create_described_model(self._model.name, {})
         return number_of_classes(self._file.weights, model) or 0
@@ -241,6 +275,25 @@ class DistillationTask(ClassificationTask):
         """Height and width of the teacher's images; None if they are the student's."""
         size = self._settings.teacher_size
         return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _without_tag(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _renormalized(
+    run: Callable[[Tensor], Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that takes images normalized by one mean and std, and runs a model that expects others."""
+    mean, std, new_mean, new_std = (
+        torch.tensor(settings[name])[:, None, None] for settings in (before, after) for name in ("mean", "std")
+    )
+    scale, shift = std / new_std, (mean - new_mean) / new_std
+
+    def run_renormalized(images: Tensor) -> Tensor:
+        return run(images * scale.to(images) + shift.to(images))
+
+    return run if torch.equal(scale, torch.ones_like(scale)) and not shift.any() else run_renormalized
 
 
 def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:

@@ -215,7 +215,7 @@ class ClassificationTask(Task):
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[Batch]:
         """Return augmented images, from files or from memory."""
-        described, settings = self._image_settings(model), self._augmentation
+        described, settings = self.image_settings(model), self._augmentation
         size, statistics = described["input_size"][1:], {"mean": described["mean"], "std": described["std"]}
         options: dict[str, Any] = {
             "hflip": settings.hflip,
@@ -241,7 +241,7 @@ class ClassificationTask(Task):
         self, source: ImageSource, model: nn.Module, reading: Reading, broken: BrokenImages
     ) -> Loader[Batch]:
         """Return resized and cropped images, from files or from memory."""
-        described = self._image_settings(model)
+        described = self.image_settings(model)
         normalize = Normalize(described["mean"], described["std"])
         if self._data.in_memory:
             images = _decoded(source, described, reading, broken)
@@ -284,7 +284,7 @@ class ClassificationTask(Task):
             notes["crop_pct"] = json.dumps(self._data.crop_pct)
         return notes
 
-    def _image_settings(self, model: nn.Module) -> dict[str, Any]:
+    def image_settings(self, model: nn.Module) -> dict[str, Any]:
         """Return timm's data settings: size, crop, interpolation, mean and standard deviation."""
         own = {"input_size": self._model.input_size(model), "crop_pct": self._data.crop_pct}
         return resolve_data_config(own, model=model)
