@@ -293,3 +293,7 @@ def test_a_convolutional_network_trains_at_a_size_and_teaches_a_transformer(tmp_
     assert metrics is not None
     file = open_checkpoint(folder / "checkpoints" / "last" / "model.safetensors")
     assert (file.metadata["model"], "conversion" in file.metadata) == (NAME, False)
+
+    compared = student(tmp_path, write_teacher(tmp_path / "vit.safetensors"), *learner[-2:])
+    with pytest.raises(ConfigError, match=f"expected {NAME}, which is compared with its conversion, got resnet10t"):
+        linearize(compared)

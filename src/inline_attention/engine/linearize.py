@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inline_attention.engine.config import ConfigError, TrainConfig, check
+from inline_attention.engine.config import ConfigError, Problem, TrainConfig, check
 from inline_attention.engine.config.reading import read_config
 from inline_attention.engine.evaluate import evaluate_task
 from inline_attention.engine.processes import Processes, joined_processes
@@ -203,6 +203,10 @@ def _first_phase(config: TrainConfig, epochs: int) -> TrainConfig | None:
 def _distillation_task(config: TrainConfig) -> DistillationTask:
     task = build_task(config)
     assert isinstance(task, DistillationTask)
+    if task.other_teacher is not None:
+        message = f"expected {config.model.name}, which is compared with its conversion, got {task.other_teacher.name}"
+        advice = "`inline train linearize_classifier` learns from another model"
+        raise ConfigError([Problem("distillation.teacher", f"{message}; {advice}")])
     return task
 
 

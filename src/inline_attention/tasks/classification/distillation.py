@@ -103,7 +103,7 @@ class DistillationTask(ClassificationTask):
             raise ConfigError([Problem("distillation.teacher", message)])
         super().__init__(data, model, augmentation, **options)
         self._settings, self._source = distillation, source
-        if model.initial_checkpoint is None and self._other_teacher is None:
+        if model.initial_checkpoint is None and self.other_teacher is None:
             self._model = replace(model, initial_checkpoint=source)
         self._pictures: ImageSource | None = None  # to train on
         self._compiled_teacher: Callable[[Tensor], Tensor] | None = None
@@ -122,7 +122,7 @@ class DistillationTask(ClassificationTask):
 
     def build_model(self, class_names: Sequence[str]) -> nn.Module:
         """Build the teacher, then the student with the same weights and other attention."""
-        if self._other_teacher is None and conversion_of(self._file) is not None:
+        if self.other_teacher is None and conversion_of(self._file) is not None:
             message = f"expected weights of softmax attention, got {self._source}, whose attention is converted already"
             raise ConfigError([Problem("distillation.teacher", message)])
         self.teacher = self.teacher_task().build_model(class_names).eval().requires_grad_(False)
@@ -185,7 +185,7 @@ class DistillationTask(ClassificationTask):
 
         It has softmax attention, unless it is another model than the student.
         """
-        size, other = self._settings.teacher_size, self._other_teacher
+        size, other = self._settings.teacher_size, self.other_teacher
         if other is None:
             own: Any = {"attention": None, "keep_softmax": (), "conversion_options": {}}
             section = replace(self._model, img_size=size or self._model.img_size, drop_path=None, **own)
@@ -202,7 +202,7 @@ class DistillationTask(ClassificationTask):
             return AttentionObjective(teacher, self.student)
         labels = super().objective(class_names, rank) if self._settings.uses_labels else None
         size, run = self._teacher_pixels(), teacher if self._compiled_teacher is None else self._compiled_teacher
-        if self._other_teacher is not None:
+        if self.other_teacher is not None:
             settings = self.teacher_task().image_settings(teacher)
             size, run = settings["input_size"][1:], _renormalized(run, self.image_settings(self.student), settings)
         return DistillationObjective(teacher, self.student, self._settings, size, labels, run_teacher=run)
@@ -230,10 +230,11 @@ class DistillationTask(ClassificationTask):
         return open_checkpoint(self._source)
 
     @cached_property
-    def _other_teacher(self) -> Description | None:
+    def other_teacher(self) -> Description | None:
         """The teacher, if its file says that it is another model than the student before its conversion."""
         noted = self._file.metadata.get("model", self._model.name)
-        if self._settings.teacher is None or _without_tag(noted) == _without_tag(self._model.name):
+        is_start = self._source == self._model.initial_checkpoint
+        if is_start or _without_tag(noted) == _without_tag(self._model.name):
             return None
         other, match = read_description(self._file), self._settings.match
         pair = f"since the teacher is {other.name} and the student {self._model.name}"
@@ -252,8 +253,8 @@ class DistillationTask(ClassificationTask):
         return names if names is not None and len(names) == count else [str(number) for number in range(count)]
 
     def _count_teacher_classes(self) -> int:
-        if self._other_teacher is not None:
-            return self._other_teacher.classes_in(self._file) or 0
+        if self.other_teacher is not None:
+            return self.other_teacher.classes_in(self._file) or 0
         with torch.device("meta"):  # the model knows the name of the head
             model = create_described_model(self._model.name, {})
         return number_of_classes(self._file.weights, model) or 0
