@@ -6,15 +6,16 @@
     python benchmarks/linearize.py tiny-imagenet-100 --data-dir DIR [--only teachers]
     python benchmarks/linearize.py speed
 
-A softmax ViT of timm is trained by the engine, on tiny-imagenet-100 first with patches twice as large: an epoch has a
-quarter of the tokens then, and counts as a quarter. The teacher is its weights in half precision:
-RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention is replaced (InLine or
-linear, with and without the local 3×3 term), and students are distilled for 0 to 25 % of the teacher's epochs. InLine
-is calibrated, and class tokens, where the model has one, keep softmax; rows of their own are without that.
+A softmax ViT of timm is trained by the engine. On cifar10 a ResNet, trained first, guides it. On tiny-imagenet-100 it
+first has patches twice as large: an epoch has a quarter of the tokens then, and counts as a quarter. The teacher is its
+weights in half precision, RUNS/DATASET/teacher-seed0.safetensors, which another machine can go on from. Its attention
+is replaced (InLine or linear, with and without the local 3×3 term), and students are distilled for 0 to 25 % of the
+teacher's epochs. InLine is calibrated, and class tokens, where the model has one, keep softmax; rows of their own are
+without that.
 Without labels, the student of a backbone without head matches tokens alone, and a linear probe is trained on teacher
 and student. Runs are processes, several at a time; those that matter most come first. After the time limit or a kill,
 the same command resumes; finished runs are not repeated. To resume on another machine, take these files of RUNS/DATASET
-along: coarse-seed*.safetensors, teacher-seed*.safetensors, *.json and */outcome.json.
+along: *-seed*.safetensors, *.json and */outcome.json.
 `speed` compares ViT-S and ViT-B with their conversions.
 
 DIR of cifar10: cifar-10-binary.tar.gz, packed or unpacked, or folders train/CLASS and test/CLASS. Of tiny-imagenet-100:
@@ -87,6 +88,9 @@ COARSE = (
     "optimizer.lr=5e-3", "training.batch_size=512", "training.total_batch_size=512", "augmentation.mixup_off_epoch=0"
 )  # fmt: skip
 
+# A ViT learns small images from a convolutional network, as in DeiT, better than from labels alone.
+GUIDED = ("distillation.match=logits", "distillation.features_weight=0")
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -100,6 +104,7 @@ class Experiment:
         teacher: Settings of the teacher alone.
         coarse_epochs: Epochs of the teacher before, with patches twice as large.
         coarse: Settings of these epochs alone.
+        guide: Settings of the guide's training; none without a guide.
         batch: Images per update of the students.
         shares: Students' lengths, in percent.
         probe_share: Length of the student without labels, in percent.
@@ -112,6 +117,7 @@ class Experiment:
     teacher: tuple[str, ...]
     coarse_epochs: int = 0
     coarse: tuple[str, ...] = ()
+    guide: tuple[str, ...] = ()
     batch: int = 128
     shares: tuple[int, ...] = (1, 5, 10, 25)
     probe_share: int = 10
@@ -162,11 +168,17 @@ EXPERIMENTS = {
     "cifar10": Experiment(
         "cifar10",
         arguments={"patch_size": 2, **POOLED},
-        epochs=100,
+        epochs=70,
         overrides=("model.img_size=32", "training.compile=true"),
         teacher=(
-            *STRONG, "optimizer.lr=5e-3", "schedule.warmup_epochs=4", "training.batch_size=1024",
-            "training.total_batch_size=1024", "augmentation.mixup_off_epoch=80",
+            *STRONG, "optimizer.lr=5e-3", "schedule.warmup_epochs=4", "training.batch_size=512",
+            "training.total_batch_size=512", "augmentation.mixup_off_epoch=60",
+        ),
+        guide=(
+            "model.name=resnet18", "model.arguments={}", "model.img_size=64", "training.epochs=24",
+            "optimizer.lr=2e-3", "optimizer.lr_base_size=null", "schedule.warmup_epochs=2",
+            "augmentation.crop_padding=8", "augmentation.cutmix=1.0", "augmentation.mixup_prob=0.5",
+            "augmentation.mixup_off_epoch=20", "training.validation_interval=8",
         ),
     ),
     "tiny-imagenet-100": Experiment(
@@ -211,7 +223,8 @@ class Place:
     @property
     def stages(self) -> tuple[str, ...]:
         """Runs that the teacher takes, in their order."""
-        return ("coarse", "teacher") if self.experiment.coarse_epochs else ("teacher",)
+        before = {"guide": self.experiment.guide, "coarse": self.experiment.coarse}
+        return (*(stage for stage, settings in before.items() if settings), "teacher")
 
     def weights(self, stage: str) -> Path:
         """Weights that a stage of the teacher's training ends with."""
@@ -236,17 +249,22 @@ class Place:
     def stage_settings(self, stage: str) -> TrainConfig:
         """Return the settings of a stage of the teacher's training."""
         experiment = self.experiment
-        start = [] if stage == self.stages[0] else [f"model.initial_checkpoint={self.weights('coarse')}"]
+        if stage == "guide":
+            return self.settings(stage, *experiment.guide)
         own = [f"training.epochs={experiment.epochs}"]
         if stage == "coarse":
             arguments = json.dumps({**experiment.arguments, "patch_size": 2 * experiment.patch})
             own = [f"training.epochs={experiment.coarse_epochs}", f"model.arguments={arguments}", *experiment.coarse]
-        return self.settings(stage, *experiment.teacher, *own, *start)
+        elif experiment.coarse:
+            own.append(f"model.initial_checkpoint={self.weights('coarse')}")
+        if experiment.guide:
+            own += [*GUIDED, f"distillation.teacher={self.weights('guide')}"]
+        return self.settings(stage, *experiment.teacher, *own)
 
     def finish_stage(self, stage: str) -> None:
         """Write the weights of a stage in half precision: 11 MB, where some machines hand out 16 at most."""
         file = open_checkpoint(find_weights(run_folder(self.stage_settings(stage)) / "checkpoints" / "last"))
-        weights = {name: value.half() for name, value in file.weights.items()}
+        weights = {name: value.half() if value.is_floating_point() else value for name, value in file.weights.items()}
         notes = {name: file.metadata[name] for name in NOTES if name in file.metadata}
         if stage == "coarse":  # fit patches and positions to the teacher's
             arguments = {**json.loads(notes["model_arguments"]), **self.stage_settings("teacher").model.arguments}
@@ -287,7 +305,8 @@ def teacher_commands(places: Sequence[Place], stage: str) -> dict[Command, Place
     for place in places:
         if place.teacher.exists() or place.weights(stage).exists():
             continue
-        if stage != place.stages[0] and not place.weights("coarse").exists():  # its run was stopped
+        before = place.stages[: place.stages.index(stage)]
+        if not all(place.weights(earlier).exists() for earlier in before):  # a run was stopped
             continue
         commands[run_command(f"{stage}, seed {place.seed}", place.stage_settings(stage), is_alone=False)] = place
     return commands
@@ -408,7 +427,7 @@ def write_results(
     header = ["student", *(f"{share} % ({share / 100 * length:.3g} epochs)" for share in shares)]
     rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in experiment.variants]
     arguments = ", ".join(f"{argument}={value}" for argument, value in experiment.arguments.items())
-    epochs = f"{experiment.epochs} epochs"
+    epochs = f"{experiment.epochs} epochs{' guided by a ResNet' if experiment.guide else ''}"
     if coarse := experiment.coarse_epochs:
         epochs = (
             f"{coarse} epochs with patches of {2 * experiment.patch} pixels, then {epochs}; the first have a quarter "
