@@ -87,8 +87,7 @@ STRONG = (
 COARSE = (
     "optimizer.lr=5e-3", "training.batch_size=512", "training.total_batch_size=512", "augmentation.mixup_off_epoch=0"
 )  # fmt: skip
-
-# A ViT learns small images from a convolutional network, as in DeiT, better than from labels alone.
+# The teacher itself learns from a convolutional network and from labels, as DeiT does.
 GUIDED = ("distillation.match=logits", "distillation.features_weight=0")
 
 
@@ -139,7 +138,7 @@ class Experiment:
         return tuple(name for name in VARIANTS if has_class_token or not name.endswith(CLASS_TOKEN_TOO))
 
 
-# Tokens are normalized, then averaged: such a ViT learns small images faster than one with a class token.
+# No class token: normalized tokens are averaged, so no softmax is left in a conversion.
 POOLED = {"class_token": False, "global_pool": "avg", "fc_norm": False}
 EXPERIMENTS = {
     "digits": Experiment(
@@ -428,11 +427,9 @@ def write_results(
     rows = [[variant, *(summary(found, key(variant, share)) for share in shares)] for variant in experiment.variants]
     arguments = ", ".join(f"{argument}={value}" for argument, value in experiment.arguments.items())
     epochs = f"{experiment.epochs} epochs{' guided by a ResNet' if experiment.guide else ''}"
-    if coarse := experiment.coarse_epochs:
-        epochs = (
-            f"{coarse} epochs with patches of {2 * experiment.patch} pixels, then {epochs}; the first have a quarter "
-        )
-        epochs += f"of the tokens and count as a quarter: {length:g} epochs in all"
+    if experiment.coarse:
+        before = f"{experiment.coarse_epochs} epochs with patches of {2 * experiment.patch} pixels"
+        epochs = f"{before}, a quarter of the tokens, then {epochs}; by tokens, {length:g} epochs in all"
     seeds = f"{len(found)} seeds{' of students, one teacher' if one_teacher else ''}"
     of_teachers = dict(list(found.items())[:1]) if one_teacher else found
     class_tokens = f" The class token keeps softmax, except in rows with “{CLASS_TOKEN_TOO}”."
