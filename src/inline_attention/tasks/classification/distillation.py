@@ -203,8 +203,8 @@ class DistillationTask(ClassificationTask):
         labels = super().objective(class_names, rank) if self._settings.uses_labels else None
         size, run = self._teacher_pixels(), teacher if self._compiled_teacher is None else self._compiled_teacher
         if self.other_teacher is not None:
-            settings = self.teacher_task().image_settings(teacher)
-            size, run = settings["input_size"][1:], _renormalized(run, self.image_settings(self.student), settings)
+            ours, theirs = self.image_settings(self.student), self.teacher_task().image_settings(teacher)
+            size, run = theirs["input_size"][1:], _renormalized(run, ours, theirs, next(teacher.parameters()).device)
         return DistillationObjective(teacher, self.student, self._settings, size, labels, run_teacher=run)
 
     def compile(self, mode: str) -> None:
@@ -283,18 +283,18 @@ def _without_tag(name: str) -> str:
 
 
 def _renormalized(
-    run: Callable[[Tensor], Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
+    run: Callable[[Tensor], Tensor], before: Mapping[str, Any], after: Mapping[str, Any], device: torch.device
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that takes images normalized by one mean and std, and runs a model that expects others."""
+    if (before["mean"], before["std"]) == (after["mean"], after["std"]):
+        return run
     mean, std, new_mean, new_std = (
-        torch.tensor(settings[name])[:, None, None] for settings in (before, after) for name in ("mean", "std")
+        torch.tensor(settings[name], device=device)[:, None, None]
+        for settings in (before, after)
+        for name in ("mean", "std")
     )
     scale, shift = std / new_std, (mean - new_mean) / new_std
-
-    def run_renormalized(images: Tensor) -> Tensor:
-        return run(images * scale.to(images) + shift.to(images))
-
-    return run if torch.equal(scale, torch.ones_like(scale)) and not shift.any() else run_renormalized
+    return lambda images: run(images * scale + shift)
 
 
 def _relabelled(source: ImageSource, class_names: Sequence[str]) -> ImageSource:
