@@ -10,7 +10,9 @@ import torch
 import inline_attention
 from inline_attention.models.checkpoints import CheckpointError
 from inline_attention.models.deit import InLineDeiT
+from inline_attention.models.described import read_description
 from inline_attention.models.hub import ModelCard, from_pretrained, push_to_hub, save_pretrained
+from inline_attention.models.reading import open_checkpoint
 from inline_attention.models.registry import NoPretrainedWeightsError
 from inline_attention.models.swin import InLineSwin
 from inline_attention.tasks.classification.prediction import ImageClassifier
@@ -299,3 +301,13 @@ def test_a_model_of_timm_from_a_folder_says_how_its_own_images_are_prepared(tmp_
         assert config["num_classes"] == 3
     config = from_pretrained(tmp_path).pretrained_cfg
     assert not any(config.get(name) for name in ("hf_hub_id", "url", "license"))
+
+
+def test_a_network_of_any_size_keeps_the_size_it_was_trained_at(tmp_path):
+    model = inline_attention.create_model("resnet10t", img_size=48, num_classes=4)
+    folder = save_pretrained(model, tmp_path / "network")
+    for made in (timm.create_model, inline_attention.create_model):
+        assert made(f"local-dir:{folder}", pretrained=True).pretrained_cfg["input_size"] == (3, 48, 48)
+    assert read_description(open_checkpoint(folder)).image_size == (48, 48)
+    timm.models.save_for_hf(model, tmp_path / "plain", model_args={"num_classes": 4})  # metadata without a model
+    assert read_description(open_checkpoint(tmp_path / "plain")).image_size == (48, 48)

@@ -35,7 +35,15 @@ from inline_attention.models.described import (
     create_described_model,
     read_description,
 )
-from inline_attention.models.hub_layout import CARD, CONFIG, PREPARATION, WEIGHTS, CheckpointError, fetch
+from inline_attention.models.hub_layout import (
+    CARD,
+    CONFIG,
+    PREPARATION,
+    WEIGHTS,
+    CheckpointError,
+    fetch,
+    own_image_size,
+)
 from inline_attention.models.reading import find_weights
 from inline_attention.models.registry import PAPER, converted_attention, list_models
 from inline_attention.support.files import write_atomically
@@ -95,7 +103,8 @@ def save_pretrained(
     if (size := arguments.get("img_size")) is not None:
         given["input_size"] = (arguments.get("in_chans", 3), *((size, size) if isinstance(size, int) else size))
     preparation = resolve_data_config(given, model=model)  # at the model's native size
-    described = {"model_arguments": arguments, "class_names": None if class_names is None else list(class_names)}
+    noted = own_image_size(name, preparation) | arguments  # models that take any size do not record it
+    described = {"model_arguments": noted, "class_names": None if class_names is None else list(class_names)}
     described |= {key: preparation[key] for key in PREPARATION}
     texts = {key: json.dumps(value) for key, value in described.items() if value is not None}
     try:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from timm.models import get_pretrained_cfg
+
 from inline_attention.support.files import read_bounded
 from inline_attention.support.untrusted import parse_json
 
@@ -64,6 +66,7 @@ def read_notes(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is damaged: expected mappings as pretrained_cfg and model_args; fetch it again")
     classes = config.get("num_classes", preparation.get("num_classes"))
     described = ({} if classes is None else {"num_classes": classes}) | dict(arguments)
+    described = own_image_size(config["architecture"], preparation) | described
     names = config.get("label_names", preparation.get("label_names"))
     if isinstance(names, Mapping):  # from every index to its name
         indices = [str(index) for index in range(len(names))]
@@ -72,6 +75,14 @@ def read_notes(folder: Path) -> dict[str, str]:
     notes |= {key: preparation.get(key) for key in PREPARATION}
     texts = {key: json.dumps(value) for key, value in notes.items() if value is not None}
     return {"model": str(config["architecture"]), **texts}
+
+
+def own_image_size(name: str, preparation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the image size of a model's weights as an argument, if it is not the usual one of the model."""
+    size, usual = preparation.get("input_size"), get_pretrained_cfg(name)
+    if not isinstance(size, (list, tuple)) or usual is None or list(size[1:]) == list(usual.input_size[1:]):
+        return {}
+    return {"img_size": list(size[1:])}
 
 
 def fetch(repository: str, cache_dir: str | Path | None = None) -> Path:

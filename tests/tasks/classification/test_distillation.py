@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import timm
@@ -303,3 +304,44 @@ def test_another_model_of_other_classes_is_refused(tmp_path):
     teacher = timm.create_model("resnet10t", num_classes=7)
     with pytest.raises(ConfigError, match="7 classes, the data 10"):
         learner(tmp_path, teacher, {"num_classes": 7})
+
+
+def test_a_model_of_other_arguments_is_another_model(tmp_path):
+    larger = SMALL | {"num_classes": 10, "embed_dim": 32, "img_size": 16}
+    notes = {"model": "vit_tiny_patch16_224", "model_arguments": json.dumps(larger)}
+    save_weights(timm.create_model("vit_tiny_patch16_224", **larger), tmp_path / "teacher.safetensors", metadata=notes)
+    small = {key: value for key, value in SMALL.items() if key not in ("num_classes", "img_size")}
+    section = DistillationSection("logits", str(tmp_path / "teacher.safetensors"), features_weight=0.0)
+    model = ModelSection("vit_tiny_patch16_224", arguments=small, img_size=8)
+    task = DistillationTask(DataSection("digits", in_memory=True), model, None, section)
+    names = task.open().class_names
+    assert task.build_model(names).embed_dim == 16
+    assert (task.teacher.embed_dim, task.teacher.patch_embed.img_size) == (32, (16, 16))
+    same = DistillationTask(DataSection("digits", in_memory=True), replace(model, arguments=small | {"embed_dim": 32}),
+                            None, section)  # fmt: skip
+    assert same.other_teacher is None
+    assert task.other_teacher is not None
+
+
+def test_a_native_student_is_not_calibrated(tmp_path):
+    save_weights(
+        timm.create_model("resnet10t", num_classes=10),
+        tmp_path / "teacher.safetensors",
+        metadata={"model": "resnet10t", "model_arguments": '{"num_classes": 10, "img_size": 32}'},
+    )
+    section = DistillationSection("logits", str(tmp_path / "teacher.safetensors"), features_weight=0.0)
+    arguments = {"patch_size": 2, "embed_dim": 16, "num_heads": 2, "depth": 1}
+    model = ModelSection("inline_deit_tiny", arguments=arguments, img_size=8)
+    task = DistillationTask(DataSection("digits", in_memory=True), model, None, section)
+    student = task.build_model(task.open().class_names)
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    task.prepare(student)
+    assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+
+
+def test_weights_that_name_no_model_get_advice(tmp_path):
+    save_weights(timm.create_model("resnet10t", num_classes=10).state_dict(), tmp_path / "bare.safetensors")
+    section = DistillationSection("logits", str(tmp_path / "bare.safetensors"), features_weight=0.0)
+    model = ModelSection("inline_deit_tiny", img_size=8)
+    with pytest.raises(ConfigError, match="names no model; `inline convert FILE --model NAME"):
+        DistillationTask(DataSection("digits", in_memory=True), model, None, section).open()

@@ -9,6 +9,7 @@ Shapes: `B` batch, `N` tokens, `P` prefix tokens, `C` channels, `K` classes, `H`
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,6 +113,7 @@ class DistillationTask(ClassificationTask):
 
     def open(self) -> TaskData:
         """Open and check both splits; without labels, pictures need no classes and get those of the teacher."""
+        self._check_teacher()
         opened = super().open()
         self._pictures = opened.train
         if self._settings.uses_labels:
@@ -150,8 +152,9 @@ class DistillationTask(ClassificationTask):
     def prepare(self, model: nn.Module) -> None:
         """Fit a student with the teacher's weights to softmax, unless a first phase has trained it already."""
         start = self._model.initial_checkpoint
-        is_trained = start is not None and conversion_of(open_checkpoint(start)) is not None
-        if not self._settings.calibration_images or is_trained or not calibratable_layers(model):
+        if start is None or self._model.attention is None or conversion_of(open_checkpoint(start)) is not None:
+            return  # random weights, an attention of the model's own, or calibrated already
+        if not self._settings.calibration_images or not calibratable_layers(model):
             return
         source = self.open().train if self._pictures is None else self._pictures
         count = min(self._settings.calibration_images, len(source))
@@ -232,19 +235,27 @@ class DistillationTask(ClassificationTask):
     @cached_property
     def other_teacher(self) -> Description | None:
         """The teacher, if its file says that it is another model than the student before its conversion."""
-        noted = self._file.metadata.get("model", self._model.name)
-        is_start = self._source == self._model.initial_checkpoint
-        if is_start or _without_tag(noted) == _without_tag(self._model.name):
+        noted = self._file.metadata.get("model")
+        if noted is None or self._source == self._model.initial_checkpoint:
             return None
-        other, match = read_description(self._file), self._settings.match
-        pair = f"since the teacher is {other.name} and the student {self._model.name}"
-        if match != "logits":
-            raise ConfigError([Problem("distillation.match", f"expected logits, {pair}, got {match}")])
+        described, own = read_description(self._file), self._model.model_arguments()
+        # Of these the student may have others than its teacher, or the settings say more than the file.
+        names = (described.arguments.keys() & own.keys()) - {"img_size", "num_classes", "in_chans"}
+        is_same = all(json.dumps(described.arguments[name]) == json.dumps(own[name]) for name in names)  # or tuples
+        has_name = noted.partition(".")[0] == self._model.name.partition(".")[0]
+        return None if has_name and is_same else described
+
+    def _check_teacher(self) -> None:
+        """Refuse to match more than logits with another model."""
+        if self.other_teacher is None:
+            return
+        pair = f"since the teacher, {self.other_teacher.name}, is another model than the student, {self._model.name}"
+        if self._settings.match != "logits":
+            raise ConfigError([Problem("distillation.match", f"expected logits, {pair}, got {self._settings.match}")])
         if weight := self._settings.features_weight:
-            message = f"expected 0, {pair}, whose tokens differ, got {weight:g}"
+            message = f"expected 0, {pair}, and has other tokens, got {weight:g}"
             advice = "add --set distillation.features_weight=0"
             raise ConfigError([Problem("distillation.features_weight", f"{message}; {advice}")])
-        return other
 
     @cached_property
     def _teacher_classes(self) -> list[str]:
@@ -262,9 +273,13 @@ class DistillationTask(ClassificationTask):
     def _check_classes(self, class_names: Sequence[str]) -> None:
         """Refuse a teacher of other classes: its logits would say something else than the labels."""
         count, names = self._count_teacher_classes(), parse_class_names(self._file)
-        advice = "fine-tune the teacher on this data first (`inline train finetune`), or match features alone"
+        advice = "fine-tune the teacher on this data first (`inline train finetune`)"
+        if self.other_teacher is None:
+            advice += ", or match features alone"
         if count != len(class_names):
-            found = f"{count} classes" if count else "no classifier"
+            found = f"{count} classes" if count else f"no classifier of {self._model.name}"
+            if not count and "model" not in self._file.metadata:
+                advice = "the file names no model; `inline convert FILE --model NAME --output FILE` adds the name"
             message = f"the teacher in {self._source} has {found}, the data {len(class_names)} classes"
             raise ConfigError([Problem("distillation.teacher", f"{message}; {advice}")])
         if names is not None and list(names) != list(class_names):
@@ -276,10 +291,6 @@ class DistillationTask(ClassificationTask):
         """Height and width of the teacher's images; None if they are the student's."""
         size = self._settings.teacher_size
         return None if size is None else (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _without_tag(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def _renormalized(
