@@ -270,6 +270,12 @@ def test_a_converted_file_of_another_model_is_named(tmp_path, teacher):
         train(config(tmp_path / "other", *changed))
 
 
+def test_weights_under_another_name_of_the_same_shapes_are_a_teacher(tmp_path, teacher):
+    named = student(tmp_path, teacher, "model.name=vit_tiny_patch16_384", "training.updates=1")
+    result = linearize(named, attention_epochs=1)  # the second phase starts from other weights than the teacher's
+    assert set(result.figures) == {"teacher", "converted", "linearized"}
+
+
 def test_a_convolutional_network_trains_at_a_size_and_teaches_a_transformer(tmp_path):
     plain = ("model.drop_path=null", "training.epochs=2", "optimizer.lr=2e-3", "optimizer.lr_base_size=null")
     network = ("model.name=resnet10t", "model.arguments={}", "model.img_size=32", "run.experiment=network")

@@ -311,3 +311,7 @@ def test_a_network_of_any_size_keeps_the_size_it_was_trained_at(tmp_path):
     assert read_description(open_checkpoint(folder)).image_size == (48, 48)
     timm.models.save_for_hf(model, tmp_path / "plain", model_args={"num_classes": 4})  # metadata without a model
     assert read_description(open_checkpoint(tmp_path / "plain")).image_size == (48, 48)
+    config = tmp_path / "plain" / "config.json"
+    config.write_text(config.read_text().replace('"resnet10t"', '"resnet10t.nobody"'))
+    with pytest.raises(CheckpointError, match="Invalid pretrained tag"):
+        read_description(open_checkpoint(tmp_path / "plain"))

@@ -79,7 +79,11 @@ def read_notes(folder: Path) -> dict[str, str]:
 
 def own_image_size(name: str, preparation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the image size of a model's weights as an argument, if it is not the usual one of the model."""
-    size, usual = preparation.get("input_size"), get_pretrained_cfg(name)
+    size = preparation.get("input_size")
+    try:
+        usual = get_pretrained_cfg(name)
+    except RuntimeError:  # the tag is unknown
+        return {}
     if not isinstance(size, (list, tuple)) or usual is None or list(size[1:]) == list(usual.input_size[1:]):
         return {}
     return {"img_size": list(size[1:])}

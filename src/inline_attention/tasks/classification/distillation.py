@@ -9,7 +9,6 @@ Shapes: `B` batch, `N` tokens, `P` prefix tokens, `C` channels, `K` classes, `H`
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from inline_attention.models.described import (
     Description,
     conversion_of,
     create_described_model,
+    describable,
     parse_class_names,
     parse_note,
     read_description,
@@ -235,15 +235,24 @@ class DistillationTask(ClassificationTask):
     @cached_property
     def other_teacher(self) -> Description | None:
         """The teacher, if its file says that it is another model than the student before its conversion."""
-        noted = self._file.metadata.get("model")
-        if noted is None or self._source == self._model.initial_checkpoint:
+        is_named = "model" in self._file.metadata
+        if not is_named or self._source == self._model.initial_checkpoint or self._fits_student(self._file):
             return None
-        described, own = read_description(self._file), self._model.model_arguments()
-        # Of these the student may have others than its teacher, or the settings say more than the file.
-        names = (described.arguments.keys() & own.keys()) - {"img_size", "num_classes", "in_chans"}
-        is_same = all(json.dumps(described.arguments[name]) == json.dumps(own[name]) for name in names)  # or tuples
-        has_name = noted.partition(".")[0] == self._model.name.partition(".")[0]
-        return None if has_name and is_same else described
+        return read_description(self._file)
+
+    def _fits_student(self, file: Checkpoint) -> bool:
+        """True if weights have the student's shapes before its conversion, but for classes and image size."""
+        arguments = self._model.model_arguments()
+        described = describable(self._model.name, arguments)
+        own = {name: value for name, value in arguments.items() if name not in described}
+        with torch.device("meta"):
+            model: Any = create_described_model(self._model.name, described, **own)
+        head = id(getattr(model.get_classifier(), "weight", None))
+        return all(
+            name in file.weights and file.weights[name].shape == weight.shape
+            for name, weight in model.named_parameters()
+            if weight.ndim in (2, 4) and id(weight) != head and "relative_position" not in name
+        )
 
     def _check_teacher(self) -> None:
         """Refuse to match more than logits with another model."""
